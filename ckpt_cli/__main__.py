@@ -19,7 +19,7 @@ def main() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         from ckpt_cli.app import main as run
-        from core.files.requests.waiting import n_unanswered
+        from core.files.requests.ending import n_unanswered
     except ModuleNotFoundError as err:
         # Without these packages there is no command line at all; packages that single commands need
         # are reported when the commands run.

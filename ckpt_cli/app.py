@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from ckpt_cli.options.prune import PruneOptions
     from ckpt_cli.options.validate import ValidateOptions
 
+_PAGES = ("-h", "--help", "--help-all", "--version")
+"""First words of a command line that runs no command."""
 Work = Callable[[], int]
 """A parsed command that has not run yet; returns the exit code."""
 FailureFilter = Callable[[BaseException, Failure], Failure | None]
@@ -280,17 +282,26 @@ def _launch(options: LaunchOptions) -> Work:
 
 
 @cache
-def _group_with(name: str) -> TyperGroup:
-    """Return typer's group of the one command with a name, or else of all commands.
+def _group_for(word: str) -> TyperGroup:
+    """Return typer's group of the commands that a command line needs, by its first word.
 
-    Making all takes ten times as long, and imports the options of each.
+    Making all takes ten times as long as making one, and imports the options of each.
     """
-    named = [command for command in app.registered_commands if command.name == name]
-    if not named:
+    commands = [command for command in app.registered_commands if command.name == word]
+    # The program's own page needs the names of the commands, not their options.
+    if word in _PAGES:
+        commands = [copy(command) for command in app.registered_commands]
+        for command in commands:
+            command.callback = _no_options
+    if not commands:
         return get_group(app)
     program = copy(app)
-    program.registered_commands = named
+    program.registered_commands = commands
     return get_group(program)
+
+
+def _no_options() -> None:
+    pass
 
 
 def parse_command(arguments: Sequence[str]) -> Work | int:
@@ -299,14 +310,14 @@ def parse_command(arguments: Sequence[str]) -> Work | int:
     Raises:
         Exception: the command line is invalid; ``failure_of`` translates the error.
     """
-    name = arguments[0].lower().replace("_", "-") if arguments else ""
+    word = arguments[0].lower().replace("_", "-") if arguments else "--help"
     try:
-        work = _group_with(name)(list(arguments), prog_name="ckpt", standalone_mode=False)
+        work = _group_for(word)(list(arguments), prog_name="ckpt", standalone_mode=False)
     except Exception as err:
         # The hint about an unknown option names the commands that have it: all must be there.
         if not hasattr(err, "possibilities"):
             raise
-        work = _group_with("")(list(arguments), prog_name="ckpt", standalone_mode=False)
+        work = _group_for("ckpt")(list(arguments), prog_name="ckpt", standalone_mode=False)
     return work if callable(work) else int(work or 0)
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+
+from core.values import dataclass
 
 
 class Phase(StrEnum):

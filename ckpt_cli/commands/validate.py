@@ -30,7 +30,7 @@ from ckpt_cli.workers.progress import show_progress
 from core.checks.file_codes import RANK_MISSING
 from core.errors import UsageError
 from core.files.remote_path import location_of
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.progress import Phase, begin_phase
 from core.team.protocol import broadcast_result, is_lead
 from core.validate.accepted import baseline_text

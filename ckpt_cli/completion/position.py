@@ -6,8 +6,10 @@ typer would parse the words before it, and refuse those that are not valid yet.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import Any
+
+from core.values import dataclass
 
 LAUNCH = "launch"
 """The command whose arguments are again a command line of ``ckpt``."""

@@ -20,7 +20,8 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from core.values import dataclass
 
 VARIABLE = "_CKPT_COMPLETE"
 """Environment variable that makes ``ckpt`` answer a shell instead of running a command."""

@@ -40,9 +40,9 @@ from ckpt_cli.explore.source import CheckpointSource, SourceOptions, open_source
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from ckpt_cli.screen.terminal import Screen
 from core.files.remote_path import location_of
-from core.files.requests.waiting import allow_requests, end_requests
+from core.files.requests.ending import allow_requests, end_requests
 from core.files.store import override
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.progress import OnProgress
 
 _OF_FIRST_SCREEN = frozenset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from core.files.requests.waiting import stop_waiting_when
+from core.files.requests.ending import stop_waiting_when
 
 
 class Cancelled(BaseException):

@@ -15,13 +15,14 @@ no ``repr`` of their own, because textual's workers and messages would call it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal
 
 from core.arrays.box import Shape
 from core.catalog.tensor import Tensor
 from core.inspect.tree import MAX_DEPTH
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 MOST_SIBLINGS = 200
 """Most entries of a level; more are divided into ranges."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -22,6 +21,7 @@ from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
 from core.catalog.key_patterns import matcher
 from core.errors import UsageError
+from core.values import dataclass
 
 MOST_MATCHES = 200
 """Most names that a search lists; the others are counted."""

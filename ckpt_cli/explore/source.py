@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +22,10 @@ from core.catalog.tensor import Tensor
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.inspect.preview import BoxLocation, Number, first_values, places_of
 from core.opening.open import FILL, Checkpoint
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.pictures.shards import ShardMap, shard_map
 from core.progress import OnProgress, Phase, Progress, report_bytes
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,6 @@ is still being read. Every name is escaped.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_tensor import number_text
@@ -31,6 +30,7 @@ from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import coords_text
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 
 from core.catalog.key_patterns import ranges
 from core.checks.finding import Finding
+from core.values import dataclass
 
 _NUMBER = re.compile(r"(?<!\d)(\d{1,9})(?!\d)")
 """A number of at most nine digits; longer ones are rather hashes or time stamps than indices."""

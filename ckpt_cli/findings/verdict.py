@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ckpt_cli.screen.blocks import n_text
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.validate.accepted import Judgement
 from core.validate.run import Validation
+from core.values import dataclass
 
 LEVELS = {Level.METADATA: "metadata", Level.HEADERS: "headers", Level.DEEP: "deep"}
 """Level → its name in reports."""

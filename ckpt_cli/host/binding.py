@@ -21,11 +21,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import UnsupportedError
 from core.files.syscalls import allowed_cores, bind_to_cores
+from core.values import dataclass
 
 MODES = ("auto", "none", "cores", "numa")
 

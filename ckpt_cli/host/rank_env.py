@@ -30,10 +30,10 @@ import os
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.errors import UsageError
+from core.values import dataclass
 
 _FIRST_PORT = 20_000
 _N_PORTS = 10_000

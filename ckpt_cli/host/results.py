@@ -19,10 +19,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from pathlib import Path
 
 from core.team.protocol import FINAL_CODES
+from core.values import dataclass
 
 RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"
 LAUNCHER_VARIABLE = "CKPT_LAUNCH_PID"

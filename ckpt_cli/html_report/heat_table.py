@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import isfinite, log10
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import n_text
 from core.pictures.heat import HeatCell, HeatMap, most_different
+from core.values import dataclass
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
 """Most layers and modules; of more, those with the greatest differences are shown."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
 
 from ckpt_cli.screen.terminal import escaped
 from core.catalog.key_patterns import fold_keys, runs_of, split_numbers
+from core.values import dataclass
 
 MAX_NAME = 200
 """Most characters of a name that are shown; a longer one is cut, and its length stated."""

@@ -14,7 +14,6 @@ from base64 import b64encode
 from collections.abc import Mapping
 from functools import cache
 from hashlib import sha256
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,7 +113,7 @@ def _policy(style: str, script: str) -> str:
 @cache
 def _source(name: str) -> str:
     """Return the text of a file in ``templates``."""
-    return (files("ckpt_cli.html_report") / "templates" / name).read_text("utf-8")
+    return (Path(__file__).parent / "templates" / name).read_text("utf-8")
 
 
 def _markup(text: str) -> str:

@@ -6,13 +6,13 @@ DeepSpeed's has a row for each kind of file, and a column for each data-parallel
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.pictures.ranks import RankCell, RankGrid
 from core.pictures.zero_ranks import ZeroGrid
+from core.values import dataclass
 
 MAX_CELLS = 1024
 """Most cells of the table; the others are counted."""

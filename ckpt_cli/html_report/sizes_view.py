@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_cli.html_report.treemap import Treemap, draw_treemap
 from core.pictures.sizes import SizeNode
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,12 @@ filled as long as that makes the worst aspect ratio better.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.pictures.sizes import SizeNode
+from core.values import dataclass
 
 MAX_TILES = 240
 """Most rectangles of one treemap."""

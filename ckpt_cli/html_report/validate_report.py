@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckpt_cli.findings.grouping import FindingGroup, group_similar
@@ -24,6 +23,7 @@ from core.checks.registry import find_code
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pictures.ranks import RankGrid, read_rank_grid
 from core.pictures.zero_ranks import read_zero_grid
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

@@ -17,7 +17,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ckpt_cli.launch.failure import Ended
 from ckpt_cli.launch.meeting_place import Rendezvous
 from ckpt_cli.screen.failure import Terminated
 from core.errors import WorkerError
+from core.values import dataclass
 
 _KEPT_SIGNAL = "SIGQUIT"
 """The only signal that torch may handle; torch would warn about an empty list."""

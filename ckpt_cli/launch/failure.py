@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli.host.results import WorkerResult
 from core.errors import WorkerError
+from core.values import dataclass
 
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code

@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_cli.host.results import read_results
 from ckpt_cli.launch.agent import LaunchHistory
+from core.values import dataclass
 
 _POLL_S = 0.5
 _QUIET_S = 15.0

@@ -12,13 +12,14 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from importlib import import_module
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.launch import parse_nodes, parse_settings
 from core.errors import UsageError, WorkerError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.options.launch import LaunchOptions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +28,7 @@ from ckpt_cli.options.transfer import (
     threads_option,
 )
 from core.errors import UsageError
+from core.values import dataclass
 
 
 def _tolerance(text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from ckpt_cli.options.transfer import (
     missing_chunks_option,
     threads_option,
 )
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

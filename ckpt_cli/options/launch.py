@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +21,7 @@ from ckpt_cli.options.typer_command import LAUNCH_PANELS
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES
 from core.errors import UsageError, did_you_mean
+from core.values import dataclass
 
 WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 _COUNTS = ("auto", "cpu", "gpu")

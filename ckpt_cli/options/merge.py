@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from typer import Argument, Option
 from ckpt_cli.options.transfer import CONTENT, MERGE, OUTPUT, Flag
 from core.errors import UsageError
 from core.files.remote_path import location_of
+from core.values import dataclass
 
 
 def parse_numbers(text: str) -> tuple[float, ...]:

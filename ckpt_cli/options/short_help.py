@@ -7,8 +7,11 @@ that each option and each command line exists.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
+
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +272,15 @@ def documentation_of(command: str) -> str:
     The address is the ``Documentation`` of pyproject.toml's ``[project.urls]``: a site built with
     mkdocs.yml. Without one, the page is named by its path in the repository.
     """
-    from importlib.metadata import PackageNotFoundError, metadata
-
     guide = SHORT_HELP[command].guide
-    try:
-        urls = metadata("ckpt-toolkit").get_all("Project-URL") or []
-    except PackageNotFoundError:
-        urls = []
-    for label, _, address in (url.partition(",") for url in urls):
-        if label.strip().lower() == "documentation":
+    # importlib.metadata takes as long to import as the rest of a help page takes.
+    name = "ckpt_toolkit-*.dist-info/METADATA"
+    files = (file for folder in sys.path for file in Path(folder).glob(name))
+    file = next(files, None)
+    text = "" if file is None else file.read_text(encoding="utf-8")
+    # The headers end at an empty line; the description follows.
+    for line in text.partition("\n\n")[0].splitlines():
+        label, _, address = line.removeprefix("Project-URL:").partition(",")
+        if line.startswith("Project-URL:") and label.strip().lower() == "documentation":
             return f"{address.strip().rstrip('/')}/{guide}/"
     return f"docs/{guide}.md"

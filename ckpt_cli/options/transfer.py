@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, field, fields
 from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
@@ -32,6 +32,7 @@ from ckpt_cli.options.shared.values import (
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from core.files.remote_path import RemotePath, is_remote
 from core.files.url import refuse_url
+from core.values import dataclass
 
 Result = TypeVar("Result")
 MERGE, CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, TALK = PANELS

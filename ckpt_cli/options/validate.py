@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -25,6 +24,7 @@ from ckpt_cli.options.transfer import (
     RulesFile,
 )
 from core.files.remote_path import location_of
+from core.values import dataclass
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
 """Report formats that ``--format`` accepts."""

@@ -6,11 +6,12 @@ They end at the first word without a dash: VERB, whose own options typer parses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckpt_cli.host.binding import MODES
 from core.device.device import NAMES
 from core.errors import UsageError, did_you_mean
+from core.values import dataclass
 
 BACKENDS = ("auto", "gloo", "nccl")
 LONGEST_S = 86_400

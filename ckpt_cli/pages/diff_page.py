@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpt_cli.pages.diff_rows import (
     END,
@@ -39,6 +38,7 @@ from core.diff.result import Diff, TensorDiff
 from core.diff.sides import Side
 from core.inspect.summary import ROLES
 from core.pictures.heat import heat_maps
+from core.values import dataclass
 
 _GROUPS = {
     "model": "model",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, shape_text
 from ckpt_cli.screen.terminal import escaped
 from core.catalog.key_patterns import folded, split_numbers
 from core.diff.result import TensorDiff
+from core.values import dataclass
 
 _SPAN = r"\d{1,18}(?:-\d{1,18}(?::[1-9]\d{0,17})?)?"
 _RANGES = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")

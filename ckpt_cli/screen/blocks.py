@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.box import Box
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.inspect.tree import Node

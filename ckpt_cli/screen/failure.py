@@ -38,7 +38,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -52,7 +51,8 @@ from core.errors import (
     UsageError,
     did_you_mean,
 )
-from core.files.requests.waiting import allow_requests, end_requests
+from core.files.requests.ending import allow_requests, end_requests
+from core.values import dataclass
 
 INTERNAL_ERROR = 70
 """Exit code of a bug in ckpt (EX_SOFTWARE of sysexits.h)."""

@@ -9,9 +9,9 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ckpt_cli.screen.terminal import Screen, columns_of, padded
+from core.values import dataclass
 
 _LABEL_COLUMNS = 24
 """Widest label with its text on the same line; below a wider one, the text starts a line."""

@@ -11,8 +11,9 @@ import shutil
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TextIO
+
+from core.values import dataclass
 
 _SGR = {
     "bold": "1",

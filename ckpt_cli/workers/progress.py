@@ -20,7 +20,6 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -30,6 +29,7 @@ from ckpt_cli.workers import current_team as teamwork
 from core.files.requests.traffic import Traffic, traffic_so_far
 from core.progress import OnProgress, Phase, Progress
 from core.team.protocol import is_lead
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from typing import TextIO

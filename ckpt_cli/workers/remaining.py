@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.files.remote_path import is_remote
 from core.stage.folder_lock import stage_dir_of
+from core.values import dataclass
 
 
 @dataclass(slots=True)

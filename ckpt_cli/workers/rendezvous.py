@@ -22,7 +22,6 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic, sleep
 from typing import Any
 
@@ -30,6 +29,7 @@ from ckpt_cli.host.rank_env import WorkerIdentity
 from ckpt_cli.workers.begin_check import error_from_record, error_record
 from ckpt_cli.workers.store import StoreLine
 from core.errors import CheckpointingException, UsageError, WorkerError
+from core.values import dataclass
 
 _PAUSE_S = 0.05
 _ASKING_RANKS_PER_S = 1000

@@ -13,12 +13,12 @@ time is that of the worker that needs the longest at its own rate.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import bytes_text, n_text, seconds_text
 from core.files.requests.traffic import Traffic, traffic_so_far
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.progress import Phase, Unit

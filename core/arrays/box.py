@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from itertools import pairwise
 from math import prod
 
-from core.arrays.fast_value import value
+from core.values import dataclass
 
 Shape = tuple[int, ...]
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Box:
     """The elements ``offset[i] <= index[i] < offset[i] + shape[i]`` of a tensor.
 

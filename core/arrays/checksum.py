@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import xxhash
 
 from core.arrays.crc import CRC32
+from core.values import dataclass
 
 _crc32: Callable[..., int]
 _combine: Callable[[int, int, int], int] | None

@@ -9,8 +9,9 @@ of the catalogue of parametrised CRC algorithms (CRC-32/ISO-HDLC, CRC-32/ISCSI, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,10 +16,10 @@ Not supported: torch's quantized types (``qint8`` …) and other types of less t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,19 @@
 """Strided copies between buffers, and reads of arrays whose elements are not consecutive.
 
-numpy is imported for the first strided copy; consecutive copies do not need it. Strides are in
-bytes.
+Consecutive copies need no numpy, and it is not imported for the first few strided ones. Strides are
+in bytes.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 ReadAt = Callable[[int, memoryview], None]
 """Fills a buffer with the bytes of one file, from an address on."""
@@ -21,6 +23,9 @@ GAP_BYTES = 8192
 
 _TILE = 1024
 """Transposes are copied in tiles of _TILE × _TILE / 16 elements."""
+_N_SLICED = 20_000
+"""Runs that are copied one by one before numpy is imported, which takes longer than that."""
+_n_sliced = 0
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 """Bytes of a consecutive run → the numpy type that copies it fastest."""
 
@@ -102,6 +107,12 @@ def copy_box(
     if n_axes == 0:
         out[target.start : target.start + n_bytes] = data[source.start : source.start + n_bytes]
         return
+    global _n_sliced
+    n_runs = prod(shape[:n_axes])
+    if "numpy" not in sys.modules and _n_sliced + n_runs <= _N_SLICED:
+        _n_sliced += n_runs
+        copy_runs(data, source, out, target, shape=shape[:n_axes], n_bytes=n_bytes)
+        return
     import numpy as np
 
     # Each consecutive run of bytes is one element of two numpy arrays.
@@ -132,6 +143,29 @@ def copy_box(
         for first_column in range(0, values.shape[-1], _TILE // 16):
             tile = (*rows, ..., slice(first_column, first_column + _TILE // 16))
             np.copyto(results[tile], values[tile])
+
+
+def copy_runs(
+    data: memoryview,
+    source: StridedLayout,
+    out: memoryview,
+    target: StridedLayout,
+    *,
+    shape: Shape,
+    n_bytes: int,
+) -> None:
+    """Copy the runs of a box from one buffer to another, one by one.
+
+    Args:
+        data, source: the buffer to read, and the positions of the runs in it.
+        out, target: the buffer to write, and the positions of the runs in it.
+        shape: the axes along which the runs lie, in runs.
+        n_bytes: bytes of each run.
+    """
+    if 0 in shape:
+        return
+    for start, place in list_addresses(shape, source, target):
+        out[place : place + n_bytes] = data[start : start + n_bytes]
 
 
 def read_box(

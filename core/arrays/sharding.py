@@ -21,11 +21,11 @@ from functools import lru_cache
 from math import gcd
 
 from core.arrays.box import Box, Shape
-from core.arrays.fast_value import value
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ShardPiece:
     """A region of the global tensor that is also one region of a shard.
 

@@ -18,13 +18,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.calibration.trials import Trial, trial_of
 from core.device.device import Device
 from core.device.lane import host_bytes
 from core.errors import CapacityError, WorkerError
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 ALL = "all"
 """In place of a kind of work: all of them."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from core.numbers.kinds import KINDS
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor
 from core.quantize.to_float8 import BLOCK, Quantized, Weight
+from core.values import dataclass
 
 Array = Any
 """A numpy array."""

@@ -9,15 +9,15 @@ and with which strides. ``StoredArray.locate`` reads that at copy time, with one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
-from core.arrays.fast_value import value
 from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor, tensors_of
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.dropped import Dropped
@@ -28,7 +28,7 @@ FacetT = TypeVar("FacetT")
 _FILE = "file:"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredObject:
     """An entry that is not a tensor: optimizer settings, random states, arguments, extra states.
 

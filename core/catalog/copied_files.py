@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,6 +26,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_moment
 from core.catalog.tensor import Fragment
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -10,10 +10,10 @@ schedule that Megatron starts anew are notes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.tensor import Tensor

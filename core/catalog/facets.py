@@ -11,8 +11,10 @@ removed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
+
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -8,11 +8,10 @@ order; literals are all other bytes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from core.arrays.dtypes import itemsize
-from core.arrays.fast_value import value
 from core.catalog.stored import PlannedArray
+from core.values import dataclass
 
 Literal = tuple[int, bytes]
 """Byte offset in the file, and the bytes."""
@@ -26,7 +25,7 @@ def no_literals(crc_of: CrcOf) -> Iterable[Literal]:
     return ()
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlacedArray:
     """An array, dense in C order and little endian, and its byte offset in the file."""
 

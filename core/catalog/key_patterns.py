@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from core.errors import UsageError
+from core.values import dataclass
 
 LIST_THEM = "list the keys with: ckpt inspect SRC --flat"
 """Hint for a pattern that matches nothing."""

@@ -10,12 +10,13 @@ cannot store them, so conversions drop and report them::
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.dropped import Dropped, dropped_each, dropped_together
 from core.pickle.inert import NO_STATE, Global, Inert, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import Path, containers, entries, join_path, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

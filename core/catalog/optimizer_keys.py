@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from typing import Protocol
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 STATES = "optimizer.state."
 """Prefix of the keys of optimizer states."""

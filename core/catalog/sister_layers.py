@@ -37,11 +37,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
 from core.catalog.tensor import Tensor
+from core.values import dataclass
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"((?:[^.]+\.)+experts)\.(\d{1,6})\.(.+)")

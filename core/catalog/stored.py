@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from core.arrays.box import Box, Shape, c_strides, is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.arrays.fast_value import value
 from core.errors import CorruptError, UnsupportedError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -117,7 +117,7 @@ class ContainerItem(Protocol):
         """
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Extent:
     """The position and encoding of a stored array's elements.
 
@@ -162,7 +162,7 @@ def coords_text(coords: Coords) -> str:
     return " ".join(f"{name}{number}" for name, number in coords)
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class StoredArray:
     """A dense array in a file of a checkpoint.
 
@@ -196,7 +196,7 @@ class StoredArray:
         return self if item is None else item.locate(store, self)
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class PlannedArray:
     """A dense array to write, which a format's ``lay_out`` has yet to place.
 

@@ -30,8 +30,8 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
-from core.arrays.fast_value import value
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, PlannedArray, with_axes
+from core.values import dataclass
 
 ResultT = TypeVar("ResultT")
 
@@ -41,7 +41,7 @@ def swapped(extents: tuple[int, ...]) -> tuple[int, ...]:
     return (*extents[:-2], extents[-1], extents[-2])
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Fragment(Generic[ArrayT_co]):
     """A box of a tensor and the array region that holds it.
 
@@ -82,7 +82,7 @@ def _no_fragments() -> tuple[Any, ...]:
     return ()
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Tensor(Generic[ArrayT_co]):
     """A tensor of a checkpoint.
 

@@ -23,7 +23,6 @@ that both wrote, in tests/golden.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Shape
@@ -34,6 +33,7 @@ from core.changes.rename import nest_again
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries
+from core.values import dataclass
 
 _BLOCKS = (256, 2048, 64, 128, 512, 1024, 4096)
 """Blocks of bitsandbytes: 256 since 0.45, 2048 before, and others that it has kernels for."""

@@ -17,7 +17,7 @@ every parameter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -38,6 +38,7 @@ from core.changes.rename import OwnedEntry, owned_entries
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.quantize.from_blockwise import DequantizedState
 from core.quantize.source import source_of
+from core.values import dataclass
 
 OPTION = "--dequantize-optim"
 _MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}

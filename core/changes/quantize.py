@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 
 from core.arrays.box import Shape
@@ -59,6 +59,7 @@ from core.quantize.from_mxfp4 import BLOCKS, GROUP, SCALES, DequantizedMxfp4
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
 from core.quantize.source import source_of
 from core.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
+from core.values import dataclass
 
 KINDS = ("block", "tensor", "none")
 """The kinds of scales that a rule of ``quantize`` may request."""

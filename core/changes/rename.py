@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
@@ -21,6 +21,7 @@ from core.catalog.optimizer_keys import BITSANDBYTES, MASTERS, MOMENTS, is_optim
 from core.errors import CorruptError, UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import LeafEntry, entries, join_path, map_leaves, nest_leaves
+from core.values import dataclass
 
 _OF_PARAMETER = re.compile(
     r"(?P<before>(?:.*?\.)??(?:state|param_groups)\.)(?P<parameter>.+?)"

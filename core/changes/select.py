@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
@@ -25,6 +25,7 @@ from core.changes.rename import rename_entries as rename_entries
 from core.changes.rename import strip_prefix as strip_prefix
 from core.errors import UsageError
 from core.pickle.nesting import REMOVED, map_leaves
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ their codes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.catalog.catalog import Catalog
@@ -31,6 +30,7 @@ from core.changes.blockwise_states import (
     companions_of,
 )
 from core.errors import UnsupportedError, UsageError
+from core.values import dataclass
 
 _HINT = "dequantize the states with --dequantize-optim, or drop the optimizer with --no-optim"
 

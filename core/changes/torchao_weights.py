@@ -16,7 +16,7 @@ Source: torchao 0.18.0 ``quantization/quantize_/workflows``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 
@@ -29,6 +29,7 @@ from core.changes.blockwise_states import without_parts
 from core.errors import CorruptError, UnsupportedError
 from core.quantize.from_torchao import DequantizedTorchao
 from core.quantize.source import source_of
+from core.values import dataclass
 
 CLASSES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.checks.subject import Subject

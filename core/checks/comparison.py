@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.device.device import Device
@@ -19,6 +18,7 @@ from core.opening.open import locate_checkpoint
 from core.progress import OnProgress
 from core.scan.run import DEFAULT_MEMORY_BYTES
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
+from core.values import dataclass
 
 _DEFAULT_THREADS = 2
 

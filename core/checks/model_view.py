@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
@@ -10,6 +9,7 @@ from core.catalog.facets import RankFacts
 from core.errors import CheckpointingException
 from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from core.convert.job import DEFAULT_MEMORY_BYTES
 from core.errors import CheckpointingException, UsageError, did_you_mean
+from core.values import dataclass
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 _DIGITS = re.compile("[0-9]+")

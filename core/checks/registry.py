@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 from core.checks.check import Check, Code
 from core.checks.level import Level
+from core.values import dataclass
 
 HF_FORMATS = ("safetensors", "torch_bin")
 """Formats of directories that Hugging Face's libraries load."""

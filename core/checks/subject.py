@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 from importlib import import_module
 from itertools import chain
@@ -23,10 +23,11 @@ from core.files.walk import FileEnds, Tree, read_ends, sparse_files
 from core.formats.format import Format
 from core.formats.torch.stream import SUFFIXES
 from core.opening.open import FILL
-from core.pickle.reader import ReadPickle, ReadPickles, keeping_pickles, noting_uses
+from core.pickle.noted import ReadPickle, ReadPickles, keeping_pickles, noting_uses
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
 from core.team.protocol import ALONE, Team
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.checks.comparison import ReferenceFingerprints

@@ -8,12 +8,12 @@ during the scan. After the scan, the check finds their results in ``Subject.byte
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from core.scan.observer import FileObserver, Observer
 from core.scan.sums import ScanResult
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from shlex import quote as quoted_word
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.opening.target import retyped
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.hf.ties import TiePair

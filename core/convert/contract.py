@@ -21,7 +21,7 @@ import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from pathlib import Path
 
@@ -40,6 +40,7 @@ from core.opening.target import source_and_target
 from core.plan.match import match
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
+from core.values import dataclass
 
 _METADATA_BYTES = 1 << 20
 """Maximum number of bytes that ``read`` may fetch of the sample, whose largest tensor is longer."""

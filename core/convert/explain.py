@@ -7,7 +7,6 @@ are cut in the same way.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
@@ -18,6 +17,7 @@ from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.rules.rules import Rule, Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import DcpFacts
@@ -24,6 +24,7 @@ from core.formats.dcp.reading.stored_metadata import metadata_files
 from core.formats.dcp.writing.linked_metadata import linked_metadata
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.opening.open import Checkpoint
+from core.values import dataclass
 
 _OPTIONS = {
     "topology": "parallel sizes or pipeline options",

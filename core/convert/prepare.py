@@ -6,7 +6,7 @@ import gc
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,9 +77,10 @@ from core.opening.objects import (
 from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_containers, tensors_only
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.convert.explain import LayoutLine

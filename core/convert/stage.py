@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from core.convert.job import Job, Report
@@ -14,6 +14,7 @@ from core.opening.open import TRACKER
 from core.progress import OnProgress
 from core.stage.stage import Stage
 from core.team.protocol import Figures
+from core.values import dataclass
 from core.version import TOOL, __version__
 
 if TYPE_CHECKING:

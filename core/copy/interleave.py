@@ -16,7 +16,7 @@ of one shape in a regular item share the recipe; only addresses move.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import TYPE_CHECKING, Protocol
 
@@ -34,6 +34,7 @@ from core.arrays.gather import (
 )
 from core.plan.addresses import RecordCrc
 from core.plan.items import Interleave, Link
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

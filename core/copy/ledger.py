@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from array import array as columns
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.checksum import ArrayPart, ArraySum, ReadArray, RunSum, crc32_combine, digest_of
 from core.errors import CorruptError
 from core.plan.addresses import RecordCrc
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import TargetStore

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from core.plan.items import ITEM_BYTES, ItemNumber
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.copy.ledger import ItemRecord

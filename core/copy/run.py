@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from array import array as columns
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
@@ -25,6 +25,7 @@ from core.files.store import ReadStore, TargetStore
 from core.plan.items import Interleave, Item, ItemNumber, Portion, items_of_portion
 from core.plan.positions import Places
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 
 class Work(Protocol):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from core.device.device import COMPARE, Device, does
 from core.device.lane import Kernel, Tensor, lane_of
+from core.values import dataclass
 
 _NONE = (1 << 63) - 1
 """Stands for the index of the first differing element if none differs."""

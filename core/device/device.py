@@ -14,10 +14,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from core.errors import CapacityError, CheckpointingException, UsageError, WorkerError
+from core.values import dataclass
 
 CAST, VALUES, FINGERPRINT, COMPARE = "cast", "values", "fingerprint", "compare"
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"

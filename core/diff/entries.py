@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from core.errors import CapacityError
@@ -27,6 +26,7 @@ from core.pickle.inert import (
     as_mapping,
 )
 from core.pickle.key_text import text_of
+from core.values import dataclass
 
 MAX_PAIRS = 5_000_000
 """Maximum number of pairs to compare; a checkpoint of 10⁵ parameters has about as many."""

@@ -8,7 +8,6 @@ do not protect against forgery.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
 from core.diff.sides import Side
 from core.errors import CheckpointingException, CorruptError
@@ -16,6 +15,7 @@ from core.files.store import translate_os_errors
 from core.fingerprint.definition import Fingerprint
 from core.manifest.file import Manifest
 from core.manifest.lookup import find_manifest
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

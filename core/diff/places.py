@@ -8,13 +8,14 @@ Entries are compared by name, the joined keys, whatever the nesting: ``{"a": {7:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.diff.entries import MAX_FOUND, EntryDiff, value_text
 from core.diff.sides import Side
 from core.pickle.inert import as_mapping
 from core.pickle.key_text import class_of_key, text_of
 from core.pickle.nesting import LeafEntry, ListIndex, Path, containers, join_path
+from core.values import dataclass
 
 
 @dataclass(slots=True)

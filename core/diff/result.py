@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.arrays.box import Shape, c_strides
 from core.catalog.tensor import Tensor
 from core.diff.entries import EntryDiff
@@ -11,6 +9,7 @@ from core.diff.sides import Side
 from core.megatron.optimizer.form import role_of
 from core.numbers.difference import Tolerance, ValueDifference
 from core.team.protocol import Figures
+from core.values import dataclass
 
 KINDS = ("only_a", "only_b", "shape", "dtype", "values", "close", "unread", "equal")
 """Results for a tensor, the most serious first; the last three do not count as differences."""

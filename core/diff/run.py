@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -55,6 +55,7 @@ from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.scan.share import RankShare, divide_in_order
 from core.team.agreement import require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
+from core.values import dataclass
 
 _THREAD_BYTES = 8 * BAND_BYTES
 """Memory of a comparing thread: its buffers, and the arrays of numbers converted from them."""

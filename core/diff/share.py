@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
 
 from core.diff.tensor_pass import Advance, ComparedTensor, TensorWork, compared_of
 from core.numbers.tally import Tally
 from core.scan.share import Meter, RankShare
 from core.team.protocol import Figures, Team, broadcast_result, gather_results
+from core.values import dataclass
 
 _Tallied = tuple[tuple[str, str], Tally]
 """The dtypes of a tensor in A and B, and the tally of its bands."""

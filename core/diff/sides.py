@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.attributes import build_entry_values, turn_into_attributes
@@ -41,6 +41,7 @@ from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
 from core.pickle.inert import TensorLeaf
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -11,7 +11,7 @@ import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from math import prod
 
@@ -31,6 +31,7 @@ from core.numbers.tally import Tally
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.scan.share import RankShare
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 BAND_BYTES = 1 << 20
 """Maximum size of a band, in the larger dtype; two bands fit into the cache of a core."""

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, TypeAlias
 
 from core.errors import AccessDeniedError, MissingShardError, StorageError
@@ -22,6 +22,7 @@ from core.files.object_client import (
 from core.files.ranges.kept_pages import KeptPages
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in, wait_for
+from core.values import dataclass
 
 _INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _USUAL_FILES = (

@@ -9,8 +9,9 @@ Source: Git LFS specification 1.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.source_store import SourceStore, open_store
 from core.files.store import leads_on, translate_os_errors
 from core.files.substitute import HEAD_BYTES
+from core.values import dataclass
 
 MAX_DEPTH = 64
 """Maximum number of directory levels; deeper ones are not listed."""

@@ -46,11 +46,11 @@ polynomial is the lemma of Schwartz and Zippel.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Shape
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 SCHEME = "fp1"
 """Name of the definition; a changed definition needs a new name."""

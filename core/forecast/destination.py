@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.convert.prepare import Prepared
 from core.errors import UsageError
 from core.files.remote_path import is_remote
 from core.stage.existing import check_replaceable
 from core.stage.replacement import check_may_replace
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

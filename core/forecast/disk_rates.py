@@ -11,13 +11,13 @@ import time
 from bisect import bisect_right
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.files.store import translate_os_errors
 from core.files.syscalls import open_nameless
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.source_store import SourceStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.convert.prepare import Prepared
@@ -22,6 +22,7 @@ from core.forecast.disk_rates import (
 )
 from core.stage.journal import recorded_bytes
 from core.stage.stage import Stage
+from core.values import dataclass
 
 _SUM_SAMPLE_BYTES = 8 << 20
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
 
 from core.errors import Report
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from pathlib import Path

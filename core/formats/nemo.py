@@ -27,7 +27,7 @@ headers. The archives of the tests are made as NeMo makes them, with ``tarfile``
 from __future__ import annotations
 
 import tarfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import RawIOBase
 from typing import TYPE_CHECKING, cast
 
@@ -37,6 +37,7 @@ from core.errors import CorruptError, MissingShardError, UnsafeError, Unsupporte
 from core.formats.format import Format, no_folders
 from core.formats.torch.format import catalog_of_tree
 from core.formats.torch.tree import parse
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from typing import IO

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import copyreg
 import re
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
 from importlib import import_module
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
 from core.formats.format import Format
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 
 _HEAD_BYTES = 16
+_GROUP = "ckpt.formats"
+"""The entry points of packages that have formats."""
 
 
 class Stores(Enum):
@@ -212,11 +217,26 @@ def _without_homonyms(all_formats: list[Format]) -> list[Format]:
 
 @cache
 def _plug_ins() -> tuple[Format, ...]:
-    """Return the formats of other packages; it takes 20 ms to look for them in every package."""
-    # importlib.metadata is slow to import, and most commands do without plug-ins.
+    """Return the formats of other packages."""
+    # importlib.metadata takes 60 ms to be imported and to look into every package, so it is asked
+    # only if a package mentions the group, or may lie where only an import finds it.
+    finders = [finder for finder in sys.meta_path if finder is not PathFinder]
+    is_elsewhere = any(hasattr(finder, "find_distributions") for finder in finders)
+    if not is_elsewhere and not any(map(_may_have_plug_ins, sys.path)):
+        return ()
     from importlib.metadata import entry_points
 
-    return tuple(entry.load() for entry in entry_points(group="ckpt.formats"))
+    return tuple(entry.load() for entry in entry_points(group=_GROUP))
+
+
+def _may_have_plug_ins(folder: str) -> bool:
+    """Return whether a package in a folder or archive of ``sys.path`` may have formats."""
+    path = Path(folder)
+    if path.is_file():
+        return True
+    infos = ("*.dist-info", "*.egg-info", "EGG-INFO")
+    files = (file for info in infos for file in path.glob(f"{info}/entry_points.txt"))
+    return any(_GROUP.encode() in file.read_bytes() for file in files)
 
 
 def has_plug_ins() -> bool:

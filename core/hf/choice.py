@@ -13,12 +13,12 @@ a Llama's arguments may have been a Mistral without windows, or a Phi-3. The fir
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from core.errors import UnsupportedError
 from core.hf.arguments import misfitting_arguments
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
+from core.values import dataclass
 
 _N_NEAREST = 3
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.config import arguments_of
-from core.hf.family import Family, families
+from core.hf.family import Family, families, find_family
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
+from core.values import dataclass
 
 _N_NEAREST = 3
 _N_NAMED = 2
@@ -48,9 +48,9 @@ def detect_family(
         UnsupportedError: Megatron has no such models, or no family has these tensors.
     """
     model_type = config.get("model_type")
-    for family in families().values():
-        if model_type in (family.model_type, *family.aliases):
-            return family, None
+    family = find_family(model_type)
+    if family is not None:
+        return family, None
     text = str(model_type)[:80]
     if not isinstance(model_type, str):
         raise UnsupportedError(
@@ -105,7 +105,7 @@ def detect_family(
 @cache
 def refused_types() -> Mapping[str, str]:
     """Return the model types that are refused by name, each with the reason."""
-    text = files("core.hf").joinpath("refused.toml").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("refused.toml").read_text(encoding="utf-8")
     return {
         model_type: reason
         for reason, model_types in tomllib.loads(text)["reasons"].items()

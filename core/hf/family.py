@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from core.errors import UnsupportedError, UsageError, did_you_mean
-from core.files.store import translate_os_errors
+from core.files.store import override, translate_os_errors
 from core.hf.settings import Setting
+from core.values import dataclass
 
+_TABLES = Path(__file__).parent / "tables"
 _FIELDS = frozenset(
     (
         *(
@@ -49,6 +49,11 @@ _FIELDS = frozenset(
         *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
     )
 )
+SECTIONS = ("first", "layer", "mtp", "last")
+"""Lists of rows in a table."""
+_ROWS = tuple(f"[[{section}]]" for section in SECTIONS)
+_PART = re.compile(r"^(?=\[)", re.MULTILINE)
+"""The beginning of a part of a table, under a heading of its own."""
 _LISTS = ("dense", "shared", "groups", "requires")
 """Fields of ``[experts]`` that are lists of names."""
 _OPTIONAL_NAMES = ("num_query_groups", "kv_channels")
@@ -173,10 +178,27 @@ class Family:
     differs: str | None
     checked: str
     caution: str | None
-    first: tuple[NameRow, ...]
-    layer: tuple[NameRow, ...]
-    mtp: tuple[NameRow, ...]
-    last: tuple[NameRow, ...]
+    rows: Mapping[str, tuple[NameRow, ...]]
+
+    @property
+    def first(self) -> tuple[NameRow, ...]:
+        """The rows before the layers."""
+        return self.rows["first"]
+
+    @property
+    def layer(self) -> tuple[NameRow, ...]:
+        """The rows of a layer."""
+        return self.rows["layer"]
+
+    @property
+    def mtp(self) -> tuple[NameRow, ...]:
+        """The rows of a layer of multi-token prediction beside those of a layer."""
+        return self.rows["mtp"]
+
+    @property
+    def last(self) -> tuple[NameRow, ...]:
+        """The rows after the layers."""
+        return self.rows["last"]
 
     @property
     def body(self) -> str:
@@ -206,22 +228,98 @@ class Family:
         return sorted((features - requires - self.allows) | (requires - features))
 
 
+class _Families(Mapping[str, Family]):
+    """The families of ``hf/tables``, each in a file of its name, which is read when it is used.
+
+    A family's rows are parsed apart from its other fields, by which it is chosen.
+    """
+
+    def __init__(self) -> None:
+        self._names = [path.stem for path in sorted(_TABLES.glob("*.toml"))]
+        self._parsed: dict[str, Family] = {}
+
+    @override
+    def __getitem__(self, name: str) -> Family:
+        if name not in self._names:
+            raise KeyError(name)
+        if name not in self._parsed:
+            parts = _PART.split(_text_of(name))
+            head = "".join(part for part in parts if not part.startswith(_ROWS))
+            self._parsed[name] = _parse_family(
+                tomllib.loads(head),
+                _RowsBySection(lambda section: _section_of(_table_of(name), section)),
+            )
+        return self._parsed[name]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class _RowsBySection(Mapping[str, tuple[NameRow, ...]]):
+    """The rows of a table by section, each parsed when it is used.
+
+    Args:
+        read: returns the entries of a section.
+    """
+
+    def __init__(self, read: Callable[[str], list[Mapping[str, Any]]]) -> None:
+        self._read = read
+        self._parsed: dict[str, tuple[NameRow, ...]] = {}
+
+    @override
+    def __getitem__(self, section: str) -> tuple[NameRow, ...]:
+        if section not in SECTIONS:
+            raise KeyError(section)
+        if section not in self._parsed:
+            self._parsed[section] = tuple(map(_parse_row, self._read(section)))
+        return self._parsed[section]
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(SECTIONS)
+
+    @override
+    def __len__(self) -> int:
+        return len(SECTIONS)
+
+
 @cache
 def families() -> Mapping[str, Family]:
     """Return every supported family by its ``model_type``."""
-    items = sorted(files("core.hf").joinpath("tables").iterdir(), key=lambda item: item.name)
-    names = (item.name for item in items if item.name.endswith(".toml"))
-    parsed = (_parse_family(_table_of(name.removesuffix(".toml"))) for name in names)
-    return {family.model_type: family for family in parsed}
+    return _Families()
+
+
+@cache
+def _text_of(name: str) -> str:
+    """Return the content of a file of ``hf/tables``."""
+    path = _TABLES / f"{name}.toml"
+    if not path.is_file():
+        raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
+    return path.read_text(encoding="utf-8")
 
 
 @cache
 def _table_of(name: str) -> Mapping[str, Any]:
     """Return the table in a file of ``hf/tables``."""
-    path = files("core.hf").joinpath("tables", f"{name}.toml")
-    if not path.is_file():
-        raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
-    return tomllib.loads(path.read_text(encoding="utf-8"))
+    return tomllib.loads(_text_of(name))
+
+
+def find_family(model_type: object) -> Family | None:
+    """Return the family of a model type, which may be one of its aliases; None if there is none."""
+    if not isinstance(model_type, str):
+        return None
+    if model_type in families():
+        return families()[model_type]
+    # Parse only the tables that mention it.
+    for name in families():
+        if f'"{model_type}"' in _text_of(name) and model_type in families()[name].aliases:
+            return families()[name]
+    return None
 
 
 def family_of(model_type: object) -> Family:
@@ -230,9 +328,9 @@ def family_of(model_type: object) -> Family:
     Raises:
         UnsupportedError: the model type is not supported.
     """
-    for name, family in families().items():
-        if model_type == name or model_type in family.aliases:
-            return family
+    family = find_family(model_type)
+    if family is not None:
+        return family
     raise UnsupportedError(
         f"models of type {str(model_type)[:80]!r} are not supported",
         hint=f"supported: {', '.join(families())}",
@@ -287,25 +385,22 @@ def parse_family(data: bytes, *, file: str) -> Family:
             hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
         )
     try:
-        return _parse_family(table)
+        rows = _RowsBySection(lambda section: _section_of(table, section))
+        if not rows["first"]:
+            raise ValueError("the table has no embedding ([[first]]) and no rows_of")
+        return _parse_family(table, {**rows})
     except KeyError as err:
         raise UsageError(f"--family: the field {err} is missing", file=file) from None
     except (AttributeError, TypeError, ValueError, re.error) as err:
         raise UsageError(f"--family: {err}", file=file) from None
 
 
-def _parse_family(table: Mapping[str, Any]) -> Family:
-    """Build the family from a table.
+def _parse_family(table: Mapping[str, Any], rows: Mapping[str, tuple[NameRow, ...]]) -> Family:
+    """Build the family from a table and its rows.
 
     Raises:
         AttributeError, KeyError, TypeError, ValueError, re.error: it is malformed.
     """
-
-    def rows(section: str) -> tuple[NameRow, ...]:
-        return tuple(map(_parse_row, _section_of(table, section)))
-
-    if not rows("first"):
-        raise ValueError("the table has no embedding ([[first]]) and no rows_of")
     _check_values(table)
     return Family(
         model_type=table["model_type"],
@@ -339,10 +434,7 @@ def _parse_family(table: Mapping[str, Any]) -> Family:
         differs=table.get("differs"),
         checked=table.get("checked", _checked_with(table)),
         caution=table.get("caution"),
-        first=rows("first"),
-        layer=rows("layer"),
-        mtp=rows("mtp"),
-        last=rows("last"),
+        rows=rows,
     )
 
 

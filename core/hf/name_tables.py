@@ -7,7 +7,6 @@ the global Megatron form and the Hugging Face tensors that it consists of.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from core.errors import UnsupportedError
 from core.hf.family import EXPERT, Family, NameRow
 from core.hf.traits import Model
 from core.hf.values import LAYERS
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.hf.tensors.fuse import Strip

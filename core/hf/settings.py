@@ -44,10 +44,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import CONFIG, count_of
+from core.values import dataclass
 
 WAYS = (
     "number",

@@ -35,16 +35,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import dropped_each, left_out
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
-from core.hf.family import families, family_of
+from core.hf.family import find_family
 from core.hf.tensors.packed import transpose_matrix
 from core.hf.values import CONFIG, count_of
+from core.values import dataclass
 
 _LAYOUTS: tuple[Mapping[str, str], ...] = (
     {"model.language_model.": "model.", "lm_head.": "lm_head.", "mtp.": "mtp."},
@@ -95,7 +96,7 @@ class TextModel:
 def is_composite(config: Mapping[str, object] | None) -> bool:
     """Return whether a configuration describes a text model with other parts."""
     model_type = None if config is None else config.get("model_type")
-    if config is None or not isinstance(model_type, str) or model_type in _family_types():
+    if config is None or not isinstance(model_type, str) or find_family(model_type) is not None:
         return False
     part = thinking_part(config)
     return any(isinstance(part.get(name), Mapping) for name in ("text_config", "vision_config"))
@@ -227,14 +228,15 @@ def text_config_of(
     # The complete model decides whether embedding and output layer are one tensor.
     declared = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
     result["tie_word_embeddings"] = bool(declared) or not has_head
-    if result["model_type"] in _family_types():
-        result["architectures"] = [family_of(result["model_type"]).architecture]
+    family = find_family(result["model_type"])
+    if family is not None:
+        result["architectures"] = [family.architecture]
     return result
 
 
 def has_text_family(config: Mapping[str, object]) -> bool:
     """Return whether the text model of a complete model's configuration is of a family."""
-    return text_config_of(config, has_head=True)["model_type"] in _family_types()
+    return find_family(text_config_of(config, has_head=True)["model_type"]) is not None
 
 
 def type_of_text(config: Mapping[str, object]) -> str:
@@ -311,8 +313,3 @@ def _plain_rope(parameters: object) -> object:
         if result.get(name) == "mrope":
             result[name] = "default"
     return result
-
-
-def _family_types() -> set[str]:
-    """Return the model types that have a table."""
-    return {name for family in families().values() for name in (family.model_type, *family.aliases)}

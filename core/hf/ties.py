@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.changes.rename import rename_entries
 from core.changes.tie import INPUT, OUTPUT, untie
 from core.hf.values import CONFIG
+from core.values import dataclass
 
 TIE = "tie_word_embeddings"
 TEXT_CONFIG = "text_config"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -54,6 +53,7 @@ from core.megatron.extras.engine_states import states_of_rank_files
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import quantized_weights
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

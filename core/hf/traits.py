@@ -42,10 +42,10 @@ lin_heads      number of its value heads; ``lin_groups`` of its key heads
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
+from core.values import dataclass
 
 FEATURES: Mapping[str, str] = {
     "tied": "untie_embeddings_and_output_weights",

@@ -20,13 +20,14 @@ takes ``reward_head.weight``: both are read.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.proof.expected import count_labels, describe_model
 from core.megatron.rules.rules import GPT, has_value_head
+from core.values import dataclass
 
 _BIAS = "output_layer.bias"
 _HEADS = ("score.weight", "classifier.weight", "reward_head.weight")
@@ -59,7 +60,7 @@ class ValueHead:
         if self.bias is not None:
             rows.append(replace(plain, megatron=_BIAS, hf=(self.bias,), shape=("one",)))
         first = tuple(replace(row, tied=None) for row in family.first)
-        return replace(family, first=first, last=tuple(rows))
+        return replace(family, rows={**family.rows, "first": first, "last": tuple(rows)})
 
     def edit_config(self, config: Mapping[str, object]) -> dict[str, object]:
         """Return the ``config.json`` of a language model as that of a model with this head."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 
@@ -50,9 +50,11 @@ from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.opening.target import retyped
 from core.pickle.inert import attributes, count_values
-from core.pickle.reader import gc_paused, judge
+from core.pickle.names import judge
+from core.pickle.noted import gc_paused
 from core.plan.match import OVERLAPS_RULE
 from core.plan.plan import make_plan
+from core.values import dataclass
 
 MANY_STREAMS = 4_096
 """More objects than this are thinned before loading, because each may have its own stream."""

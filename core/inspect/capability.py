@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 from core.arrays.box import full_box
 from core.arrays.coverage import is_tiled
@@ -28,7 +28,11 @@ from core.formats.registry import BUILT_IN, Stores, has_plug_ins
 from core.opening.objects import with_objects_loaded
 from core.opening.open import Checkpoint
 from core.pickle.inert import ObjectLeaf, TensorLeaf, attributes
-from core.pickle.reader import gc_paused, judge
+from core.pickle.noted import gc_paused
+from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.pickle.uses import Use
 
 MANY = 32
 """Of more tensors than this, representatives are looked at."""
@@ -155,7 +159,7 @@ def list_plain_capabilities(
     try:
         with gc_paused():
             catalog = with_objects_loaded(checkpoint).catalog
-            if not _is_plain(catalog) or any(judge(use) != "known" for use in checkpoint.uses):
+            if not _is_plain(catalog) or not _are_known(checkpoint.uses):
                 return None
     except CheckpointingException:
         return None
@@ -203,7 +207,7 @@ def list_dense_capabilities(
         return None
     if model.has_optimizer or model.has_scales or has_plug_ins():
         return None
-    if any(judge(use) != "known" for use in checkpoint.uses):
+    if not _are_known(checkpoint.uses):
         return None
     arguments = attributes(unsharded.args) or {}
     if any(arguments.get(name) != value for name, value in _USUAL_ARGS.items()):
@@ -229,6 +233,15 @@ def list_dense_capabilities(
         *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),
         Capability("reshard", True, (), NEEDS_LAYOUT),
     )
+
+
+def _are_known(uses: Collection[Use]) -> bool:
+    """Return whether pickles only make plain data."""
+    if not uses:
+        return True
+    from core.pickle.names import judge
+
+    return all(judge(use) == "known" for use in uses)
 
 
 def _is_plain(catalog: Catalog) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.catalog.catalog import Catalog
@@ -17,6 +16,7 @@ from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.optimizer.form import role_of
 from core.quantize.schemes import quantized_weights
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.hf.family import Family

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import MOMENTS, is_optimizer_key
 from core.catalog.tensor import Tensor
 from core.megatron.optimizer.form import role_of
+from core.values import dataclass
 
 _ALGORITHMS = (
     ({"momentum_buffer", "exp_avg", "exp_avg_sq"}, "Muon with Adam"),

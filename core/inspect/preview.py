@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
@@ -19,6 +18,7 @@ from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Coords, stored_bytes_of
 from core.catalog.tensor import Fragment
 from core.errors import MissingShardError, UnsupportedError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

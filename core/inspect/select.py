@@ -8,7 +8,7 @@ similar names.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from shlex import quote
 from typing import TYPE_CHECKING, TypeVar
 
@@ -19,6 +19,7 @@ from core.errors import UsageError
 from core.inspect.nested import leaves, object_value, roots_of, shared_objects, values_at
 from core.inspect.summary import Summary, bare_key
 from core.megatron.optimizer.form import role_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.tensor import Tensor

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands
 from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,9 @@ from core.opening.iterations import list_other_iterations, listed
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.quantize.schemes import quantized_weights
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.attributes import AttributesByPath

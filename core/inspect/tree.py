@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from core.arrays.box import Shape
 from core.catalog.key_patterns import ranges
 from core.catalog.tensor import Tensor
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 MAX_DEPTH = 48
 """Maximum number of components; longer keys keep the rest in one, which bounds the recursion."""

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -49,6 +48,7 @@ from core.manifest.partial_sums import write_sums
 from core.plan.box_reader import BoxReader, bands
 from core.plan.plan import make_plan
 from core.stage.files import StageStore
+from core.values import dataclass
 from core.version import TOOL
 
 

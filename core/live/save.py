@@ -18,7 +18,7 @@ several processes have parts of it; ``whole``: every tensor is an array.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from pathlib import Path
 
 from core.arrays.box import Box, Shape, full_box
@@ -41,6 +41,7 @@ from core.live.destination import destination_of, refuse_shared_files
 from core.live.share import HOLDER, ProcessShare, find_share, has_one_holder
 from core.live.tensors import Chunk, LiveTensor, live_source, metas_of_chunks
 from core.plan.plan import DEFAULT_THREADS
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

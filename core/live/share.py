@@ -8,12 +8,13 @@ One process finishes the other files after all processes have filled their regio
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.box import Box
 from core.catalog.catalog import TargetCatalog
 from core.catalog.file_image import FileImage, no_literals
 from core.catalog.tensor import Fragment, TargetFragment, TargetTensor, bind_argument
+from core.values import dataclass
 
 HOLDER = "file"
 """Coordinate of an array that names the only process that fills it.

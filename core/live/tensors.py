@@ -14,7 +14,7 @@ is a memoryview.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
@@ -25,6 +25,7 @@ from core.catalog.stored import Extent, PlannedArray, StoredArray
 from core.catalog.tensor import Fragment, TargetFragment, Tensor, bind_argument, whole_tensor
 from core.errors import UsageError
 from core.files.store import MemoryStore
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

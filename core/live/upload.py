@@ -11,7 +11,7 @@ import heapq
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from operator import itemgetter
 from typing import TypeAlias
 
@@ -25,6 +25,7 @@ from core.files.object_listing import delete_objects, forget_listings
 from core.files.remote_path import RemotePath
 from core.manifest.file import FileSum
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 PiecesOf: TypeAlias = Callable[[PlannedArray], Iterator[Piece]]
 """Returns the bytes of an array, dense in C order, in pieces; may be called twice for an array."""

@@ -35,11 +35,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore, WriteStore

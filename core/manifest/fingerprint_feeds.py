@@ -12,7 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, is_c_contiguous
@@ -26,6 +26,7 @@ from core.fingerprint.kernel import Products
 from core.fingerprint.sums import FormSum
 from core.plan.match import match
 from core.plan.positions import region_shape
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from pathlib import Path
 
@@ -41,6 +41,7 @@ from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, StoppedError, Team, broadcast_result, gather_results
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 _BAND_BYTES = 1 << 20
 _GROUP = 32

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from core.arrays.checksum import ALGORITHM
@@ -48,6 +48,7 @@ from core.scan.sums import ScanResult, WantedSums
 from core.team.agreement import observe_files, require_agreement
 from core.team.figures import sum_figures
 from core.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results, is_lead
+from core.values import dataclass
 from core.version import TOOL
 
 _PART = ".ckpt-part"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.source_store import open_store
 from core.manifest.file import MANIFEST, Manifest, manifest_name, read_manifest
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ Source: peft 0.21.2 ``tuners/lora/{layer,model}.py``.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 
 from core.arrays.box import Shape
@@ -53,6 +53,7 @@ from core.merge.merge import (
     refuse_quantized,
 )
 from core.quantize.source import source_of
+from core.values import dataclass
 
 _BASE_HINT = "is this the adapter's base model{}?"
 

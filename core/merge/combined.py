@@ -16,7 +16,6 @@ of the destination: by the copy (``core.arrays.cast``), or here where ``Combined
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from core.arrays.box import Box, boxes_of_flat_range
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

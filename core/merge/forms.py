@@ -15,7 +15,7 @@ Optimizer states are left out: a mean of moments belongs to no step of any run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.attributes import turn_into_attributes
 from core.catalog.catalog import Catalog
@@ -31,6 +31,7 @@ from core.megatron.rules.rules import Rules
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

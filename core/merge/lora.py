@@ -21,7 +21,6 @@ Source: peft 0.21.2 ``tuners/lora/layer.py``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, full_box
@@ -33,6 +32,7 @@ from core.merge.combined import (
     rounded,
 )
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -13,7 +13,7 @@ shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 
@@ -33,6 +33,7 @@ from core.merge.slerp import Slerp
 from core.pickle.inert import TensorLeaf, walk
 from core.quantize.schemes import quantized_weights
 from core.quantize.source import SourceTensor, source_of
+from core.values import dataclass
 
 _CACHED = 64
 _COMPARED_BYTES = 1 << 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import UsageError
+from core.values import dataclass
 
 AVERAGE, WEIGHTS, EMA, SLERP, DELTA, ADD_DELTA, LORA, REPLACE = METHODS = (
     "average",

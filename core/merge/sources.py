@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel
@@ -31,6 +31,7 @@ from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import check_safety, refuse_in_ranks, with_objects_loaded
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
+from core.values import dataclass
 
 
 def open_others(

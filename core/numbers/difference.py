@@ -15,12 +15,12 @@ infinities. numpy is imported only for the first run that differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf, sqrt
 from typing import Any
 
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
+from core.values import dataclass
 
 Number = int | float
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from core.device.device import VALUES, Device, does
 from core.numbers.facts_on_device import count_on_device, find_extremes
 from core.numbers.kinds import KINDS, NumberKind
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

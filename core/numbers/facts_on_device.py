@@ -7,10 +7,10 @@ number are elements counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.device.lane import Kernel, Tensor, lane_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.device.device import Device

@@ -29,7 +29,7 @@ ml_dtypes 0.6 for the ``fnuz`` types.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

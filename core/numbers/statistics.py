@@ -11,7 +11,7 @@ Complex elements are described by their magnitudes. Packed types (float4) have n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import isfinite, sqrt
 from typing import Any
 
@@ -19,6 +19,7 @@ from core.arrays.dtypes import DTYPES, itemsize
 from core.numbers.difference import decode_float32, decode_numbers
 from core.numbers.histogram import Histogram, histogram_of, merge_histograms
 from core.numbers.tally import ExactSum
+from core.values import dataclass
 
 _AT_ONCE = 1 << 15
 """Elements of a block; its temporary arrays then stay in the cache of a core."""

@@ -6,10 +6,11 @@ addition depends on its order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import inf, isfinite
 
 from core.numbers.difference import ValueDifference
+from core.values import dataclass
 
 _DIGITS = 1074
 """Binary digits after the point of the smallest positive float64."""

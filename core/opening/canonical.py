@@ -8,7 +8,6 @@ understood, else under their stored names.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
@@ -17,6 +16,7 @@ from core.files.store import ReadStore
 from core.opening.config_beside import may_have_arguments
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.copied_files import CopiedFile

@@ -16,7 +16,7 @@ malformed byte. An error about the form alone would advise to fetch such a file 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -28,12 +28,12 @@ from core.errors import (
     UsageError,
 )
 from core.files.store import ReadStore
-from core.pickle.reader import noting_uses
-from core.pickle.uses import Use
+from core.pickle.noted import noting_uses
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog
     from core.formats.torch.other_pickles import PickledContent
+    from core.pickle.uses import Use
 
 HINT = "do not load it with any other program, and find out who wrote it"
 
@@ -126,7 +126,7 @@ def list_dangerous_names(uses: Iterable[Use]) -> list[str]:
 def warn_of_pickles(
     store: ReadStore,
     catalog: Catalog,
-    uses: Iterable[Use],
+    uses: Collection[Use],
     *,
     subject: str = "it",
     only_danger: bool = False,
@@ -139,10 +139,12 @@ def warn_of_pickles(
         only_danger: leave out what only the user can judge: unknown modules, and files that could
             not be examined.
     """
-    from core.pickle.names import is_foreign, judge
-
     uses = collect_uses(store, catalog, uses)
     other_files = _inspect_other_files(store)
+    if not uses and not other_files:
+        return []
+    from core.pickle.names import is_foreign, judge
+
     uses = uses.union(*(item.uses for item in other_files.values()))
     dangerous = {str(use.name) for use in uses if judge(use) == "dangerous"}
     foreign = {str(use.name) for use in uses if is_foreign(use)}
@@ -167,13 +169,15 @@ def warn_of_pickles(
     return warnings
 
 
-def collect_uses(store: ReadStore, catalog: Catalog, uses: Iterable[Use]) -> set[Use]:
+def collect_uses(store: ReadStore, catalog: Catalog, uses: Collection[Use]) -> set[Use]:
     """Return the uses of names in the pickles of an opened checkpoint, and in those nested in them.
 
     Args:
         store, catalog: the checkpoint; of objects that have not been loaded, the first are read.
         uses: calls and references in the pickles of the metadata.
     """
+    if not uses and not catalog.objects:
+        return set()
     from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
     from core.opening.object_streams import expect_streams
 

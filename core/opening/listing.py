@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, locate_checkpoint, store_of_file
 from core.opening.unrecognised import loose_files, search_below
+from core.values import dataclass
 
 _MOST_FILES = 200_000
 """Maximum number of files whose sizes are looked at; checkpoints after that have no size."""

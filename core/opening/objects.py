@@ -20,16 +20,14 @@ from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
-from core.formats.torch.nested_names import uses_in, with_nested
 from core.opening.open import Checkpoint
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.pickle.names import dangerous_uses
 from core.pickle.nesting import REMOVED, LeafEntry, entries, join_path, map_leaves
-from core.pickle.reader import judge, noting_uses
-from core.pickle.uses import Use
+from core.pickle.noted import noting_uses
 
 if TYPE_CHECKING:
     from core.opening.pickled_places import PickledPlace
+    from core.pickle.uses import Use
 
 KEEP_OBJECTS = (
     "its tensors are inside objects: write a torch file, which keeps those (--to torch), or save "
@@ -145,7 +143,7 @@ def refuse_in_ranks(
 
 
 def refuse_hidden(
-    uses: Iterable[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()
+    uses: Collection[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()
 ) -> None:
     """Raise if a pickle refers to something dangerous in a place that the catalog does not hold.
 
@@ -154,7 +152,7 @@ def refuse_hidden(
     it.
 
     Args:
-        uses: calls and references in the pickles (``core.pickle.reader.noting_uses``).
+        uses: calls and references in the pickles (``core.pickle.noted.noting_uses``).
         store: the files of the catalog.
         catalog: the catalog that was read from the pickles, with its objects ``loaded``.
         exclude: patterns of entries that the output omits, with everything inside.
@@ -163,6 +161,11 @@ def refuse_hidden(
         UnsafeError: a pickle refers to something dangerous. The error has the name, the file and
             the entry, and how to exclude it.
     """
+    if not uses:
+        return
+    from core.formats.torch.nested_names import uses_in, with_nested
+    from core.pickle.names import dangerous_uses
+
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
@@ -237,6 +240,9 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
         UnsafeError: an object refers to something dangerous.
         UnsupportedError: an object refers to an unknown class and may be neither kept nor dropped.
     """
+    from core.formats.torch.nested_names import uses_in
+    from core.pickle.names import dangerous_uses, judge
+
     # Refuse dangerous objects, whatever the target.
     common = StoredObject("common state", value=catalog.common)
     uses_of = [(item, uses_in(item.value)) for item in (common, *catalog.objects.values())]

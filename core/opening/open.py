@@ -38,8 +38,9 @@ import os
 import re
 from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import ZarrFacts
@@ -70,8 +71,11 @@ from core.opening.iterations import (
     listed,
 )
 from core.opening.other_software import refuse_other_software
-from core.pickle.reader import gc_paused, noting_uses
-from core.pickle.uses import Use
+from core.pickle.noted import gc_paused, noting_uses
+from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.pickle.uses import Use
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"

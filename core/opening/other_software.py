@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.errors import UnsupportedError
 from core.files.source_store import SourceStore
+from core.values import dataclass
 
 _HEAD_BYTES = 16
 

@@ -8,13 +8,13 @@ when such a name is refused, so that the error can tell users where it is.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import trees_of_stream
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent
 from core.pickle.key_text import text_of
+from core.values import dataclass
 
 MOST_PLACES = 100
 _METADATA = (".metadata", "common.pt", "metadata.json")

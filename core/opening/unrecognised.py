@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 
 from core.errors import (
     CheckpointingException,
@@ -19,6 +18,7 @@ from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.torch.stream import SUFFIXES, stream_kind
 from core.opening.iterations import CHECKPOINTS_BELOW, listed
 from core.opening.other_software import explain_unrecognised
+from core.values import dataclass
 
 _MOST_OPENED = 1000
 """Maximum number of files of a directory whose first bytes are read."""

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import tomllib
-from dataclasses import dataclass
-from functools import lru_cache
-from importlib.resources import files
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
 from typing import Literal
 
 from core.arrays.dtypes import BY_STORAGE, DTYPES
+from core.values import dataclass
 
 Name = tuple[str, str]
 """Module and name of a class or function."""
 ArgumentUse = tuple[int, Literal["called", "made"]]
 """Position of an argument, and what the called function does with that argument."""
 _LABEL = "calls.toml"
+_HEAD = ""
+_SEVERAL = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,59 +55,78 @@ _Pattern = tuple[re.Pattern[str], re.Pattern[str], Constructor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """The parsed table.
+class _PackageRows:
+    """The rows of the table about one package.
 
     Args:
-        packages: top-level modules of well-known distributions.
         exact: permissions of the names without a ``*``, by module and name.
-        patterns: package → patterns of module and name with their permissions; ``""`` for patterns
-            that fit several packages.
+        patterns: patterns of module and name, with their permissions.
         argument_uses: function → the arguments that it calls or instantiates.
     """
 
-    packages: frozenset[str]
     exact: dict[Name, Constructor]
-    patterns: dict[str, list[_Pattern]]
+    patterns: list[_Pattern]
     argument_uses: dict[Name, tuple[ArgumentUse, ...]]
 
 
 def constructor(module: str, name: str) -> Constructor | None:
     """Return the permissions of a harmless constructor; None if the table does not list it."""
-    table = _table()
-    exact = table.exact.get((module, name))
     package = module.partition(".")[0]
+    rows = _rows_of(package)
+    exact = None if rows is None else rows.exact.get((module, name))
     # A pattern never covers a module of an unknown package.
-    if exact is not None or package not in table.packages:
+    if exact is not None or package not in packages():
         return exact
-    patterns = [*table.patterns.get(package, []), *table.patterns[""]]
-    for module_pattern, name_pattern, permissions in patterns:
-        if name_pattern.fullmatch(name) and module_pattern.fullmatch(module):
-            return permissions
+    for some in (rows, _rows_of(_SEVERAL)):
+        for module_pattern, name_pattern, permissions in [] if some is None else some.patterns:
+            if name_pattern.fullmatch(name) and module_pattern.fullmatch(module):
+                return permissions
     return None
 
 
 def argument_uses(module: str, name: str) -> tuple[ArgumentUse, ...]:
     """Return the arguments that a function calls or instantiates."""
-    return _table().argument_uses.get((module, name), ())
+    rows = _rows_of(module.partition(".")[0])
+    return () if rows is None else rows.argument_uses.get((module, name), ())
 
 
+@cache
 def packages() -> frozenset[str]:
     """Return the top-level modules of well-known distributions."""
-    return _table().packages
+    return frozenset(tomllib.loads(_texts()[_HEAD])["packages"].split())
 
 
-@lru_cache(maxsize=1)
-def _table() -> _Table:
-    """Parse the table, once per process."""
-    parsed = tomllib.loads(files("core.pickle").joinpath(_LABEL).read_text(encoding="utf-8"))
+@cache
+def _texts() -> Mapping[str, str]:
+    """Return the text of the table's rows by package, as most packages occur in no checkpoint.
+
+    Rows whose package has a ``*`` are those of ``_SEVERAL``; what precedes all rows is ``_HEAD``.
+    """
+    text = Path(__file__).with_name(_LABEL).read_text(encoding="utf-8")
+    head, *rows = re.split(r"^(?=\[\[)", text, flags=re.MULTILINE)
+    texts: dict[str, list[str]] = {_HEAD: [head]}
+    for row in rows:
+        package = row.partition('\nmodule = "')[2].partition('"')[0].partition(".")[0]
+        texts.setdefault(_SEVERAL if "*" in package else package, []).append(row)
+    return {package: "".join(rows) for package, rows in texts.items()}
+
+
+def _rows_of(package: str) -> _PackageRows | None:
+    """Return the rows about a package; None if it has none."""
+    return _parse_rows(package) if package in _texts() else None
+
+
+@cache
+def _parse_rows(package: str) -> _PackageRows:
+    """Parse the rows about a package, once per process."""
+    parsed = tomllib.loads(_texts()[package])
+    rows = _PackageRows({}, [], {})
     # torch's element types and storages are not listed in the file, as ``dtypes`` has their names.
-    dtypes = Constructor(is_data=True, may="call")
-    exact = {("torch", name): dtypes for name in (*DTYPES, *BY_STORAGE)}
-    patterns: dict[str, list[_Pattern]] = {"": []}
-    uses: dict[Name, tuple[ArgumentUse, ...]] = {}
-    sections = [(section, entry) for section in ("data", "framework") for entry in parsed[section]]
-    for section, entry in sections:
+    if package == "torch":
+        dtypes = Constructor(is_data=True, may="call")
+        rows.exact.update({("torch", name): dtypes for name in (*DTYPES, *BY_STORAGE)})
+    sections = ("data", "framework")
+    for section, entry in ((name, entry) for name in sections for entry in parsed.get(name, ())):
         module = entry["module"]
         permissions = Constructor(
             is_data=section == "data",
@@ -117,19 +139,16 @@ def _table() -> _Table:
         makes: list[ArgumentUse] = [(position, "made") for position in entry.get("makes", ())]
         for name in entry["names"].split():
             if calls or makes:
-                uses[module, name] = (*calls, *makes)
+                rows.argument_uses[module, name] = (*calls, *makes)
             if "*" not in module + name:
-                exact[module, name] = permissions
+                rows.exact[module, name] = permissions
                 continue
-            # Patterns are grouped by package, so that a look-up tries few of them. A pattern of
-            # names fits classes only, which begin with a capital: functions are listed one by one.
-            package = module.partition(".")[0]
+            # A pattern of names fits classes only, which begin with a capital: functions are listed
+            # one by one.
             module_pattern = _pattern(module, r"[\w.]*")
             name_pattern = _pattern(name, r"\w*", lookahead="(?=[A-Z])")
-            patterns.setdefault("" if "*" in package else package, []).append(
-                (module_pattern, name_pattern, permissions)
-            )
-    return _Table(frozenset(parsed["packages"].split()), exact, patterns, uses)
+            rows.patterns.append((module_pattern, name_pattern, permissions))
+    return rows
 
 
 def _pattern(text: str, star: str, *, lookahead: str = "") -> re.Pattern[str]:

@@ -11,10 +11,9 @@ A tensor or a separately stored object is represented by a leaf, ``TensorLeaf(ke
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
-from core.arrays.fast_value import value
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -98,7 +97,7 @@ NO_STATE = _NoState()
 """The state of an object whose pickle sets no state (None would be a valid state)."""
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TensorLeaf:
     """The leaf of a skeleton that represents a tensor.
 

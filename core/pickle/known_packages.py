@@ -16,7 +16,6 @@ import sys
 import sysconfig
 from contextlib import suppress
 from functools import lru_cache
-from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -83,6 +82,8 @@ def _installed_names() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def _local_packages() -> frozenset[str]:
     """Return the packages that were installed from a local directory: the user's own projects."""
+    from importlib.metadata import distributions  # slow to import, and seldom needed
+
     names: set[str] = set()
     for distribution in distributions():
         try:

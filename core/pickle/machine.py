@@ -9,7 +9,6 @@ import struct
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from core.errors import CorruptError, UnsafeError
@@ -35,6 +34,7 @@ from core.pickle.uses import (
     uses_of_persistent,
     uses_of_state,
 )
+from core.values import dataclass
 
 Hook = Callable[..., object]
 """Creates the value of a call from its arguments; returns ``NotImplemented`` to leave it inert."""

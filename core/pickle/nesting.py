@@ -14,10 +14,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from core.arrays.fast_value import value
 from core.errors import CorruptError
 from core.pickle.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, is_flat, rebuild
 from core.pickle.key_text import text_of
+from core.values import dataclass
 
 MAX_DEPTH = 100
 _ALTERED = re.compile(r"\\\.|~\d+$")
@@ -36,7 +36,7 @@ def join_path(path: Path) -> str:
     return ".".join(map(text_of, path))
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class LeafEntry:
     """One leaf of a skeleton.
 

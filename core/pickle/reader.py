@@ -20,12 +20,10 @@ Source: CPython 3.11 ``pickle.py`` and ``pickletools.py`` (opcode semantics).
 
 from __future__ import annotations
 
-import gc
 import struct
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from traceback import clear_frames
 
 from core.errors import (
@@ -38,26 +36,11 @@ from core.errors import (
 )
 from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
-from core.pickle.names import classify, globals_of, judge
+from core.pickle.noted import gc_paused, note_read
 from core.pickle.reduce import Name
-from core.pickle.uses import Use
+from core.values import dataclass
 
-__all__ = [
-    "DEFAULT_LIMITS",
-    "PickleLimits",
-    "ReadPickle",
-    "ReadPickles",
-    "classify",
-    "gc_paused",
-    "globals_of",
-    "judge",
-    "keeping_pickles",
-    "limiting_values",
-    "load",
-    "load_next",
-    "note_uses",
-    "noting_uses",
-]
+__all__ = ["DEFAULT_LIMITS", "PickleLimits", "limiting_values", "load", "load_next"]
 
 DEFAULT_LIMITS = PickleLimits()
 
@@ -66,57 +49,6 @@ _LIMITS_HINT = (
     "whoever wrote it for the weights as safetensors"
 )
 """Hint for what would take another reader's time or memory."""
-_noted: ContextVar[set[Use] | None] = ContextVar(
-    "uses of names in the pickles that are read", default=None
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ReadPickle:
-    """A pickle that was read to its end.
-
-    Args:
-        uses: everything that the pickle does with names.
-        tree: the inert tree, as returned by ``load``.
-    """
-
-    uses: frozenset[Use]
-    tree: object
-
-
-class ReadPickles:
-    """The pickles of some files, kept so that they need not be read again.
-
-    Args:
-        files: labels of the files whose pickles are kept.
-    """
-
-    def __init__(self, files: Container[str]) -> None:
-        self._files = files
-        self._read: dict[str, list[ReadPickle]] = {}
-        self._failed: set[str] = set()
-        self._has_unkept = False
-
-    def add(self, file: str, pickle: ReadPickle | None) -> None:
-        """Record a pickle of a file; None for a pickle that could not be read."""
-        if pickle is None:
-            self._failed.add(file)
-        elif file not in self._files:
-            self._has_unkept = True
-        else:
-            self._read.setdefault(file, []).append(pickle)
-
-    def are_all_of(self, files: Container[str]) -> bool:
-        """Return whether every pickle that was read is of these files, and none had an error."""
-        is_complete = bool(self._read) and not self._failed and not self._has_unkept
-        return is_complete and all(file in files for file in self._read)
-
-    def of(self, file: str) -> tuple[ReadPickle, ...]:
-        """Return the pickles of a file; () if it was not read, or a pickle of it had an error."""
-        return () if file in self._failed else tuple(self._read.get(file, ()))
-
-
-_kept: ContextVar[ReadPickles | None] = ContextVar("pickles that are kept", default=None)
 
 
 def load(
@@ -229,11 +161,7 @@ def load_next(
     finally:
         # The uses count even if the pickle is malformed: another reader runs the calls before the
         # malformed byte.
-        uses = machine.uses
-        note_uses(uses)
-        pickles = _kept.get()
-        if pickles is not None:
-            pickles.add(label, ReadPickle(frozenset(uses), value) if is_read else None)
+        note_read(label, machine.uses, value, is_read=is_read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,62 +205,6 @@ def limiting_values(most: int, refuse: Callable[[int], CapacityError]) -> Iterat
         yield
     finally:
         _value_limit.reset(token)
-
-
-@contextmanager
-def noting_uses(*, passes_on: bool = True) -> Iterator[set[Use]]:
-    """Collect the uses of names in the pickles that this thread reads in the block.
-
-    A tree does not show all of them: a call whose result is popped from the stack, or passed to a
-    call that does not keep it, would run in another reader all the same.
-
-    Args:
-        passes_on: pass the uses and pickles on to the ``noting_uses`` and ``keeping_pickles``
-            around this block.
-    """
-    uses: set[Use] = set()
-    token = _noted.set(uses)
-    kept_token = _kept.set(_kept.get() if passes_on else None)
-    try:
-        yield uses
-    finally:
-        _kept.reset(kept_token)
-        _noted.reset(token)
-        if passes_on:
-            note_uses(uses)
-
-
-@contextmanager
-def keeping_pickles(files: Container[str]) -> Iterator[ReadPickles]:
-    """Keep the pickles of these files that this thread reads in the block."""
-    pickles = ReadPickles(files)
-    token = _kept.set(pickles)
-    try:
-        yield pickles
-    finally:
-        _kept.reset(token)
-
-
-def note_uses(uses: Iterable[Use]) -> None:
-    """Add uses of names to those that ``noting_uses`` collects."""
-    noted = _noted.get()
-    if noted is not None:
-        noted.update(uses)
-
-
-@contextmanager
-def gc_paused() -> Iterator[None]:
-    """Switch the cyclic garbage collector off in the block.
-
-    The collector takes most of the time while millions of objects are created.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _check_depth(value: object, max_depth: int) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from core.pickle.call_table import argument_uses
@@ -25,6 +24,7 @@ from core.pickle.reduce import (
     is_partial,
     is_plain_iterator,
 )
+from core.values import dataclass
 
 How = Literal["named", "bound", "made", "called", "changed", "unread"]
 """The way in which a pickle uses a name.

@@ -12,13 +12,13 @@ The first number of a key is the row, the rest of the key is the column::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from core.catalog.key_patterns import ranges, split_numbers
 from core.diff.result import KINDS, TensorDiff
 from core.inspect.optimizer_states import is_state
 from core.inspect.tree import MIN_SUFFIXED
+from core.values import dataclass
 
 Part = Literal["model", "optimizer"]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,8 @@ from core.megatron.reshard.rank_model import merge_ranks
 from core.megatron.rules.tables import load_rules
 from core.opening.damaged import open_readable_part
 from core.opening.objects import loaded
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Box

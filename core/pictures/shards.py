@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
@@ -12,6 +11,7 @@ from core.catalog.key_patterns import matching, natural_order
 from core.catalog.stored import StoredArray, coords_text
 from core.errors import UsageError
 from core.inspect.nearest import nearest_names
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import AnyCatalog

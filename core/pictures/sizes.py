@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import ranges
@@ -11,7 +11,8 @@ from core.catalog.optimizer_keys import MOMENTS
 from core.inspect.optimizer_states import is_state
 from core.inspect.summary import bare_key
 from core.inspect.tree import MIN_SUFFIXED, components, number_in
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

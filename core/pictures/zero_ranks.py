@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing, suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from core.files.remote_path import location_of
 from core.formats.deepspeed.files import name_of_mp_rank, name_of_rank, parse_zero_name
 from core.formats.deepspeed.optim_states import recorded_ranks
 from core.opening.open import locate_checkpoint
+from core.values import dataclass
 
 _MOST_RANKS = 1 << 17
 _MOST_MODEL_RANKS = 1 << 10

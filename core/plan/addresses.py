@@ -7,7 +7,7 @@ are bound here. The results have one stride per axis of the tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
@@ -17,6 +17,7 @@ from core.catalog.tensor import Fragment
 from core.errors import CorruptError
 from core.plan.match import Match
 from core.plan.positions import Places
+from core.values import dataclass
 
 Bind = Callable[[StoredArray], StoredArray]
 """A function that finds the position of a late-bound or encoded array."""

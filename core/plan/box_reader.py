@@ -15,7 +15,6 @@ decoded units for arrays that are compressed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Box, Shape, full_box
@@ -39,6 +38,7 @@ from core.files.store import ReadStore
 from core.plan.addresses import Source, source_in
 from core.plan.bands import cut_rows, row_bands
 from core.plan.match import match
+from core.values import dataclass
 
 _MIN_VECTOR_BYTES = 16 << 10
 """Shorter rows are cheaper to copy in memory than to pass to the kernel one by one."""

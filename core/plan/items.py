@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import gcd
 
 from core.arrays.box import Box
@@ -31,6 +30,7 @@ from core.plan.addresses import Bind, Destination, Ends, Source
 from core.plan.bands import cut_rows, row_bands
 from core.plan.match import Match
 from core.plan.positions import Places
+from core.values import dataclass
 
 ITEM_BYTES = 32 << 20
 """Approximate number of target bytes of one item."""

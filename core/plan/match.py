@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import BoxIndex, first_hole, first_overlap, is_tiled
-from core.arrays.fast_value import value
 from core.catalog.stored import AnyArray, StoredArray
 from core.catalog.tensor import (
     AnyFragment,
@@ -18,9 +17,10 @@ from core.catalog.tensor import (
 )
 from core.errors import UNLIKE_ANY_WRITER, CorruptError, MissingShardError
 from core.plan.positions import described, region_shape
+from core.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Match:
     """Proven work of one tensor.
 

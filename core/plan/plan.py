@@ -17,7 +17,7 @@ their memory counts like that of buffers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from core.catalog.file_image import FileImage
 from core.errors import CapacityError
 from core.plan.match import Match, match
 from core.plan.positions import ArrayCoverage, Places
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.plan.items import Portion

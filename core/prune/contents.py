@@ -12,11 +12,12 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from core.files.object_listing import forget_listings, list_all
 from core.files.remote_path import is_remote
+from core.values import dataclass
 
 _KNOWN = re.compile(
     r"\..+"  # hidden files: .metadata, .zarray, .gitattributes

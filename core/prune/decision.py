@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from core.errors import UsageError
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,6 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import CorruptError, UsageError
@@ -32,6 +31,7 @@ from core.opening.iterations import ITERATION_DIR, all_iteration_dirs, removed_n
 from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 from core.stage.folder_lock import stage_dir_of
+from core.values import dataclass
 
 TRAINER_STATE = "trainer_state.json"
 """File of Hugging Face's Trainer in an iteration, which may name the best one."""

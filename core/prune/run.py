@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from core.checks.finding import Severity
@@ -24,6 +24,7 @@ from core.prune.root import TRAINER_STATE, TrainingRoot, best_iteration, read_ro
 from core.stage.folder_lock import lock_folder
 from core.validate.newest import worst_finding
 from core.validate.run import Validation, validate
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ Not supported: results other than float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from core.arrays.box import Shape, boxes_of_flat_range, full_box
 from core.arrays.cast import cast_of
 from core.errors import CorruptError
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -14,7 +14,6 @@ bitsandbytes 0.50.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from core.device.lane import lane_of
 from core.device.scales import multiply_by_scales
 from core.errors import UnsupportedError
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

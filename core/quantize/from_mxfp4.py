@@ -18,7 +18,6 @@ Not supported: units smaller than the matrix of one expert.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from core.arrays.box import Box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -19,7 +19,6 @@ Not supported: codes that are packed, of more than 8 bits, or that blocks do not
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from core.arrays.box import Shape, boxes_of_flat_range
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize
 from core.quantize.source import SourceTensor, join_arrays
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

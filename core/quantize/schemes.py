@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 _TABLE = "schemes.toml"
 
@@ -66,7 +66,7 @@ class QuantizedWeight:
 @cache
 def schemes() -> tuple[Scheme, ...]:
     """Read the rules of the table."""
-    table = tomllib.loads(files("core.quantize").joinpath(_TABLE).read_text(encoding="utf-8"))
+    table = tomllib.loads(Path(__file__).with_name(_TABLE).read_text(encoding="utf-8"))
     rows: list[dict[str, Any]] = [
         {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
         for row in table["scheme"]

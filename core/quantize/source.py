@@ -7,7 +7,6 @@ arrays, cover the tensor and have one dtype, and replicas are compared when they
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

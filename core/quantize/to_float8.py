@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from core.arrays.dtypes import itemsize
 from core.errors import UnsupportedError
 from core.quantize.part import LARGEST, Part, part_of
 from core.quantize.source import SourceTensor
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -20,7 +20,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from core.arrays.dtypes import itemsize
@@ -55,6 +54,7 @@ from core.team.protocol import (
     is_lead,
 )
 from core.team.threads import ThreadGroup
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import is_c_contiguous
 from core.scan.windows import SEGMENT_BYTES, WINDOW_BYTES
 from core.team.protocol import ALONE, Team
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, bisect_right
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.arrays.checksum import (
@@ -23,6 +23,7 @@ from core.arrays.checksum import (
 )
 from core.catalog.stored import StoredArray
 from core.scan.windows import FilePlan, FileRange, StatedCrc
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

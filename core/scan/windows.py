@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
 from core.arrays.box import is_c_contiguous
@@ -25,6 +24,7 @@ from core.arrays.checksum import BLOCK_BYTES
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import StoredArray
 from core.errors import CapacityError, CheckpointingException, CorruptError, TruncatedError
+from core.values import dataclass
 
 WINDOW_BYTES = BLOCK_BYTES
 """Bytes of a file that a thread holds at once, and of the blocks of large arrays."""

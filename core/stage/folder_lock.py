@@ -10,11 +10,11 @@ import errno
 import fcntl
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import StorageError
 from core.files.store import translate_os_errors
+from core.values import dataclass
 
 WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = (

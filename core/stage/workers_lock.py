@@ -14,13 +14,13 @@ import fcntl
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import StorageError
 from core.files.store import translate_os_errors
 from core.files.syscalls import flush
 from core.stage.folder_lock import WITHOUT_LOCKS, is_current
+from core.values import dataclass
 
 NAME = "workers.lock"
 WAIT_SECONDS = 120.0

@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Protocol, TypeVar
 
 from core.errors import CheckpointingException, WorkerError
+from core.values import dataclass
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from core.files.requests.waiting import stop_waiting_when
+from core.files.requests.ending import stop_waiting_when
 
 _WAIT_SECONDS = 0.5
 """Timeout of one join; without a timeout, the calling thread would not handle signals."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from core.checks.finding import Finding, Severity
 from core.errors import CorruptError, UsageError
 from core.files.json_object import MAX_BYTES, parse_json_object
 from core.files.store import translate_os_errors
+from core.values import dataclass
 
 SCHEMA = "ckpt.baseline/1"
 _PLACE = ("code", "file", "rank", "key")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.checks.finding import Severity
@@ -16,6 +15,7 @@ from core.opening.listing import runs_below
 from core.opening.open import NAMING_TRACKERS, TRACKER
 from core.team.protocol import ALONE, Team, broadcast_result
 from core.validate.run import Validation
+from core.values import dataclass
 
 _UNFINISHED = re.compile(
     r"^\..*\.ckpt-tmp|\.(orbax-checkpoint-)?tmp([-.]|$)|\.partial$|\.incomplete$"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,11 @@ from core.errors import CheckpointingException, UsageError, WorkerError
 from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
 from core.opening.open import FILL, Located, locate_checkpoint
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.checks.plan_request import PlanRequest

@@ -42,7 +42,8 @@ from core.inspect.summary import groups_of
 from core.manifest.of_copy import MANIFEST, read_manifest
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf
-from core.pickle.reader import classify, globals_of, load
+from core.pickle.names import classify, globals_of
+from core.pickle.reader import load
 from core.pickle.writer import dumps
 from core.stage import journal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 import core
+import core.hf.family
 from ckpt_cli.app import main
 from core.catalog.catalog import Catalog
 from core.convert.job import TopologyChange
@@ -17,7 +19,7 @@ from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.store import LocalStore
 from core.hf.detection import refused_types
-from core.hf.family import families, parse_family
+from core.hf.family import SECTIONS, families, find_family, parse_family
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
@@ -98,6 +100,20 @@ def test_a_model_that_no_family_fits_is_refused_with_the_nearest_and_what_does_n
     assert hint.startswith(f"nearest: llama (not {key}); ")
     assert hint.count(" (not ") == 3
     assert "--family FILE.toml" in hint
+
+
+def test_every_family_has_its_file_and_is_found_by_each_of_its_types() -> None:
+    tables = Path(core.hf.family.__file__).parent / "tables"
+    for name, family in families().items():
+        table = tomllib.loads((tables / f"{name}.toml").read_text())
+        assert family.model_type == table["model_type"] == name
+        assert (*family.aliases,) == (*table.get("aliases", ()),)
+        assert all(find_family(item) is family for item in (name, *family.aliases))
+        if "rows_of" not in table:
+            assert {section: len(rows) for section, rows in family.rows.items()} == {
+                section: len(table.get(section, ())) for section in SECTIONS
+            }
+    assert [find_family(item) for item in ("Llama", "", None, 1, ["llama"])] == [None] * 5
 
 
 def test_a_known_type_that_megatron_cannot_represent_is_refused_with_the_reason(

@@ -41,7 +41,8 @@ from core.pickle.call_table import constructor, packages
 from core.pickle.inert import Global
 from core.pickle.known_packages import is_known_package
 from core.pickle.names import classify, dangerous_uses, is_foreign
-from core.pickle.reader import load, noting_uses
+from core.pickle.noted import noting_uses
+from core.pickle.reader import load
 from core.pickle.uses import Use
 from core.validate.run import validate
 from tests.hostile.cases import text, torch_zip

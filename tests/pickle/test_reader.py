@@ -32,7 +32,9 @@ from hypothesis import strategies as st
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsafeError
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
-from core.pickle.reader import PickleLimits, classify, globals_of, load, load_next, noting_uses
+from core.pickle.names import classify, globals_of
+from core.pickle.noted import noting_uses
+from core.pickle.reader import PickleLimits, load, load_next
 from core.pickle.uses import Use
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -357,7 +359,8 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
     code = (
         "import sys, zipfile\n"
         "from core.pickle.uses import uses_in_tree\n"
-        "from core.pickle.reader import judge, load\n"
+        "from core.pickle.names import judge\n"
+        "from core.pickle.reader import load\n"
         "archive = zipfile.ZipFile(sys.argv[1])\n"
         "trees = [load(archive.read(name), label=name) for name in archive.namelist()]\n"
         "unknown = {str(use) for tree in trees for use in uses_in_tree(tree) if judge(use) != "

@@ -7,10 +7,10 @@ thin is drawn thicker, and where there are too many edges, those in the middle a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from ckpt_cli.screen.terminal import Screen, columns_of
+from core.values import dataclass
 
 _UP, _DOWN, _LEFT, _RIGHT = 1, 2, 4, 8
 _LINES = " │││─┘┐┤─└┌├─┴┬┼"

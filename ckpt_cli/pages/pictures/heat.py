@@ -19,7 +19,6 @@ others do not fit either, columns are one character wide, in groups of five.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from math import isfinite, log10
 from typing import TYPE_CHECKING
@@ -28,6 +27,7 @@ from ckpt_cli.screen.blocks import n_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.catalog.key_patterns import ranges
 from core.pictures.heat import most_different
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.pictures.heat import HeatCell, HeatMap

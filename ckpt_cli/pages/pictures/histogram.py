@@ -7,11 +7,10 @@ group have one scale, so that a layer whose numbers are larger reaches further o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ckpt_cli.pages.pictures.bars import columns_text
 from ckpt_cli.screen.terminal import Screen
 from core.numbers.histogram import Histogram
+from core.values import dataclass
 
 _POWERS = 12
 """Number of powers of two on each side."""

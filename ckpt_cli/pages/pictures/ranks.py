@@ -7,12 +7,13 @@ columns do not fit, a rank is one character.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.catalog.key_patterns import ranges
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.pictures.ranks import RankCell, RankGrid

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.removal import aliases_among
+from core.values import dataclass
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")
 """Names that come before the number of a model's layer."""

@@ -11,7 +11,6 @@ Source: ``core.formats.zarr.metadata2``, ``metadata3``, ``chunks``, ``shards``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
 from math import prod
@@ -42,6 +41,7 @@ from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, folders_of
 from core.opening.open import ERROR
+from core.values import dataclass
 
 CODES = ()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
@@ -13,6 +12,7 @@ from core.device.compare import count_differing
 from core.device.device import COMPARE, Device
 from core.quantize.source import SourceTensor
 from core.scan.separate_arrays import split_into_bands
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.checks.check import Check, Code
@@ -23,6 +23,7 @@ from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.errors import CheckpointingException
 from core.megatron.optimizer.form import role_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Box

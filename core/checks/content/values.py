@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
@@ -25,6 +25,7 @@ from core.checks.subject import Subject
 from core.checks.watch import Watch
 from core.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.numbers.kinds import KINDS
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -25,7 +25,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from core.catalog.catalog import Catalog
@@ -36,6 +36,7 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
+from core.values import dataclass
 
 NO_PARAMETER = Code(
     "CK409",

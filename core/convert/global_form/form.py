@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped
 from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ files of the source. Reading them checks each by itself; ``refusals`` checks the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from core.opening.config_beside import (
 )
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.trainer.proven_names import ParameterOrder

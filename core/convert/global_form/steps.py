@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped
@@ -18,6 +18,7 @@ from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.formats.torch.format import refuse_unsupported
 from core.opening.open import Checkpoint
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from core.catalog.dropped import Dropped
 from core.catalog.key_patterns import fold_labels
+from core.values import dataclass
 
 MAX_EXAMPLES = 2
 """Maximum number of entries that ``DroppedReason`` names."""

@@ -27,7 +27,6 @@ import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from core.catalog.catalog import AnyCatalog, TargetCatalog
@@ -41,6 +40,7 @@ from core.megatron.model.topology import Topology
 from core.opening.open import RELEASE, TRACKER
 from core.pickle.inert import Global, as_mapping
 from core.pickle.names import globals_of
+from core.values import dataclass
 
 _KINDS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
 _NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")

@@ -18,7 +18,7 @@ What is left out is listed as not carried. ``Job.optim`` set to ``carry`` keeps 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped, dropped_together
@@ -28,7 +28,8 @@ from core.convert.job import Job
 from core.convert.options import has_model_form
 from core.formats.format import Format
 from core.formats.torch.nested_names import uses_in
-from core.pickle.reader import judge
+from core.pickle.names import judge
+from core.values import dataclass
 
 _NOT_HERE = "training state, which {} does not hold: --to dcp or --to torch keeps it"
 _UNKNOWN = "a class that {} cannot hold: --to torch keeps it"

@@ -20,9 +20,9 @@ from __future__ import annotations
 import heapq
 from array import array as columns
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from core.plan.items import ITEM_BYTES
+from core.values import dataclass
 
 _LARGE_ITEMS = 2
 """A tensor of more items than this may be shared by several workers."""

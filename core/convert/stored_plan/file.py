@@ -25,7 +25,7 @@ import os
 import sys
 from array import array as columns
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,7 @@ from core.plan.items import ITEM_BYTES, Portion
 from core.plan.match import Match, is_all, match
 from core.plan.plan import Plan
 from core.plan.positions import Places
+from core.values import dataclass
 
 MAGIC = b"ckpt plan 1\n"
 _FOOTER_BYTES = 8

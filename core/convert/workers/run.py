@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
@@ -58,6 +58,7 @@ from core.stage.existing import check_replaceable
 from core.stage.journal import BATCH_BYTES
 from core.stage.stage import Stage
 from core.team.protocol import Figures, Team, broadcast_result, gather_results, is_lead
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.fingerprint.definition import Fingerprint

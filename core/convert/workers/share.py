@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +40,7 @@ from core.stage.files import StageStore
 from core.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
 from core.stage.workers_lock import join_stage
 from core.team.protocol import Figures, Team, is_lead
+from core.values import dataclass
 
 DATA = "data"
 PATIENCE_SECONDS = 5.0

@@ -6,10 +6,10 @@ import base64
 import hashlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
 from core.files.remote_path import RemotePath
+from core.values import dataclass
 
 _crc32: Callable[..., int]
 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from core.values import dataclass
 
 MIB = 1 << 20
 MAX_PART_BYTES = 4 * MIB

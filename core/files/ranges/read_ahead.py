@@ -16,10 +16,11 @@ from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.files.ranges.memory import ReadingMemory
 from core.files.requests.waiting import wait_for
+from core.values import dataclass
 
 MERGE_BYTES = 32 << 10
 """Ranges with no more than this between them are read by one request."""

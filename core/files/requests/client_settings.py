@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 from core.errors import UsageError
+from core.values import dataclass
 
 _BY_BOTH = (
     "allow_http",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 import re
 import time
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from core.files.requests.retry_after import parse_retry_after
+from core.values import dataclass
 
 METADATA_SERVICES = (
     "/latest/api/token",

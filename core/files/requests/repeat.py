@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TypeVar
 
 from core.errors import StorageError
+from core.files.requests.ending import is_ending
 from core.files.requests.failure import (
     MOST_RETRIES,
     MOST_RETRIES_UNREACHED,
@@ -18,7 +19,7 @@ from core.files.requests.failure import (
 )
 from core.files.requests.limiter import RequestLimiter
 from core.files.requests.traffic import count_bytes, count_request
-from core.files.requests.waiting import call_interruptibly, is_ending, pause
+from core.files.requests.waiting import call_interruptibly, pause
 
 T = TypeVar("T")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

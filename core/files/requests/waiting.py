@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from core.errors import StorageError
 from core.files.requests.daemon_threads import DaemonThreads, is_daemon_thread
+from core.files.requests.ending import ENDING, THIS_THREAD
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -26,58 +27,8 @@ _LAST_S = 2.0
 _MOST_CALLS = 1024
 
 
-class _Ending:
-    """The state that a signal handler sets, without a lock, so that the handler never waits.
-
-    Attributes:
-        is_asked: the process was asked to end.
-        is_silent: a store did not answer in the time that it has since then.
-    """
-
-    is_asked = False
-    is_silent = False
-
-
-class _ThisThread(threading.local):
-    is_stopped: Callable[[], bool] | None = None
-
-
-_ending = _Ending()
-_this_thread = _ThisThread()
 _threads = DaemonThreads(_MOST_CALLS, "ckpt-request")
-_n_unanswered = 0
 _count_lock = threading.Lock()
-
-
-def end_requests() -> None:
-    """Wait no longer than a moment from now on, for cleaning up; a signal's handler may call this.
-
-    ``allow_requests`` ends this state.
-    """
-    _ending.is_asked = True
-
-
-def allow_requests() -> None:
-    """Wait for stores again, after ``end_requests``."""
-    _ending.is_asked = _ending.is_silent = False
-
-
-def is_ending() -> bool:
-    """Return whether the process was asked to end, so that no failed request is repeated."""
-    return _ending.is_asked
-
-
-def stop_waiting_when(is_stopped: Callable[[], bool]) -> None:
-    """Make the calling thread give up waiting for stores when ``is_stopped`` returns True.
-
-    Such a thread does the work that a signal ends; after ``end_requests`` it calls no store.
-    """
-    _this_thread.is_stopped = is_stopped
-
-
-def n_unanswered() -> int:
-    """Return the number of calls that block in native code, waited for or not."""
-    return _n_unanswered
 
 
 def call_interruptibly(call: Callable[[], T], *, grace_s: float = 0.0) -> T:
@@ -93,18 +44,17 @@ def call_interruptibly(call: Callable[[], T], *, grace_s: float = 0.0) -> T:
     """
 
     def counted() -> T:
-        global _n_unanswered
         with _count_lock:
-            _n_unanswered += 1
+            ENDING.n_unanswered += 1
         try:
             return call()
         finally:
             with _count_lock:
-                _n_unanswered -= 1
+                ENDING.n_unanswered -= 1
 
     # Begin nothing that only the end of the process would end: a store that leaves it unanswered
     # would pass for one that answers nothing, and the cleaning up would be given up.
-    if _ending.is_asked and _this_thread.is_stopped is not None:
+    if ENDING.is_asked and THIS_THREAD.is_stopped is not None:
         raise _interrupted()
     # Nobody has to wait for these threads, so that the call may block one of them.
     return counted() if is_daemon_thread() else wait_for(_threads.submit(counted), grace_s=grace_s)
@@ -124,11 +74,11 @@ def wait_for(future: Future[T], *, grace_s: float = 0.0) -> T:
     grace_until: float | None = None
     while True:
         try:
-            return future.result(timeout=0 if _ending.is_silent else _POLL_S)
+            return future.result(timeout=0 if ENDING.is_silent else _POLL_S)
         except TimeoutError:
             if future.done():
                 raise  # an error of the call itself
-        if grace_s and give_up_at is None and _ending.is_asked and not _ending.is_silent:
+        if grace_s and give_up_at is None and ENDING.is_asked and not ENDING.is_silent:
             if grace_until is None:
                 grace_until = monotonic() + grace_s
             if monotonic() < grace_until:
@@ -164,7 +114,7 @@ def last_moment() -> float | None:
 
     It has an end after ``end_requests`` only.
     """
-    return monotonic() + _LAST_S if _ending.is_asked else None
+    return monotonic() + _LAST_S if ENDING.is_asked else None
 
 
 def check_wait(give_up_at: float | None) -> None:
@@ -176,15 +126,15 @@ def check_wait(give_up_at: float | None) -> None:
     Raises:
         StorageError: the thread was stopped, or the process was asked to end.
     """
-    is_stopped = _this_thread.is_stopped
+    is_stopped = THIS_THREAD.is_stopped
     if is_stopped is not None and is_stopped():
         raise StorageError("the work was stopped while waiting for the store")
-    if not _ending.is_asked:
+    if not ENDING.is_asked:
         return
     if give_up_at is not None and monotonic() > give_up_at:
-        _ending.is_silent = True
+        ENDING.is_silent = True
     # What was begun before is given up at once; what cleans up, when the store takes too long.
-    if give_up_at is None or _ending.is_silent:
+    if give_up_at is None or ENDING.is_silent:
         raise _interrupted()
 
 
@@ -194,10 +144,10 @@ def _interrupted() -> StorageError:
 
 def _forget_threads() -> None:
     """Begin anew in a forked process, which has no threads but its first one."""
-    global _threads, _count_lock, _n_unanswered
+    global _threads, _count_lock
     _threads = DaemonThreads(_MOST_CALLS, "ckpt-request")
     _count_lock = threading.Lock()
-    _n_unanswered = 0
+    ENDING.n_unanswered = 0
 
 
 os.register_at_fork(after_in_child=_forget_threads)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from core.values import dataclass
 
 SUM_BYTES: Mapping[str, int] = {
     "CRC-32": 4,

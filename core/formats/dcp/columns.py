@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 from core.arrays.box import Box, Shape
+from core.values import dataclass
 
 
 class DcpItem(NamedTuple):

@@ -22,7 +22,6 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain
@@ -37,6 +36,7 @@ from core.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import StoredObject

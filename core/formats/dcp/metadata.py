@@ -68,7 +68,8 @@ from core.formats.dcp.records import (
 )
 from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
-from core.pickle.reader import gc_paused, judge, note_uses, noting_uses
+from core.pickle.names import judge
+from core.pickle.noted import gc_paused, note_uses, noting_uses
 from core.pickle.uses import Use
 
 __all__ = [

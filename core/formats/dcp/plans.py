@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from core.arrays.box import Shape
 from core.formats.dcp.records import FAST_FROM_BYTES, read_by_c, read_by_machine
 from core.pickle.inert import Global, Inert
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.pickle.writer import PickleWriter
 
 _METADATA = "torch.distributed.checkpoint.metadata"

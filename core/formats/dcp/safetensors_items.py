@@ -21,12 +21,13 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,_hf_utils}.py``.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.errors import CorruptError, MissingShardError
 from core.files.json_object import parse_json_object
 from core.formats.safetensors.header import Header, looks_like_header, read_header
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Box

@@ -42,7 +42,7 @@ Source: megatron-core 0.12.1, 0.16.1 and Megatron-LM d98e8a64, pinned in tests/g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
@@ -83,6 +83,7 @@ from core.formats.mcore.metadata_json import (
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.tree import load_object
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -17,7 +17,7 @@ Source: torch 2.13 ``torch/distributed/checkpoint/{_extension,filesystem}.py``; 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,6 +26,7 @@ from core.errors import CheckpointingException, CorruptError, TruncatedError, Un
 from core.files.store import MemoryStore
 from core.formats.torch.item import TorchItem
 from core.formats.torch.tree import load_object
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

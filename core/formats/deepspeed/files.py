@@ -26,10 +26,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -7,7 +7,7 @@ Source: DeepSpeed 0.19.8 ``runtime/engine.py`` (``_common_checkpoint_state``,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.catalog.dropped import Dropped, dropped_each
@@ -16,6 +16,7 @@ from core.errors import UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -11,7 +11,6 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.dropped import Dropped
@@ -22,6 +21,7 @@ from core.formats.deepspeed.runs import tensor_in_groups
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.formats.deepspeed.tree import WholeObject
 from core.pickle.inert import TensorLeaf, walk
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

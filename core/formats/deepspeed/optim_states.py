@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from core.errors import CheckpointingException, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file, shown, type_of
 from core.pickle.inert import Inert, TensorLeaf, attributes
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 from math import prod
 from typing import Protocol
 
 from core.arrays.box import Shape
 from core.errors import CorruptError
+from core.values import dataclass
 
 Shapes = Mapping[str, Shape]
 """Parameter name → shape, in the order in which they are concatenated."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from core.formats.deepspeed.runs import (
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
 from core.megatron.optimizer.proof import are_masters
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -8,7 +8,7 @@ range of flat elements consists of up to ``2 * rank - 1`` boxes of a parameter w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from core.arrays.box import Shape, boxes_of_flat_range
 from core.arrays.dtypes import itemsize
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment, Tensor
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Partition

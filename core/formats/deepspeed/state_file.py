@@ -9,7 +9,6 @@ Nothing is unpickled: a file is a torch zip, read by ``core.formats.torch.format
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from core.errors import CorruptError
 from core.formats.torch.tree import parse
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
 from core.pickle.nesting import map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -15,13 +15,13 @@ A key is the dot-joined path in the tree, as in torch's distributed checkpoints 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.tensor import Tensor, tensors_of, whole_tensor
 from core.errors import CorruptError
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.state_file import StateFile

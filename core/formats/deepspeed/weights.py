@@ -6,7 +6,6 @@ All other weights are in the flat groups of the optimizer files.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, MissingShardError, UnsafeError
 from core.formats.deepspeed.runs import StoredRun, reshaped, tensor_of_runs
 from core.formats.deepspeed.widened import as_float32
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

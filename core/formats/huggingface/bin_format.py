@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
@@ -68,6 +68,7 @@ from core.formats.trainer.state import with_training_state
 from core.formats.trainer.torch_models import torch_models, with_torch_models
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import LeafEntry, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

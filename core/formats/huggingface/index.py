@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.catalog.facets import WeightDeltas
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
 from core.files.store import check_name
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
@@ -47,7 +47,8 @@ from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state
 from core.formats.torch.tree import parse
 from core.pickle.inert import Inert, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import product
 from math import prod
+
+from core.values import dataclass
 
 _SHARDED_OBJECT = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(-?\d+(?:\.-?\d+)*)", re.DOTALL)
 COMMON_OBJECT = "common_state/shard_0_1"

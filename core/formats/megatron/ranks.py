@@ -8,7 +8,6 @@ that comparing ranks takes no time: they share one object.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
@@ -20,6 +19,7 @@ from core.megatron.extras.common_state import OPTIMIZER, is_chunk
 from core.megatron.model.args import replaced
 from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import entries, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -12,7 +12,6 @@ is absent has the fill value: Orbax up to 0.6 does not store such chunks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from core.formats.ocdbt.database import Database
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.zarr.chunks import Chunks, folder_chunks, fragments_of_chunks
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.tensor import Fragment

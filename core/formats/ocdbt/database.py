@@ -7,7 +7,7 @@ The file of a key is called ``manifest.ocdbt#<key>``, a name that no other file 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.stored import Extent, StoredArray
@@ -18,6 +18,7 @@ from core.formats.ocdbt.entries import MANIFEST, entries_of
 from core.formats.ocdbt.nodes import ValueLocation
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 from core.formats.zarr.fill import fill_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import Encoding

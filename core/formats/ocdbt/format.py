@@ -43,7 +43,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,7 @@ from core.formats.ocdbt.tree import (
 )
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, nest_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

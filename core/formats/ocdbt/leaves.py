@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.key_patterns import rename_hint
@@ -19,6 +18,7 @@ from core.formats.ocdbt.tree import CUSTOM, LIST_INDEX_KEY, NAME_KEY, RANDOM_KEY
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.key_text import faithful_text, text_of
 from core.pickle.nesting import ListIndex, Path, entries, join_path
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import AnyCatalog, Catalog

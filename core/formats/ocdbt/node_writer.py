@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeVar
 
 from core.arrays.checksum import crc32c
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, ValueLocation
+from core.values import dataclass
 
 ValueT = TypeVar("ValueT")
 _MAX_NODE_BYTES = 256 << 10

@@ -31,7 +31,6 @@ Source: tensorstore's documentation of the ocdbt driver (storage format); databa
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 
 from core.arrays.checksum import crc32c
@@ -43,6 +42,7 @@ from core.errors import (
     UnsupportedError,
     suggesting,
 )
+from core.values import dataclass
 
 MANIFEST_MAGIC = 0x0CDB3A2A
 NODE_MAGIC = 0x0CDB20DE

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from core.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
@@ -32,6 +31,7 @@ from core.errors import (
 )
 from core.files.json_object import read_json_object
 from core.pickle.nesting import ListIndex, Path
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

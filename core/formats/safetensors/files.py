@@ -27,11 +27,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError, Report, UnsupportedError, raising
 from core.formats.huggingface.index import WeightIndex, describe_unread_single, read_index
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -29,13 +29,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES, DType
-from core.arrays.fast_value import value
 from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.catalog.key_patterns import rename_hint
 from core.catalog.stored import Extent, PlannedArray, StoredArray
@@ -52,6 +50,7 @@ from core.errors import (
 )
 from core.files.substitute import substitute_in
 from core.formats.missing_entries import report_missing
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -176,7 +175,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     return Header(file, arrays, metadata)
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _HeaderEntry:
     """A tensor of the header, with torch's dtype and shape; begin and end in bytes of the data."""
 

@@ -51,7 +51,7 @@ from core.formats.torch.tree import stream_kind
 from core.pickle.cycles import ENDLESS, endless_error
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import map_leaves
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

@@ -19,14 +19,13 @@ wrote, in tests/golden.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from struct import Struct
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape, c_strides
 from core.arrays.dtypes import itemsize
-from core.arrays.fast_value import value
 from core.catalog.stored import StoredArray, strides_with_axes, without_axes
 from core.errors import (
     UNLIKE_ANY_WRITER,
@@ -40,7 +39,10 @@ from core.formats.torch.tensors import Location, TensorHooks, unsupported_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, check_kind, read_archive
 from core.formats.torch.zip.records import read_record, refuse_encoded
 from core.pickle.inert import TensorLeaf
-from core.pickle.reader import judge, load, noting_uses
+from core.pickle.names import judge
+from core.pickle.noted import noting_uses
+from core.pickle.reader import load
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -100,7 +102,7 @@ class _ThreadForms(threading.local):
 _thread_forms = _ThreadForms()
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TorchItem:
     """A torch zip of one tensor (``ContainerItem``).
 

@@ -21,7 +21,7 @@ under FSDP2, in tests/golden/quantized_states.tar.xz.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Box, Shape
@@ -30,6 +30,7 @@ from core.catalog.stored import StoredArray, array_name
 from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.formats.torch.tree import TorchTree
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
+from core.values import dataclass
 
 _STATES = ("OptimState4bit", "OptimState8bit", "OptimStateFp8")
 _PER_CHUNK = ("codes", "scale")

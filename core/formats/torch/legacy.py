@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CapacityError, CorruptError, TruncatedError, UnsupportedError
@@ -42,6 +41,7 @@ from core.formats.torch.tensors import storage_itemsize, storage_of
 from core.formats.torch.zip.container import Record
 from core.pickle.inert import Global, Persistent
 from core.pickle.reader import load
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

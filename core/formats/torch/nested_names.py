@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -29,16 +29,10 @@ from core.errors import (
 from core.files.store import MemoryStore
 from core.formats.torch.stream import stream_kind, tar_members
 from core.pickle.inert import Global, Inert, Persistent, walk
-from core.pickle.reader import (
-    PickleLimits,
-    ReadPickle,
-    gc_paused,
-    load,
-    load_next,
-    note_uses,
-    noting_uses,
-)
+from core.pickle.noted import ReadPickle, gc_paused, note_uses, noting_uses
+from core.pickle.reader import PickleLimits, load, load_next
 from core.pickle.uses import Use, is_plain_call, uses_of_node
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

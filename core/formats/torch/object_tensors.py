@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import itemsize
@@ -35,6 +35,7 @@ from core.files.store import list_files_below
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
 from core.pickle.nesting import MAX_DEPTH, containers, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

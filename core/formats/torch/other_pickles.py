@@ -26,7 +26,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, Protocol
 
@@ -35,8 +35,10 @@ from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.formats.torch.stream import PICKLED_NAME, stream_kind
 from core.pickle.inert import NO_STATE, Global, Inert
-from core.pickle.reader import load_next, noting_uses
+from core.pickle.noted import noting_uses
+from core.pickle.reader import load_next
 from core.pickle.uses import Use
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

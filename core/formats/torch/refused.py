@@ -22,8 +22,8 @@ from core.formats.torch.weights_only import (
     set_aside,
 )
 from core.pickle.inert import Global, Inert, TensorLeaf, walk
+from core.pickle.names import globals_of
 from core.pickle.nesting import join_path
-from core.pickle.reader import globals_of
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog

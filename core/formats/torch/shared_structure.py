@@ -22,7 +22,7 @@ from __future__ import annotations
 import secrets
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException
@@ -31,7 +31,9 @@ from core.formats.torch.tree import TorchTree, parse, stream_kind
 from core.formats.torch.zip.container import CENTRAL, Archive, Record, read_archive
 from core.formats.torch.zip.records import is_big_endian, read_pickle
 from core.pickle.inert import Global, as_mapping, attributes, walk
-from core.pickle.reader import gc_paused, load, noting_uses
+from core.pickle.noted import gc_paused, noting_uses
+from core.pickle.reader import load
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -21,7 +21,7 @@ Not supported: files with this name from other programs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
@@ -31,8 +31,8 @@ from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
-from core.pickle.plain import from_plain, to_plain
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -76,6 +76,7 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
     """
     from core.formats.torch.weights_only import set_aside
     from core.formats.torch.zip.tree_layout import plan_tree
+    from core.pickle.plain import to_plain
 
     if not target.objects:
         return None
@@ -177,9 +178,10 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
     Raises:
         CorruptError: the skeleton is malformed, or has a mark of an unknown kind.
     """
-
     if plain_tree is None:
         return None
+    from core.pickle.plain import from_plain
+
     try:
         skeleton = from_plain(plain_tree)
     except CorruptError as err:

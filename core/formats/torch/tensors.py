@@ -29,7 +29,6 @@ Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serializat
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import TypeGuard
@@ -39,6 +38,7 @@ from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
 from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
+from core.values import dataclass
 
 MAX_RANK = 64  # torch's own limit is lower
 _MAX_ATTRIBUTES = 16

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
@@ -44,8 +44,10 @@ from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
 from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
-from core.pickle.reader import gc_paused, load
+from core.pickle.noted import gc_paused
+from core.pickle.reader import load
 from core.pickle.reduce import Name
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import Coords

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from core.arrays.dtypes import DTYPES
@@ -34,6 +34,7 @@ from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapp
 from core.pickle.nesting import MAX_DEPTH, join_path
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reduce import KeyGuard
+from core.values import dataclass
 
 ASIDE_KEY = "__ckpt_inert__"
 ROOT_KEY = "__ckpt_root__"

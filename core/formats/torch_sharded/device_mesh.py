@@ -17,7 +17,6 @@ since 2.2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -25,6 +24,7 @@ from core.arrays.box import Shape
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch_sharded.local_part import is_rank, shape_of
 from core.pickle.inert import TensorLeaf, attributes
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

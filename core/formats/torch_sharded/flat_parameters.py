@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.formats.torch_sharded.rank_file import TensorFile
+from core.values import dataclass
 
 FLAT_PARAMETER = "_flat_param"
 """Last part of the key of a flat parameter."""

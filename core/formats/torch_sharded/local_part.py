@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, TypeGuard
 
 from core.arrays.box import Box, Shape
@@ -11,6 +11,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tensors import MAX_RANK, unsupported_kind
 from core.formats.torch_sharded.mesh_cut import HeldBox
 from core.pickle.inert import Global, Inert, TensorLeaf
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.box import Box, full_box
 from core.catalog.catalog import StoredObject
@@ -37,6 +37,7 @@ from core.formats.torch_sharded.rank_file import TensorFile, relocated
 from core.megatron.extras.common_state import same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
+from core.values import dataclass
 
 _MIXED = (
     "files of two saves may be mixed: copy those of all ranks from one save into an empty directory"

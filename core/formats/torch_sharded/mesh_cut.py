@@ -17,12 +17,12 @@ tests/golden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import prod
 
 from core.arrays.box import Box, Shape
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 _MOST_BOXES = 1 << 16
 """Maximum number of boxes that a rank may hold of one tensor; a forged file could ask for 2⁶⁰."""

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.torch.stream import SUFFIXES, stream_kind
 from core.formats.torch.zip.container import read_archive
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.dropped import Dropped
@@ -17,6 +17,7 @@ from core.formats.torch_sharded.distributed import (
 from core.formats.torch_sharded.local_part import LocalPart
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

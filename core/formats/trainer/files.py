@@ -28,10 +28,10 @@ constants.py``, ``utils/fsdp_utils.py``.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.formats.torch.stream import stream_kind
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

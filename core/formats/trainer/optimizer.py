@@ -20,13 +20,13 @@ Source: torch 2.13 ``torch/optim/optimizer.py`` (``state_dict``),
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Shape
 from core.catalog.optimizer_keys import BITSANDBYTES, MOMENTS
 from core.formats.trainer.parameter_order import NamedNumbers, named_numbers
 from core.pickle.inert import TensorLeaf, as_mapping, rebuild
+from core.values import dataclass
 
 _STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
 

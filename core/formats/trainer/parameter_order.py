@@ -24,13 +24,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from itertools import permutations, product
 from math import factorial, prod
+from pathlib import Path
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 _LEAVES = ("weight", "bias")
 _LEAST_ROWS = 3
@@ -104,7 +104,7 @@ def named_numbers(
 @cache
 def families() -> dict[str, ModuleTree]:
     """Read ``parameter_order.toml``: model type → modules in order."""
-    text = files("core.formats.trainer").joinpath("parameter_order.toml").read_text("utf-8")
+    text = Path(__file__).with_name("parameter_order.toml").read_text("utf-8")
     table: dict[str, ModuleTree] = {}
     for row in tomllib.loads(text)["families"]:
         tree = {

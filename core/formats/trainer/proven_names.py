@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
@@ -28,6 +27,7 @@ from core.formats.trainer.state import BUFFERS
 from core.megatron.optimizer.proof import are_masters
 from core.pickle.inert import TensorLeaf, as_mapping
 from core.pickle.nesting import Path, entries, join_path
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray

@@ -29,7 +29,7 @@ tests/golden (``trainer``, ``accelerate``).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
@@ -43,6 +43,7 @@ from core.files.json_object import read_json_object
 from core.formats.trainer.files import is_optimizer, state_files
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from core.arrays.box import Shape
 from core.arrays.dtypes import itemsize
 from core.errors import CorruptError, UnsafeError
 from core.formats.zarr.grid import ChunkGrid
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.zarr.decode import ChunkCoding

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array as columns
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, pairwise, product, starmap
 from math import prod
 from typing import TYPE_CHECKING
@@ -29,6 +28,7 @@ from core.formats.zarr.decode import EncodedChunk
 from core.formats.zarr.fill import MOST_FILLED_BYTES, FillValue
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr.tree import path_in
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import bz2
 import zlib
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from core.errors import (
     UnsupportedError,
     suggesting,
 )
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from core.catalog.facets import ZarrFacts
 from core.errors import MissingShardError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import LocalStore
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import Catalog

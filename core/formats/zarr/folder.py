@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
 from core.pickle.inert import Global, Inert
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import product
 from math import isqrt, prod
 
@@ -17,6 +16,7 @@ from core.arrays.box import Box, Shape
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import TargetFragment, held_boxes
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from __future__ import annotations
 import struct
 import sys
 from array import array as columns
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.checksum import crc32c
 from core.errors import CorruptError, TruncatedError
 from core.formats.zarr.grid import ChunkGrid
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -34,7 +34,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from core.catalog.catalog import Catalog
@@ -43,6 +42,7 @@ from core.catalog.key_patterns import listed_keys
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore
+from core.values import dataclass
 
 _MAX_CONFIG_BYTES = 16 << 20
 PREFIX = "base_model.model."

@@ -7,7 +7,6 @@ model. The configuration of the adapter is kept as text in the arguments, for th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.arrays.box import Shape, full_box
 from core.catalog.catalog import Catalog
@@ -50,6 +49,7 @@ from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.source import source_of
+from core.values import dataclass
 
 _FOLD = "fold it into its base instead: ckpt merge BASE --lora ADAPTER"
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from core.errors import CorruptError
 from core.files.json_object import parse_json_object
@@ -28,6 +27,7 @@ from core.hf.config_json.config import arguments_of, config_of
 from core.hf.family import Family
 from core.hf.traits import Model, model_of
 from core.hf.values import ARGUMENT, CONFIG
+from core.values import dataclass
 
 _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
 

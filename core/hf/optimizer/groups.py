@@ -24,7 +24,6 @@ DeepSpeed 0.19.8 ``runtime/base_optimizer.py``, ``runtime/zero/stage3.py``.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped, dropped_together
@@ -32,6 +31,7 @@ from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import UnsupportedError
 from core.hf.optimizer.states import STEP
 from core.megatron.optimizer.groups import Policy
+from core.values import dataclass
 
 PARAM_GROUPS = "optimizer.param_groups."
 _PARAMS = "params"

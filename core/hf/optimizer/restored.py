@@ -20,7 +20,6 @@ Source: megatron-core 0.16.1 ``core/optimizer/{optimizer,distrib_optimizer}.py``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
@@ -29,6 +28,7 @@ from core.errors import UnsupportedError
 from core.hf.optimizer.groups import PARAM_GROUPS, megatron_groups
 from core.hf.optimizer.steps import read_steps
 from core.megatron.extras.schedule import build_constant_schedule, describe_position
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

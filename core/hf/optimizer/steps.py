@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
@@ -29,6 +29,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.hf.optimizer.states import STEP, named_state_key
 from core.pickle.inert import TensorLeaf
 from core.quantize.source import source_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

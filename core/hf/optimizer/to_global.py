@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, state_key
@@ -17,6 +17,7 @@ from core.hf.optimizer.states import (
     view_of_named_state,
 )
 from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

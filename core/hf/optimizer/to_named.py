@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -22,6 +22,7 @@ from core.hf.optimizer.steps import step_of_megatron
 from core.hf.tensors.hf_tensor import hf_tensors
 from core.megatron.model.args import fields_of
 from core.megatron.optimizer.groups import is_muon
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.tensor import Tensor
 from core.hf.proof.problem import Problem
+from core.values import dataclass
 
 _EMBEDDING = re.compile(
     r"(?:.*\.)?(embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight"

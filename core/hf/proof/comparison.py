@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of, is_float8
@@ -50,6 +49,7 @@ from core.hf.proof.quantization import (
     scheme_of,
 )
 from core.hf.values import CONFIG, count_of
+from core.values import dataclass
 
 _LAYER = re.compile(r"model\.(?:layers|h)\.(\d{1,6})\.")
 _EXPERT = re.compile(r"model\.layers\.\d{1,6}\.(?:\w+\.)*experts\.(\d{1,6})\.")

@@ -15,13 +15,13 @@ Source: transformers 5.23.0 ``models/*/modeling_*.py``; its defaults for missing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.arrays.box import Shape
 from core.hf.config_json.config import groups_of, stated_blocks
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
-from core.hf.family import Family, families
+from core.hf.family import Family, find_family
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.settings import indexer_types
 from core.hf.traits import (
@@ -34,6 +34,7 @@ from core.hf.traits import (
     mamba_sizes,
 )
 from core.hf.values import count_of, number_of
+from core.values import dataclass
 
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "ForSequenceClassification": {"score.weight": ("labels", "hidden_size")},
@@ -89,15 +90,7 @@ def describe_model(config: Mapping[str, object]) -> Described | None:
     A model may have another head (a classifier) or none. Other classes use their own names, such as
     a draft model for speculative decoding whose model type is ``llama``.
     """
-    model_type = config.get("model_type")
-    family = next(
-        (
-            family
-            for family in families().values()
-            if model_type == family.model_type or model_type in family.aliases
-        ),
-        None,
-    )
+    family = find_family(config.get("model_type"))
     if family is None:
         return None
     architectures = config.get("architectures")

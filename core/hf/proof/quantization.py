@@ -25,9 +25,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
+from core.values import dataclass
 
 OWN_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 """Files in which AutoGPTQ, AutoAWQ and ModelOpt store the method."""

@@ -15,10 +15,10 @@ directions. Every strip is a box: the order of the elements within a row does no
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.catalog.tensor import Fragment, Tensor, clip_fragment, concat
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

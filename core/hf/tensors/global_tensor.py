@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
@@ -13,6 +12,7 @@ from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
 from core.hf.values import CONFIG
 from core.quantize.schemes import check_numbers
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ Not supported: units smaller than the matrix of one expert.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -32,6 +31,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole, stack
 from core.quantize.source import SourceTensor, source_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

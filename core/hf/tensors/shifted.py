@@ -20,7 +20,7 @@ Not supported: tensors that do not fit in one unit (norms have a few hundred ele
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole
 from core.quantize.source import SourceTensor, source_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.torchtitan.rows import FusedRows
 from core.hf.values import count_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

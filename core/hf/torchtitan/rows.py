@@ -13,11 +13,11 @@ Source: torchtitan 0.3.0 ``models/common/attention.py`` (``FusedQKVLinear``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from core.arrays.box import Box, Shape, c_strides
 from core.catalog.stored import StoredArray, part_of
 from core.catalog.tensor import Fragment, Tensor, clip_fragment
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from core.hf.values import count_of
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 LAYER = "{layer}"
 """Stands for the number of the layer in a Hugging Face name."""
@@ -148,7 +148,7 @@ def refused_composites() -> Mapping[str, str]:
 
 def _table() -> dict[str, Any]:
     """Return the content of ``models.toml``."""
-    return tomllib.loads(files("core.hf.towers").joinpath("models.toml").read_text("utf-8"))
+    return tomllib.loads(Path(__file__).with_name("models.toml").read_text("utf-8"))
 
 
 def _parse_model(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> CompositeModel:

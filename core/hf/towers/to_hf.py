@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import HuggingFaceModel, MegatronModel
@@ -24,6 +24,7 @@ from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
 from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
+from core.values import dataclass
 
 _MROPE = "mrope"
 _SPEAKS = "enable_audio_output"

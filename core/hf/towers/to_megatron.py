@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import MegatronModel
@@ -41,6 +41,7 @@ from core.hf.towers.tensors import megatron_tensor
 from core.megatron.extras.engine_states import requested_states
 from core.megatron.model.args import replaced
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 NAMES_ARGUMENT = "huggingface_names"
 """Name of the argument with the beginnings of names in the Hugging Face model, as JSON."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -53,6 +53,7 @@ from core.pickle.inert import (
     walk,
 )
 from core.pickle.nesting import MAX_DEPTH, LeafEntry, join_path, map_leaves
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.megatron.rules.rules import Rules

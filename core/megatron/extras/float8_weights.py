@@ -16,7 +16,7 @@ Source: Transformer Engine 2 ``pytorch/tensor/float8_tensor.py`` (``__reduce_ex_
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
@@ -27,6 +27,7 @@ from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import LeafEntry, map_leaves
 from core.quantize.from_float8 import Dequantized
 from core.quantize.source import SourceTensor, source_of
+from core.values import dataclass
 
 _MAKE = "Float8Tensor._make_in_reduce_ex"
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"

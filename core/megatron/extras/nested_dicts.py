@@ -23,7 +23,7 @@ Source: Megatron-LM 00caa53a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
@@ -32,6 +32,7 @@ from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
 from core.megatron.rules.rules import GPT, Rules, Wrapper
 from core.pickle.inert import as_mapping, make_ordered_dict
+from core.values import dataclass
 
 MAX_DEPTH = 8
 _WRAPPED = "module."

@@ -21,7 +21,7 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``get_rng_state``, ``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped, dropped_together
@@ -31,6 +31,7 @@ from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
 from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.topology import Rank, Topology
+from core.values import dataclass
 
 WITHOUT = "start Megatron with --no-load-rng"
 _HINT = f"use --rng drop, and {WITHOUT}"

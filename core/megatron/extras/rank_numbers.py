@@ -19,11 +19,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.errors import CheckpointingException, CorruptError
 from core.megatron.model.args import fields_of
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 MISPLACED_HINT = "rename the directories correctly, or copy the checkpoint again"
 

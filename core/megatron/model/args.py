@@ -13,7 +13,6 @@ in tests/golden.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
@@ -23,6 +22,7 @@ from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
+from core.values import dataclass
 
 ADAPTER_ARGUMENT = "peft_adapter_config"
 """Argument with the configuration of LoRA adapters, the text of peft's ``adapter_config.json``.

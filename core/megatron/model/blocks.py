@@ -29,11 +29,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object
+from core.values import dataclass
 
 TEXT = "heterogeneous_layers_config_encoded_json"
 """Argument with the JSON text."""

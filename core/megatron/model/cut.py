@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from core.arrays.box import Box, Shape
 from core.arrays.sharding import (
@@ -30,6 +30,7 @@ from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.vocabulary import padded_rows
 from core.megatron.rules.experts import packed
 from core.megatron.rules.rules import LLAVA_PROJECTION, Rule, Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ Source: as in ``core.megatron.model.args``; for the distribution of layers, as i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError, UsageError
@@ -20,6 +20,7 @@ from core.megatron.model.pipeline import LayerSplit, Pipeline, split_layers
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind
+from core.values import dataclass
 
 PREDICTION_STACK = "mtp.layers."
 """Beginning of the names of layers of multi-token prediction, before their numbers."""

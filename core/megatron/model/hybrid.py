@@ -21,10 +21,10 @@ Not supported: several kinds in one layer (``[M-]``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 from core.errors import CorruptError, UnsupportedError
+from core.values import dataclass
 
 NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
 """Arguments that hold a pattern, the newer one first."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import gcd
 
 from core.arrays.box import Shape
@@ -28,6 +28,7 @@ from core.megatron.model.checks import with_gate
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.rules import Rule, Rules
 from core.megatron.rules.sizes import PartSize
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
 
 from core.errors import UnsupportedError, UsageError
+from core.values import dataclass
 
 LETTERS = "ELtm"
 """Embedding, loss, layer, multi-token prediction layer."""

@@ -20,12 +20,13 @@ stage), so that all stages have the (TP, EP) pairs of the first one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from math import lcm
 from typing import TYPE_CHECKING
 
 from core.catalog.stored import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.megatron.model.pipeline import Pipeline

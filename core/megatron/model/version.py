@@ -26,7 +26,7 @@ Not supported: versions before 0.12.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass  # noqa: TID251 (values in order)
 
 from core.errors import UnsupportedError, UsageError
 

@@ -9,7 +9,6 @@ kept, and only the same TP size can be written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
@@ -17,6 +16,7 @@ from core.catalog.facets import MegatronModel
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import ModelFacts
+from core.values import dataclass
 
 _TP_SIZES = tuple(1 << bits for bits in range(10))
 

@@ -33,13 +33,13 @@ Source: Megatron-LM d98e8a64 and megatron-core 0.12.1, 0.16.1
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.optimizer.groups import is_muon, member_of
 from core.pickle.inert import TensorLeaf, as_mapping, walk
+from core.values import dataclass
 
 SHARDING = "param_state_sharding_type"
 FULLY_RESHARDABLE = "fully_reshardable"

@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from core.arrays.box import Shape
 from core.errors import UnsupportedError
+from core.values import dataclass
 
 HALF = ("float16", "bfloat16")
 """Dtypes of the parameters that have master weights."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.catalog.optimizer_keys import ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import renamed_leaves, same
 from core.megatron.optimizer.groups import identity, member_of
 from core.pickle.inert import TensorLeaf
+from core.values import dataclass
 
 
 @dataclass(slots=True)

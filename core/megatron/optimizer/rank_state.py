@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Protocol
 
-from core.arrays.fast_value import value
 from core.catalog.dropped import Dropped
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
@@ -14,9 +13,10 @@ from core.catalog.stored import Coords, PlannedArray, StoredArray
 from core.catalog.tensor import TargetFragment
 from core.megatron.model.topology import Rank
 from core.megatron.placement.chunk import ModelChunk
+from core.values import dataclass
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Param:
     """A tensor in a rank's state dict.
 
@@ -48,7 +48,7 @@ class RankFile:
     params: Sequence[Param]
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ParamState:
     """One state of one parameter on one rank; ``array`` has the parameter's shape."""
 
@@ -77,7 +77,7 @@ class RankStates:
     dropped: Sequence[Dropped] = ()
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class HeldParam:
     """A tensor of a rank's state dict that is to be written.
 

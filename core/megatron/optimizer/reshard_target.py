@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer
@@ -14,6 +13,7 @@ from core.megatron.model.topology import Topology
 from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.groups import is_layer_wise, is_muon
 from core.megatron.rules.rules import Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.catalog.stored import Coords, PlannedArray
 from core.catalog.tensor import TargetFragment
 from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.reshard_target import ReshardTarget
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
@@ -31,6 +30,7 @@ from core.megatron.optimizer.groups import (
 )
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.rules import Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

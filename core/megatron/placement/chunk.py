@@ -6,7 +6,7 @@ Layers are numbered anew in every chunk, experts in every expert parallel rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import prod
 
 from core.catalog.stored import StoredArray, part_of
@@ -18,6 +18,7 @@ from core.megatron.model.topology import Rank
 from core.megatron.rules.experts import Expert, unpacked
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeVar
 
-from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
@@ -15,12 +14,13 @@ from core.megatron.model.pipeline import Pipeline
 from core.megatron.model.stages import Stages
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.rules.rules import Rules, format_table
+from core.values import dataclass
 
 T = TypeVar("T")
 FINAL_NORM = "decoder.final_layernorm"
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Home:
     """The position of a tensor, an extra state or a module in rank files.
 

@@ -11,7 +11,7 @@ A stored tensor may stack the layers of a model, and the experts of a layer
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import product
 
@@ -27,6 +27,7 @@ from core.megatron.rules.rules import (
     Rules,
     tower_layer_of,
 )
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

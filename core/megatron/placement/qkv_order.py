@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.box import Box, c_strides
 from core.arrays.dtypes import itemsize
@@ -35,6 +35,7 @@ from core.catalog.stored import StoredArray
 from core.catalog.tensor import Fragment
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import ModelFacts
+from core.values import dataclass
 
 CURRENT = 3.0
 _FUSED = re.compile(r"\.(query_)?key_value\.(weight|bias)$")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.dtypes import itemsize
@@ -27,6 +26,7 @@ from core.files.store import ReadStore
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.rank_model import RankPart, RankTensor
 from core.megatron.rules.rules import Rule, format_cut, format_table
+from core.values import dataclass
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")
 _SAMPLE_BYTES = 1 << 14

@@ -13,7 +13,7 @@ rank files of this model would have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -58,6 +58,7 @@ from core.megatron.placement.origins import (
 from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
 from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
+from core.values import dataclass
 
 _EXTRA = "_extra_state"
 

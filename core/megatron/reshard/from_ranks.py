@@ -26,7 +26,7 @@ matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
@@ -86,6 +86,7 @@ from core.megatron.reshard.rank_model import (
 )
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, as_mapping, walk
+from core.values import dataclass
 
 
 def unshard_ranks(

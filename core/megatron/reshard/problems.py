@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
@@ -40,6 +40,7 @@ from core.megatron.reshard.rank_model import (
 )
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.megatron.optimizer.rank_state import RankFile

@@ -7,10 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, StoredArray
@@ -34,12 +33,13 @@ from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.megatron.placement.qkv_order import OldRows
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RankPart:
     """The shard of a tensor that one rank holds.
 

@@ -14,7 +14,7 @@ legacy grouped form exists up to megatron-core 0.16.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
@@ -65,6 +65,7 @@ from core.megatron.placement.homes import Home, Homes, by_chunk, by_rank, homes_
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import GPT, Rules, has_value_head
 from core.pickle.inert import TensorLeaf, ValueCounter
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.megatron.model.version import MegatronVersion

@@ -27,7 +27,7 @@ Source: Megatron-LM d98e8a64 and megatron-core 0.16.1, pinned in tests/golden
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -66,6 +66,7 @@ from core.megatron.placement.adapter_rows import is_halved, to_stored_order
 from core.megatron.placement.joined import separate_parts
 from core.megatron.rules.rules import GPT, LLAVA_LAYERS, Rules, Wrapper, tower_layer_of
 from core.pickle.inert import TensorLeaf, walk
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

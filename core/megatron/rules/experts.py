@@ -27,17 +27,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.arrays.fast_value import value
 from core.catalog.catalog import Catalog
 from core.catalog.file_image import JoinedArray
 from core.catalog.stored import PlannedArray, StoredArray, with_axes
 from core.catalog.tensor import Fragment, swapped
 from core.errors import CorruptError, UnsupportedError
+from core.values import dataclass
 
 OPTION = "--experts"
 
@@ -64,7 +64,7 @@ class ExpertForm:
         return expert.before + self.name.format(e=number, rest=expert.rest)
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Expert:
     """A parameter of an expert, or of all of them.
 

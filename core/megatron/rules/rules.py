@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from core.arrays.box import Shape
-from core.arrays.fast_value import value
 from core.errors import UnknownTensorError, UnsupportedError
 from core.megatron.rules.experts import Expert, ExpertForm, expert_form, expert_of
 from core.megatron.rules.sizes import PartSize, ShapeSize
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.tensor import Tensor
@@ -171,7 +171,7 @@ class ModelNames:
     n_seen: Mapping[str, int]
 
 
-@value(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Layer:
     """A name in one of a model's layers.
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import prod
+
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

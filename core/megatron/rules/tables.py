@@ -8,9 +8,8 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from importlib.resources import files
 from pathlib import Path
 
 from core.errors import UsageError
@@ -27,6 +26,7 @@ from core.megatron.rules.rules import (
     tells_numbers_apart,
 )
 from core.megatron.rules.sizes import PartSize, ShapeSize, parsed_size
+from core.values import dataclass
 
 KINDS = ("replicate", "split", "vocab", "opaque")
 STAGES = ("first", "last")
@@ -64,7 +64,7 @@ def _load_own_rules(unknown: str) -> Rules:
 
 def _load_all_rules(extra: Path | None, unknown: str) -> Rules:
     """Load the project's rules, with those of a user before them."""
-    table = tomllib.loads(files("core.megatron.rules").joinpath(_OWN).read_text(encoding="utf-8"))
+    table = tomllib.loads(Path(__file__).with_name(_OWN).read_text(encoding="utf-8"))
 
     # Put the user's rules first, so that they win, and the rule for all other tensors last.
     rows = _parse_rows(table, label=_OWN)

@@ -20,7 +20,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Self
 
@@ -28,6 +28,7 @@ from core.errors import CheckpointingException, MissingShardError, StorageError
 from core.files.object_client import put_object, send_request
 from core.files.object_listing import delete_objects, find_object
 from core.files.remote_path import RemotePath
+from core.values import dataclass
 
 NAME = "lock"
 _ALIVE = "alive-"

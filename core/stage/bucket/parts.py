@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError, StorageError
 from core.files.multipart.stream import part_bytes_of
 from core.files.object_listing import N_REQUESTS
-from core.files.requests.waiting import stop_waiting_when
+from core.files.requests.ending import stop_waiting_when
 from core.files.store import TargetStore, check_name, override
 from core.stage.bucket.scratch import Scratch
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, Self
 
 from core.errors import CorruptError, MissingShardError
 from core.files.object_client import client_of, put_object, translate_store_errors
 from core.files.remote_path import RemotePath
+from core.values import dataclass
 
 _FILE = "publication.json"
 

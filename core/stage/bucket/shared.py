@@ -17,7 +17,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -30,6 +29,7 @@ from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import translate_os_errors
 from core.stage.bucket.parts import PartStore
+from core.values import dataclass
 
 _CHUNK_BYTES = 1 << 20
 

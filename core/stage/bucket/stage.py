@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from core.stage.bucket.parts import PartStore
 from core.stage.bucket.publication import PublicationRecord, record_url_of
 from core.stage.bucket.shared import SharedUploads, check_shareable
 from core.stage.bucket.spool import SpooledFile
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -134,20 +133,16 @@ def test_colours_are_for_terminals_and_change_no_word(
 
 
 def test_the_documentation_is_the_projects_address_if_it_has_one(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Metadata:
-        def __init__(self, *urls: str) -> None:
-            self.urls = urls
-
-        def get_all(self, name: str) -> list[str]:
-            assert name == "Project-URL"
-            return list(self.urls)
-
-    monkeypatch.setattr(metadata, "metadata", lambda _: Metadata("Source, https://a.example"))
+    monkeypatch.syspath_prepend(tmp_path)
+    info = tmp_path / "ckpt_toolkit-9.0.dist-info"
+    info.mkdir()
+    text = "Metadata-Version: 2.1\nName: ckpt-toolkit\nProject-URL: Source, https://a.example\n"
+    (info / "METADATA").write_text(f"{text}\nProject-URL: Documentation, https://c.example\n")
     assert documentation_of("convert") == "docs/guide/convert.md"
-    address = "Documentation, https://b.example/ckpt/"
-    monkeypatch.setattr(metadata, "metadata", lambda _: Metadata("Source, x", address))
+    address = "Project-URL: Documentation, https://b.example/ckpt/\n"
+    (info / "METADATA").write_text(f"{text}{address}\nAbout.\n")
     assert documentation_of("convert") == "https://b.example/ckpt/guide/convert/"
 
 

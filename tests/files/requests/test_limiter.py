@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from core.errors import StorageError
-from core.files.requests import waiting
+from core.files.requests import ending, waiting
 from core.files.requests.limiter import RequestLimiter
 
 
@@ -61,7 +61,7 @@ def test_who_waits_for_a_slot_can_be_stopped() -> None:
     errors = []
 
     def wait() -> None:
-        waiting.stop_waiting_when(lambda: True)
+        ending.stop_waiting_when(lambda: True)
         try:
             with limiter.slot():
                 pass
@@ -77,7 +77,7 @@ def test_who_waits_for_a_slot_can_be_stopped() -> None:
 
 def test_after_the_end_of_the_process_was_asked_for_waits_are_short() -> None:
     silent = threading.Event()
-    waiting.end_requests()
+    ending.end_requests()
     try:
         assert waiting.call_interruptibly(lambda: 1) == 1
         with pytest.raises(StorageError, match="interrupted"):
@@ -86,6 +86,6 @@ def test_after_the_end_of_the_process_was_asked_for_waits_are_short() -> None:
         with pytest.raises(StorageError, match="interrupted"):
             waiting.call_interruptibly(silent.wait)
     finally:
-        waiting.allow_requests()
+        ending.allow_requests()
         silent.set()
     assert waiting.call_interruptibly(lambda: 2) == 2

@@ -10,12 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from core.errors import StorageError
-from core.files.requests.waiting import (
-    allow_requests,
-    call_interruptibly,
-    end_requests,
-    stop_waiting_when,
-)
+from core.files.requests.ending import allow_requests, end_requests, stop_waiting_when
+from core.files.requests.waiting import call_interruptibly
 
 
 @pytest.fixture

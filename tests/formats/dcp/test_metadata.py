@@ -30,7 +30,8 @@ from core.formats.dcp import metadata as dcp_metadata
 from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.pickle.inert import Global, Inert
-from core.pickle.reader import load, noting_uses
+from core.pickle.noted import noting_uses
+from core.pickle.reader import load
 from core.pickle.uses import Use
 from core.pickle.writer import dumps
 

@@ -18,12 +18,12 @@ Source: DeepSpeed 0.19.8 ``checkpoint/reshape_meg_2d.py``, ``runtime/engine.py``
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
 from core.formats.deepspeed.files import missing_model_parallel_rank
 from core.formats.deepspeed.state_file import mapping_or_empty
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.model_states import ModelStates

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.catalog.tensor import Fragment, Tensor
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -32,6 +31,7 @@ from core.formats.deepspeed.files import SAVE_AGAIN_HINT
 from core.formats.deepspeed.model_parallel.join import TensorParallelPiece
 from core.formats.deepspeed.state_file import mapping_or_empty
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.model_states import ModelStates

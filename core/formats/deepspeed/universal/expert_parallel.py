@@ -24,7 +24,7 @@ this (``native_moe`` is skipped).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
@@ -32,6 +32,7 @@ from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.universal.names import CAT_DIM, STEP, state_of
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.errors import UnsupportedError
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS
 from core.formats.deepspeed.universal.expert_parallel import expert_facts
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,7 @@ from core.formats.deepspeed.state_file import read_value, type_of
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.universal.names import CAT_DIM, FP32, PARAM, STEP, plain_extras
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape

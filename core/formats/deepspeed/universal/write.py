@@ -8,7 +8,7 @@ the other stages: there are two, the second of which lacks client state that con
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES
@@ -43,6 +43,7 @@ from core.formats.deepspeed.universal.names import (
 from core.formats.torch.refused import loadable
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog

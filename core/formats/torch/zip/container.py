@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from core.errors import (
@@ -44,6 +43,7 @@ from core.errors import (
     UnsupportedError,
     raising,
 )
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

@@ -28,7 +28,6 @@ import struct
 import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from core.catalog.file_image import Literal
 from core.formats.torch.zip.container import (
@@ -41,6 +40,7 @@ from core.formats.torch.zip.container import (
     U16,
     U32,
 )
+from core.values import dataclass
 
 ALIGNMENT = 64
 _UTF8 = 0x0800

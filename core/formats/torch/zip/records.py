@@ -25,7 +25,7 @@ from __future__ import annotations
 import array as arrays
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from core.catalog.stored import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.formats.torch.zip.container import Archive, Record
 from core.pickle.reader import DEFAULT_LIMITS, PickleLimits
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

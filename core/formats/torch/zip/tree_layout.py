@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
@@ -18,8 +17,9 @@ from core.catalog.file_image import CrcOf, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
 from core.formats.torch.zip.layout import ArchivePlan, plan_archive
 from core.pickle.inert import Global, Inert, Persistent, TensorLeaf
-from core.pickle.reader import gc_paused
+from core.pickle.noted import gc_paused
 from core.pickle.writer import dumps
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.catalog.stored import PlannedArray

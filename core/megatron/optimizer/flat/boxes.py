@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.arrays.sharding import ShardPiece
 from core.catalog.stored import StoredArray, part_of
 from core.catalog.tensor import Fragment
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

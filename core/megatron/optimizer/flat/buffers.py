@@ -24,11 +24,11 @@ Not supported: buffers of the layer-wise optimizer, of Megatron-FSDP and of FP8 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from math import lcm
 
 from core.errors import UnsupportedError
 from core.megatron.model.args import size_in
+from core.values import dataclass
 
 ALIGNMENT = 64
 """A parameter's offset in its bucket is a multiple of this number of elements."""

@@ -21,7 +21,6 @@ Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/distrib_optimizer.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from core.arrays.dtypes import DTYPES
@@ -30,6 +29,7 @@ from core.catalog.optimizer_keys import MASTER
 from core.catalog.stored import StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import Global, TensorLeaf, as_mapping
+from core.values import dataclass
 
 COALESCED = "buckets_coalesced"
 N_ELEMENTS = "numel_unpadded"

@@ -7,13 +7,14 @@ Source: megatron-core 0.12.1 and 0.16.1
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.extras.common_state import renamed_leaves, same
 from core.megatron.optimizer.groups import identity
 from core.pickle.inert import as_mapping
+from core.values import dataclass
 
 GROUPS = "param_groups"
 _STEP = "step"

@@ -6,7 +6,7 @@ Either way, the values prove them: at its offset, the master weights round to a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import lcm
 
 from core.errors import UnsupportedError
@@ -17,6 +17,7 @@ from core.megatron.optimizer.flat.buffers import (
     fit_buckets,
     lay_out_buffer,
 )
+from core.values import dataclass
 
 HINT = (
     "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "

@@ -10,13 +10,12 @@ Source: megatron-core 0.12.1 and 0.16.1 ``core/optimizer/__init__.py`` (``get_me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from core.errors import CorruptError
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import Bucketing
 from core.megatron.rules.rules import Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ after buckets were coalesced (2024-02). Not supported: buffers of FP8 parameters
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import field
 from math import prod
 
 from core.catalog.catalog import Catalog
@@ -46,6 +46,7 @@ from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, Rank
 from core.megatron.optimizer.remainders import are_remainders, remainders_error
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
+from core.values import dataclass
 
 
 def read_flat(

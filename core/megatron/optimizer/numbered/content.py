@@ -27,12 +27,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from core.catalog.optimizer_keys import FACTORS
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.megatron.optimizer.groups import HINT, member_of
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.values import dataclass
 
 INNER = ("optimizer", "optimizer_state_dict")
 MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")

@@ -28,7 +28,6 @@ Megatron-LM HEAD ``_shard_params_ping_pong``, ``training/checkpointing.py`` ``sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, cycle
 from math import prod
 
@@ -39,6 +38,7 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.groups import EXPERT, HINT, Assignment, Slots, Trained
 from core.megatron.optimizer.rank_state import RankFile
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

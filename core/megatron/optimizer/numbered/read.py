@@ -8,7 +8,7 @@ The ranks must agree on the groups' settings and on the number of steps.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 
 from core.arrays.box import Shape
@@ -51,6 +51,7 @@ from core.megatron.optimizer.proof import is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
+from core.values import dataclass
 
 _PROVEN = 512
 """Number of parameters per group whose master weights are compared on a stage's first rank.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import accumulate
 
 from core.catalog.catalog import Catalog
@@ -24,6 +24,7 @@ from core.errors import CorruptError
 from core.megatron.extras.common_state import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.values import dataclass
 
 _PREFIX = r"(?:chained_(?P<chain>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\."
 _OBJECT = re.compile(_PREFIX + r"(?P<name>.+)")

@@ -6,7 +6,6 @@ Both the flat tensor and the shard may be stored as many arrays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
@@ -18,6 +17,7 @@ from core.files.store import ReadStore
 from core.megatron.optimizer.flat.boxes import runs_in
 from core.megatron.optimizer.proof import RUN, rounds_to, sample
 from core.megatron.optimizer.sharded.bucket_keys import Stored
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

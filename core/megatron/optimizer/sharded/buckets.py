@@ -24,7 +24,7 @@ rank (``core.megatron.optimizer.sharded.held``), in the order of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from math import prod
 
@@ -57,6 +57,7 @@ from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer,
 from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
 from core.megatron.optimizer.sharded.held import BucketParam, Holdings
 from core.megatron.rules.rules import Rules
+from core.values import dataclass
 
 MARK = "optimizer.distributed.dp_group_idx_"
 """Text that only keys of buffers contain."""

@@ -5,7 +5,7 @@ They are computed from the model's global form.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
@@ -16,6 +16,7 @@ from core.megatron.model.topology import Rank
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
 from core.megatron.rules.rules import Rules
+from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)

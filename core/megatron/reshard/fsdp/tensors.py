@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts
@@ -14,6 +14,7 @@ from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
 from core.megatron.model.cut import Cut
 from core.megatron.reshard.fsdp.names import FORMAT, FsdpNames
+from core.values import dataclass
 
 _UNSPLIT = "use --tp-new 1"
 
