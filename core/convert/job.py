@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from core.files.syscalls import default_memory_bytes
-from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.convert.report.dropped import DroppedReason
