@@ -52,23 +52,26 @@ def _find_unaccounted(
     written = [source.meta(key) for key, _ in target.all_tensors()]
     # Most tensors only change their name, and are recognized without their fragments.
     unchanged = {id(tensor.tiling) for tensor in written}
-    names = {name.partition(" ")[0] for entries in record for name in entries.names}
-    missing = {
-        key: tensor for key, tensor in opened.tensors.items() if id(tensor.tiling) not in unchanged
+    names = {
+        name.partition(" ")[0]
+        for entries in record
+        if not entries.tensors
+        for name in entries.names
     }
     missing = {
         key: tensor
-        for key, tensor in missing.items()
+        for key, tensor in opened.tensors.items()
+        if id(tensor.tiling) not in unchanged
         # The record has the names of a rank's entries without the rank.
-        if not _is_named(key.partition(":")[2] if opened.is_rank_local else key, names)
+        and not _is_named(key.partition(":")[2] if opened.is_rank_local else key, names)
     }
     if not missing:
         return []
 
     # Find the others by the places of their arrays.
-    left_out = [tensor for entries in record for tensor in entries.tensors]
+    recorded = [tensor for entries in record for tensor in entries.tensors]
     places: dict[str, set[int]] = {}
-    for array in _arrays_of([*written, *left_out]):
+    for array in _arrays_of([*written, *recorded]):
         for stored in find_inputs(array):
             places.setdefault(stored.extent.file, set()).add(stored.extent.offset)
     offsets = {file: sorted(found) for file, found in places.items()}
@@ -101,7 +104,4 @@ def _arrays_of(tensors: Iterable[Tensor]) -> Iterator[StoredArray]:
 
 def _is_named(key: str, names: Collection[str]) -> bool:
     """Return whether a name is that of an entry, or of a container that it is in."""
-    return key in names or any(key[: match.start()] in names for match in _SEPARATOR.finditer(key))
-
-
-_SEPARATOR = re.compile(r"[./]")
+    return key in names or any(key[: match.start()] in names for match in re.finditer(r"[./]", key))
