@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -87,13 +88,14 @@ def find_inputs(array: StoredArray) -> Iterator[StoredArray]:
     inputs = inputs_of(array.extent.encoding)
     if not inputs:
         yield array
-    for one in inputs:
-        yield from find_inputs(one)
+    for source in inputs:
+        yield from find_inputs(source)
 
 
 def files_read(encoding: Encoding | None) -> list[str]:
     """Return the files that computing an array reads, sorted; none if it is decoded."""
-    return sorted({part.extent.file for one in inputs_of(encoding) for part in find_inputs(one)})
+    arrays = chain.from_iterable(map(find_inputs, inputs_of(encoding)))
+    return sorted({array.extent.file for array in arrays})
 
 
 def has_checksum(encoding: Encoding) -> bool:

@@ -74,7 +74,7 @@ def _find_unaccounted(
     for array in _arrays_of([*written, *recorded]):
         for stored in find_inputs(array):
             places.setdefault(stored.extent.file, set()).add(stored.extent.offset)
-    offsets = {file: sorted(found) for file, found in places.items()}
+    offsets = {file: sorted(starts) for file, starts in places.items()}
 
     def is_lost(array: StoredArray) -> bool:
         extent = array.extent

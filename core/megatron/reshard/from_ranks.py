@@ -339,8 +339,8 @@ def _read_optimizer(
         kind = "in model_optim_rng.pt"
     if optim != "carry":
         record = note_dropped_optimizer(str(kind), optim=optim)
-        left = _tensors_where(catalog, lambda name: not is_chunk(name.partition(".")[0]))
-        return _RankOptimizer(dropped=[record, *left_out(left, record.reason)])
+        of_optimizer = _tensors_where(catalog, lambda name: not is_chunk(name.partition(".")[0]))
+        return _RankOptimizer(dropped=[record, *left_out(of_optimizer, record.reason)])
 
     # Put the states of all ranks under the global names of their parameters.
     from core.megatron.reshard.rank_optimizer import read_states
