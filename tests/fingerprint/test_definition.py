@@ -18,6 +18,7 @@ from core.errors import UnsupportedError
 from core.fingerprint.definition import LANES, PRIME, add_lanes, form_of, format_lanes, parse_lanes
 from core.fingerprint.kernel import Products, fastest_products, products_in_numpy, products_in_torch
 from core.fingerprint.sums import FormSum
+from tests.support.rounds import rounds
 
 
 def splitmix64(count: int) -> int:
@@ -171,7 +172,7 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[Shape, int, list[Box]]:
 
 
 @given(_cut_tensors())
-@settings(max_examples=150)
+@settings(max_examples=rounds(150))
 def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]]) -> None:
     shape, itemsize, boxes = case
     data = content(shape, itemsize)
@@ -192,7 +193,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=rounds(60))
 def test_runs_that_end_anywhere_add_up(data: st.DataObject) -> None:
     shape, itemsize = data.draw(st.sampled_from([case for case in SHAPES if prod(case[0])]))
     content_ = content(shape, itemsize)

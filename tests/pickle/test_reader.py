@@ -34,6 +34,7 @@ from core.pickle import reader as safe_pickle
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, as_mapping, attributes, walk
 from core.pickle.reader import PickleLimits, classify, globals_of, load, load_next, noting_uses
 from core.pickle.uses import Use
+from tests.support.rounds import rounds
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -780,7 +781,7 @@ def survives(data: bytes) -> None:
         classify(found)
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=rounds(1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutated_pickles_give_a_value_or_the_projects_error(data: st.DataObject) -> None:
     raw = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -801,7 +802,7 @@ def test_mutated_pickles_give_a_value_or_the_projects_error(data: st.DataObject)
 OPCODES = [op.code.encode("latin-1") for op in pickletools.opcodes]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=rounds(1500), deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(OPCODES), st.binary(max_size=4)), max_size=60))
 def test_any_opcodes_give_a_value_or_the_projects_error(parts: list[bytes]) -> None:
     survives(b"\x80\x04" + b"".join(parts) + b".")

@@ -34,6 +34,7 @@ from core.pickle.inert import (
 )
 from core.pickle.reader import PickleLimits, load
 from core.pickle.writer import BATCH, dumps
+from tests.support.rounds import rounds
 
 WEIGHTS_ONLY = set(
     re.findall(
@@ -439,7 +440,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=rounds(300), deadline=None, suppress_health_check=list(HealthCheck))
 @given(TREES, st.integers(2, 5))
 def test_any_plain_tree_is_read_back_equal(tree: object, protocol: int) -> None:
     written = dumps(tree, protocol=protocol)

@@ -33,6 +33,7 @@ from core.pickle.inert import Global, Inert
 from core.pickle.reader import load, noting_uses
 from core.pickle.uses import Use
 from core.pickle.writer import dumps
+from tests.support.rounds import rounds
 
 METADATA = "torch.distributed.checkpoint.metadata"
 FILESYSTEM = "torch.distributed.checkpoint.filesystem"
@@ -487,7 +488,7 @@ def test_what_is_no_metadata_is_an_error(data: bytes, error: type[CheckpointingE
         read_metadata(data, label=".metadata")
 
 
-@settings(max_examples=800, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=rounds(800), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_damaged_files_give_columns_or_the_projects_error(data: st.DataObject) -> None:
     raw = bytearray(pickled(small()))

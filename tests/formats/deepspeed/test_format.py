@@ -33,6 +33,7 @@ from core.pickle.nesting import entries
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, MODEL, STATES, Zero, values
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.rounds import rounds
 
 GOLD = ("zero1_dp2_bf16", "zero2_dp2_bf16", "zero2_dp2_fp32", "zero3_dp2_bf16")
 RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -380,7 +381,7 @@ def test_an_old_file_name_is_known(tmp_path: Path) -> None:
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(150), deadline=None)
 @given(
     groups=st.lists(shapes, min_size=1, max_size=3),
     n_ranks=st.integers(1, 9),
