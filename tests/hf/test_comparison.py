@@ -26,6 +26,7 @@ from core.hf.to_megatron import to_megatron
 from tests.hf.models import (
     COMMON,
     DEEPSEEK,
+    FAMILIES,
     MODELS,
     MOE,
     assert_same,
@@ -90,7 +91,7 @@ def llama() -> tuple[Tensors, dict[str, Any]]:
     return state_of(built("llama"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_what_transformers_saves_fits_its_configuration(name: str, tmp_path: Path) -> None:
     for options in ({}, {"save_original_format": False}) if name in MOE else ({},):
         folder = saved(name, tmp_path / f"model{len(options)}", **options)

@@ -35,6 +35,8 @@ _UNUSUAL = {
 """Families without a class that builds a language model, and those whose class has defaults that
 are no model of Megatron's or none at all."""
 
+_N_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+
 
 def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors that ``save_pretrained`` writes, by name."""
@@ -92,11 +94,13 @@ def test_the_usual_model_of_a_family_goes_both_ways_at_its_own_widths(
 ) -> None:
     from transformers import AutoConfig
 
-    layers = {
+    counts = {
         "n_layer" if name.startswith("gpt_bigcode") or name == "gpt2" else "num_hidden_layers": 8
     }
-    usual = AutoConfig.for_model(name, **layers)
+    usual = AutoConfig.for_model(name, **counts)
+    counts |= {key: min(n, 16) for key in _N_EXPERTS if (n := getattr(usual, key, None))}
+    usual = AutoConfig.for_model(name, **counts)
     config = json.loads(usual.to_json_string(use_diff=False))
-    shapes = _shapes({"model_type": name, **layers})
+    shapes = _shapes({"model_type": name, **counts})
     _write_sparse(tmp_path / "model", shapes, config)
     _check_both_ways(tmp_path / "model", shapes)

@@ -23,6 +23,7 @@ from core.hf.to_megatron import to_megatron
 from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
+    FAMILIES,
     MODELS,
     MOE,
     arguments,
@@ -39,7 +40,7 @@ from tests.hf.models import (
 from tests.support.facets import facet_of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
@@ -62,7 +63,7 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
     assert to_hf(to_megatron(source, config_of(folder))).documents["config.json"] == text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     name: str, tmp_path: Path
 ) -> None:

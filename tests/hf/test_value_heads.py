@@ -77,6 +77,7 @@ def test_the_tables_name_the_classifiers_of_transformers() -> None:
         assert list(family.classifiers) == expected, model_type
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "kind"), CLASSIFIERS)
 def test_a_classifier_with_one_label_comes_back_bit_for_bit(
     name: str, kind: str, tmp_path: Path
