@@ -64,9 +64,9 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 
 CHECKED = (
-    "mcore_legacy/dense_gqa/tp2_pp2_optim",
+    "mcore_legacy/dense_gelu/tp2_pp2",
     "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
-    "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+    "mcore_torch_dist/dense_gqa/tp2_pp2",
     "mcore0121_torch_dist/dense_gelu/tp2_pp2",
     "mcore0121_zarr/dense_gqa/tp2_pp2",
     "torch_dcp/tp2_fsdp2_dp2",

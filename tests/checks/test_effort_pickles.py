@@ -203,6 +203,7 @@ def test_as_many_as_the_limit_are_read(make: Callable[[int], bytes]) -> None:
     assert len(load(b"\x80\x02" + make(n) + b".", label="x")) == n  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_million_numbers_are_read_and_converted(tmp_path: Path) -> None:
     """As the state of a data loader has them; nothing about it is hostile."""
     path = saved(tmp_path / "model.pt", b"(" + b"".join(map(number, range(1_000_000))) + b"l")

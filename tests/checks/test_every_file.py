@@ -63,6 +63,7 @@ def _files(root: Path) -> list[Path]:
     return shown[:: max(1, len(shown) // MOST)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "damage", [_removed, _emptied, _halved], ids=["removed", "emptied", "halved"]
 )
