@@ -22,6 +22,7 @@ from core.hf.family import families
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from tests.hf.models import config_of, quietly
+from tests.support.covering import every_third
 
 _PUBLISHED: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent / "published_configs.json").read_text()
@@ -80,7 +81,7 @@ def _check_both_ways(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
         assert n_elements == prod(meta.shape), key
 
 
-@pytest.mark.parametrize("name", _PUBLISHED)
+@pytest.mark.parametrize("name", every_third(_PUBLISHED))
 def test_a_published_model_goes_both_ways_at_its_own_widths(name: str, tmp_path: Path) -> None:
     config = _PUBLISHED[name]
     shapes = _shapes(config)
@@ -88,7 +89,7 @@ def test_a_published_model_goes_both_ways_at_its_own_widths(name: str, tmp_path:
     _check_both_ways(tmp_path / "model", shapes)
 
 
-@pytest.mark.parametrize("name", sorted(set(families()) - _UNUSUAL))
+@pytest.mark.parametrize("name", every_third(sorted(set(families()) - _UNUSUAL), start=1))
 def test_the_usual_model_of_a_family_goes_both_ways_at_its_own_widths(
     name: str, tmp_path: Path
 ) -> None:

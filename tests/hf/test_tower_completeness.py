@@ -45,6 +45,7 @@ def names_in(path: Path) -> list[str]:
     return [key for key in keys if key.startswith(load_rules().towers)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_complete_towers_raise_no_alarm(name: str, level: Level, bridge: Path) -> None:
