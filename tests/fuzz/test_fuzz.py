@@ -27,7 +27,7 @@ from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import TARGETS, survives
 from tests.support.rounds import rounds
 
-_EXAMPLES = rounds(100)
+_EXAMPLES = rounds(60)
 
 
 @cache

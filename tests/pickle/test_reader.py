@@ -20,6 +20,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -348,11 +349,12 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
 
 
 def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
-    golden: Path, repo_dir: Path
+    golden: Path, repo_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     pickles = golden.parent / "pickles.zip"
+    step = 1 if request.config.getoption("--long") else 4
     with zipfile.ZipFile(pickles, "w") as archive:
-        for number, (_, data, start) in enumerate(pickles_in(golden)):
+        for number, (_, data, start) in enumerate(islice(pickles_in(golden), 0, None, step)):
             _, stop = load_next(data, start, label="x")
             archive.writestr(str(number), data[start:stop])
     code = (
@@ -377,7 +379,7 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
     n_trees, rest = (
         done.stdout.split(maxsplit=1) if " " in done.stdout.strip() else (done.stdout.strip(), "")
     )
-    assert int(n_trees) > 300
+    assert int(n_trees) > 300 // step
     assert rest == ""
 
 
@@ -675,7 +677,7 @@ def test_a_million_nested_lists_are_refused_before_they_are_made() -> None:
 def test_an_error_that_is_kept_keeps_no_objects() -> None:
     import tracemalloc
 
-    data = b"\x80\x02(" + b"]" * 100_000 + b"a" * 99_999 + b"l."
+    data = b"\x80\x02(" + b"]" * 30_000 + b"a" * 29_999 + b"l."
     tracemalloc.start()
     try:
         with pytest.raises(UnsafeError) as kept:
