@@ -180,7 +180,12 @@ def test_what_is_copied_over_and_over_is_refused(what: str) -> None:
     ("make", "n", "words"),
     [
         (names, LIMITS.max_names + 1, "names more than 10,000 classes and functions"),
-        (streams, LIMITS.max_streams + 1, "contains more than 10,000 nested pickles"),
+        pytest.param(
+            streams,
+            LIMITS.max_streams + 1,
+            "contains more than 10,000 nested pickles",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["names", "streams"],
 )

@@ -68,8 +68,8 @@ def test_intact_checkpoints_have_no_findings(
 ) -> None:
     found = checkpoints(golden / family)
     assert found
-    if not request.config.getoption("--long"):  # each at one level, the first at the highest
-        found = found[Level.DEEP - level :: len(Level)]
+    if not request.config.getoption("--long"):  # two at each level
+        found = found[Level.DEEP - level :: len(Level)][:2]
     for path in found:
         assert alarms(path, level) == [], path
 

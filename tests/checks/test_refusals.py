@@ -45,6 +45,7 @@ def is_found(path: Path) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", sorted({row.source for row in TABLE}))
 def test_what_is_damaged_was_sound(
     source: str, golden: Path, sharded: Path, tmp_path: Path

@@ -98,6 +98,7 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
