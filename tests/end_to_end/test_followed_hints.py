@@ -17,7 +17,7 @@ import pytest
 from ckpt_cli.app import main
 from core.opening.open import open_checkpoint
 from tests.checks.test_damages import copied, row_id, sharded
-from tests.support.covering import covering_cases
+from tests.support.covering import covering_cases, every_third
 from tests.support.damages import INDEX, SHARDS, TABLE, ZARR3, Row, kind_of
 from tests.support.followed_hints import CommandEnd, follow_hints, list_advised_lines
 
@@ -91,7 +91,9 @@ OTHER_VERBS = ("manifest", "diff", "merge", "merge first", "prune", "validate", 
 @pytest.mark.each_value
 @pytest.mark.parametrize("command", OTHER_VERBS)
 @pytest.mark.parametrize(
-    "row", covering_cases(TABLE, lambda row: {"codes": kind_of(row)["codes"]}), ids=row_id
+    "row",
+    every_third(covering_cases(TABLE, lambda row: {"codes": kind_of(row)["codes"]})),
+    ids=row_id,
 )
 def test_hints_of_other_commands_about_damage_lead_on(
     row: Row, command: str, golden: Path, sharded: Path, tmp_path: Path, terminal: Terminal

@@ -44,17 +44,10 @@ REPORTS = [
 ]
 NEWEST = ["validate", "--newest-valid", "mcore_torch_dist/dense_gqa/tp2_pp2"]
 INSPECTED = [
-    ["inspect", "torch_dcp/fsdp2_dp2"],
     ["inspect", "torch_dcp/fsdp2_dp2", "--json"],
-    ["inspect", "mcore_legacy/dense_gqa/tp2_pp1"],
     ["inspect", "mcore_legacy/dense_gqa/tp1_pp1_optim", "--json"],
     ["inspect", "mcore_torch_dist/dense_gqa/tp2_pp2_optim"],
     ["inspect", "mcore0121_torch_dist/dense_gqa/tp2_pp2_optim"],
-    ["inspect", "hf/llama/torch_single/model_zip.pt"],
-    ["inspect", "hf/llama/safetensors_single"],
-    ["inspect", "mcore0121_zarr/dense_gqa/tp2_pp2_optim"],
-    ["inspect", "deepspeed/zero1_dp2_bf16"],
-    ["inspect", "orbax/ocdbt_zarr3"],
 ]
 MOST_OF_OURS = {
     "--help": 40,

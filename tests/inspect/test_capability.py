@@ -117,6 +117,7 @@ def model_answers(path: Path) -> tuple[object, object]:
         opened.store.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", DENSE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_models_get_the_answers_of_plans(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -25,6 +25,8 @@ DOCS = ROOT / "docs"
 GUIDES = [
     page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))
 ]
+START_MANY = {"launch.md", "ci.md", "megatron-rank-files.md", "torch-dist-and-zarr.md"}
+"""Pages whose commands start processes, or go through many checkpoints."""
 PAGES = [page for page in pages() if steps_of(page.read_text("utf-8"))]
 
 
@@ -37,8 +39,7 @@ def name_of(page: Path) -> str:
 @pytest.mark.parametrize(
     "page",
     [
-        # Its commands start workers.
-        pytest.param(page, marks=pytest.mark.long if page.name == "launch.md" else ())
+        pytest.param(page, marks=pytest.mark.long if page.name in START_MANY else ())
         for page in PAGES
     ],
     ids=name_of,
