@@ -209,7 +209,11 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("b", _EXPERTS, ids=str)
+@pytest.mark.parametrize(
+    "b",
+    [*_EXPERTS[2:], *(pytest.param(one, marks=pytest.mark.long) for one in _EXPERTS[:2])],
+    ids=str,
+)
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)
 @pytest.mark.parametrize(
     "style", [Style(is_grouped=True), Style(is_grouped=True, has_masters=False)], ids=str
@@ -248,9 +252,12 @@ def _names(folder: Path) -> list[str]:
     return list(load_rank_file(next(iter(rank_dirs(folder).values())) / MODEL_FILE)["model"])
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
-@pytest.mark.parametrize("b", [Topology(ep=2), Topology(pp=2, ep=4)], ids=str)
+@pytest.mark.parametrize(
+    "a", [pytest.param(Topology(), marks=pytest.mark.long), Topology(tp=2, ep=2)], ids=str
+)
+@pytest.mark.parametrize(
+    "b", [pytest.param(Topology(ep=2), marks=pytest.mark.long), Topology(pp=2, ep=4)], ids=str
+)
 def test_single_experts_become_grouped_ones_with_their_states_and_back(
     tmp_path: Path, a: Topology, b: Topology
 ) -> None:
