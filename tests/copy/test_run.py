@@ -121,6 +121,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize(("source", "target"), list(product(CUTS, CUTS)), ids=lambda cut: cut[0])
 def test_any_cut_becomes_any_other(

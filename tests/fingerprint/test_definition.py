@@ -5,6 +5,7 @@ it notices.
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -35,6 +36,7 @@ def factor(table: int, index: int, lane: int) -> int:
     return 2 * (z // 2**57) - 127 if table == 0 else 1 + z % (2**31 - 2)
 
 
+@cache
 def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
     """The fingerprint as its definition says it, a byte at a time; shares no code with the
     toolkit.
@@ -94,6 +96,7 @@ def whole(
     return made.lanes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("shape", "itemsize"), SHAPES)
 def test_both_engines_compute_what_the_definition_says(
