@@ -70,7 +70,7 @@ CHECKED = (
     "mcore_torch_dist/dense_gqa/tp2_pp2",
     pytest.param("mcore0121_torch_dist/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     "mcore0121_zarr/dense_gqa/tp2_pp2",
-    "torch_dcp/tp2_fsdp2_dp2",
+    "torch_dcp/fsdp2_dp2",
     "hf/llama/bin_sharded",
     "hf/llama/torch_single/nested_zip.pt",
     "deepspeed/zero2_dp2_bf16",
