@@ -14,11 +14,15 @@ import pytest
 
 from tests.support.covering import covering_rows
 from tests.support.made_once import made_once
+from tests.support.rounds import LONG, SHORT
 
-hypothesis.settings.register_profile(
-    "no clock", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)  # a busy machine is no failure
-hypothesis.settings.load_profile("no clock")
+for name, n_values in (("short", SHORT), ("long", LONG)):
+    hypothesis.settings.register_profile(
+        name,
+        deadline=None,  # a busy machine is no failure
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+        max_examples=n_values,
+    )
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,12 +33,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Keeps the garbage collector away while modules and tests are collected, which all stay: a
-    fifth of the time of a whole collection.
+    fifth of the time of a whole collection. Afterwards it comes seldom, and skips them.
     """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
+        gc.set_threshold(100_000, 20, 100)
         gc.enable()
 
 
@@ -81,8 +87,10 @@ def _values(item: pytest.Function) -> dict[str, Hashable]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Lets programs that the tests start die of signals, also where this run was started with them
-    ignored (nohup); they show no progress unless they are told to.
+    ignored (nohup); they show no progress unless they are told to. Chooses how many values
+    hypothesis tries.
     """
+    hypothesis.settings.load_profile("long" if config.getoption("--long") else "short")
     for number, handler in (
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGHUP, signal.SIG_DFL),

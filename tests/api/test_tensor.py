@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 import core
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
+from tests.support.rounds import rounds
 
 SHAPE = (5, 1, 7)
 
@@ -37,7 +38,7 @@ def indices(n: int) -> st.SearchStrategy[object]:
     return st.integers(-n, n - 1) | st.builds(slice, bound, bound)
 
 
-@settings(max_examples=150)
+@settings(max_examples=rounds(150))
 @given(data=st.data())
 def test_a_slice_is_the_slice_of_numpy(data: st.DataObject, file: Path) -> None:
     truth = np.arange(35, dtype=np.int32).reshape(SHAPE)

@@ -76,6 +76,7 @@ def is_nan(raw: np.ndarray, dtype: str) -> np.ndarray:
     return values.to(torch.float64).isnan().numpy()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
 def test_float_casts_equal_torch_bit_for_bit_and_nan_stays_nan(source: str, target: str) -> None:

@@ -70,6 +70,7 @@ def told(report: Report) -> tuple[str, str]:
 KINDS = [collections.OrderedDict, Table, Slotted]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", FLAT)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_root", [False, True])

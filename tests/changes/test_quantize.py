@@ -467,6 +467,7 @@ def test_without_a_linear_weight_the_default_is_an_error() -> None:
     assert quantize(catalog, [("conv.weight", "block")]).keys == ("conv.weight",)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "shape", [(3, 256, 130), (3, 200, 70), (2, 3, 129, 5), (9, 1000, 1100), (0, 4, 4), (2, 0, 4)]
 )

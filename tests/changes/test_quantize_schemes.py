@@ -415,6 +415,7 @@ def test_plain_models_have_no_quantized_weights() -> None:
 CAST = {example: found for example, found in EXAMPLES.items() if found[0] != "float8 with scales"}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rule", [(None, "bf16"), ("model.*", "bf16")])
 @pytest.mark.parametrize("example", CAST)
 def test_a_cast_leaves_the_tensors_of_quantized_weights_as_they_are(

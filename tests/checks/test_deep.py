@@ -24,6 +24,7 @@ from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.open import Checkpoint, open_checkpoint
 from core.validate.run import validate
+from tests.support.rounds import rounds
 
 
 def deep(path: Path) -> tuple[Finding, ...]:
@@ -64,12 +65,12 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 
 CHECKED = (
-    "mcore_legacy/dense_gqa/tp2_pp2_optim",
+    "mcore_legacy/dense_gelu/tp2_pp2",
     "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
-    "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
-    "mcore0121_torch_dist/dense_gelu/tp2_pp2",
+    "mcore_torch_dist/dense_gqa/tp2_pp2",
+    pytest.param("mcore0121_torch_dist/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     "mcore0121_zarr/dense_gqa/tp2_pp2",
-    "torch_dcp/tp2_fsdp2_dp2",
+    "torch_dcp/fsdp2_dp2",
     "hf/llama/bin_sharded",
     "hf/llama/torch_single/nested_zip.pt",
     "deepspeed/zero2_dp2_bf16",
@@ -86,6 +87,7 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
     opened = open_checkpoint(path)
     stated = StatedCrcReader(opened.store, opened.format.name)
     seen: set[tuple[str, str]] = set()
+    most = rounds(40)
     tried = n_named = 0
     for file in sorted(validated_files(opened)):
         for one in stated(file, opened.store.size(file), report=fail):
@@ -93,7 +95,7 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
                 "".join(c for c in file if not c.isdigit()),
                 "".join(c for c in one.name if not c.isdigit()),
             )
-            if kind in seen or tried >= 9:
+            if kind in seen or tried >= most:
                 continue
             seen.add(kind)
             tried += 1

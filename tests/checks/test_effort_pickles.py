@@ -180,7 +180,12 @@ def test_what_is_copied_over_and_over_is_refused(what: str) -> None:
     ("make", "n", "words"),
     [
         (names, LIMITS.max_names + 1, "names more than 10,000 classes and functions"),
-        (streams, LIMITS.max_streams + 1, "contains more than 10,000 nested pickles"),
+        pytest.param(
+            streams,
+            LIMITS.max_streams + 1,
+            "contains more than 10,000 nested pickles",
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["names", "streams"],
 )
@@ -203,6 +208,7 @@ def test_as_many_as_the_limit_are_read(make: Callable[[int], bytes]) -> None:
     assert len(load(b"\x80\x02" + make(n) + b".", label="x")) == n  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_a_million_numbers_are_read_and_converted(tmp_path: Path) -> None:
     """As the state of a data loader has them; nothing about it is hostile."""
     path = saved(tmp_path / "model.pt", b"(" + b"".join(map(number, range(1_000_000))) + b"l")

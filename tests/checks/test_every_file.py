@@ -16,6 +16,7 @@ from core.checks.finding import Severity
 from core.checks.level import Level
 from core.checks.subject import DATA
 from core.validate.run import validate
+from tests.support.rounds import rounds
 
 CHECKPOINTS = (
     *("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_torch_dist/dense_gqa/tp2_pp2"),
@@ -27,7 +28,7 @@ CHECKPOINTS = (
     *("torch_dcp/hf_storage_dp2", "hf/llama/safetensors_sharded", "hf/llama/bin_sharded"),
     *("deepspeed/zero1_dp2_bf16", "deepspeed/zero3_dp2_bf16", "deepspeed_universal/zero1_dp2_bf16"),
 )
-MOST = 12
+MOST = rounds(30)
 """Files of a checkpoint that are damaged in turn; of more, every so many."""
 NO_PART = ("config.json", "generation_config.json")
 """Without them a model may be loaded by whoever knows its shape."""
@@ -63,6 +64,7 @@ def _files(root: Path) -> list[Path]:
     return shown[:: max(1, len(shown) // MOST)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "damage", [_removed, _emptied, _halved], ids=["removed", "emptied", "halved"]
 )

@@ -233,7 +233,10 @@ def test_a_broken_integrity_json_is_a_finding(golden: Path, tmp_path: Path, text
     assert codes(copied, level=Level.METADATA) == ["CK810"]
 
 
-@pytest.mark.parametrize("level", Level)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(one, marks=pytest.mark.long if one < Level.DEEP else ()) for one in Level],
+)
 def test_other_layouts_of_the_same_weights_are_equal_to_a_manifest(
     golden: Path, checkpoint: Path, level: Level
 ) -> None:

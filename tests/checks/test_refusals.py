@@ -17,7 +17,8 @@ from core.convert.run import Job, run
 from core.errors import CheckpointingException
 from core.validate.run import validate
 from tests.checks.test_damages import copied, row_id, sharded
-from tests.support.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row
+from tests.support.covering import covering_cases
+from tests.support.damages import DCP, LEGACY, ONE, TABLE, TORCH, ZARR3, Row, kind_of
 from tests.support.real_readers import read_dcp, read_safetensors, read_torch
 from tests.support.refusals import check_agreement
 
@@ -44,6 +45,7 @@ def is_found(path: Path) -> bool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("source", sorted({row.source for row in TABLE}))
 def test_what_is_damaged_was_sound(
     source: str, golden: Path, sharded: Path, tmp_path: Path
@@ -71,7 +73,12 @@ def reads(path: Path, row: Row) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if row.source in (TORCH, LEGACY, ONE, DCP)], ids=row_id
+    "row",
+    covering_cases(
+        (row for row in TABLE if row.source in (TORCH, LEGACY, ONE, DCP)),
+        lambda row: {"source and codes": (row.source, *kind_of(row)["codes"])},
+    ),
+    ids=row_id,
 )
 def test_what_the_real_reader_refuses_is_refused(row: Row, golden: Path, tmp_path: Path) -> None:
     path = copied(golden / row.source, tmp_path)
@@ -80,7 +87,7 @@ def test_what_the_real_reader_refuses_is_refused(row: Row, golden: Path, tmp_pat
         assert is_refused(path, tmp_path / "out")
 
 
-@pytest.mark.parametrize("row", TABLE, ids=row_id)
+@pytest.mark.parametrize("row", covering_cases(TABLE, kind_of), ids=row_id)
 def test_a_damage_is_refused_exactly_where_it_is_found(
     row: Row, golden: Path, sharded: Path, tmp_path: Path
 ) -> None:

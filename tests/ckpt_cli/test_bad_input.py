@@ -144,6 +144,7 @@ CASES: dict[str, tuple[Make, int]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("command", ["inspect", "convert"])
 def test_bad_checkpoints_are_refused(

@@ -68,6 +68,7 @@ def listed(report: Report) -> str:
     return "\n".join(report.dropped)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_every_attribute_arrives_or_is_listed(source: str, target: str, tmp_path: Path) -> None:
@@ -86,6 +87,7 @@ def test_every_attribute_arrives_or_is_listed(source: str, target: str, tmp_path
                 assert label in listed(report), (path, name, value)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("between", ["torch", "dcp", "safetensors", "zarr3", "orbax"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_attributes_come_back_from_every_format_that_holds_them(

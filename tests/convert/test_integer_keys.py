@@ -47,6 +47,7 @@ def assert_continues(state: dict[str, Any], wanted: dict[str, Any], n_groups: in
             assert torch.equal(taken[number][name], value), (number, name)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n_groups", [1, 2])
 @pytest.mark.parametrize("entry", ["optimizer", "optimizer_states", "at the root"])
 @pytest.mark.parametrize("writer", ["torch", "ckpt"])

@@ -90,6 +90,7 @@ def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.
         assert_same_bits(found[key], wanted[key], key)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", ["torch", "dcp", "torch_dist"])
 @pytest.mark.parametrize("source", ["torch", "dcp", "torch_dist", "torch_dist_optim"])
 def test_global_formats_convert_into_one_another_bit_for_bit(
@@ -107,6 +108,7 @@ def test_global_formats_convert_into_one_another_bit_for_bit(
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 @pytest.mark.parametrize("source", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp2_pp2_vpp2"])
 def test_rank_files_become_the_true_global_weights(
@@ -529,6 +531,7 @@ def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) ->
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["dcp", "torch_dist", "safetensors"])
 @pytest.mark.parametrize(
     "source",

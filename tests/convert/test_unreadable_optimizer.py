@@ -48,6 +48,7 @@ def _of_another(path: Path) -> None:
 DAMAGES = (_emptied, _cut, _zeroed, _replaced, _of_another, Path.unlink)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("case", ["zero1_dp2_bf16", "zero3_dp2_bf16"])
@@ -105,6 +106,7 @@ def test_weights_for_hugging_face_need_no_optimizer(golden: Path, tmp_path: Path
 DISTRIBUTED = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", [_emptied, _cut, _zeroed, _replaced])
 @pytest.mark.parametrize(
     ("source", "name"),

@@ -27,6 +27,7 @@ from core.plan.plan import make_plan
 from tests.support.boxes import DTYPE, Cut, Model, expected, one, pieces, values, written
 from tests.support.fragments import replace_fragments, with_fragments
 from tests.support.late_items import ItemAt
+from tests.support.rounds import rounds
 
 SHAPE = (24, 36)
 
@@ -120,6 +121,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize(("source", "target"), list(product(CUTS, CUTS)), ids=lambda cut: cut[0])
 def test_any_cut_becomes_any_other(
@@ -128,7 +130,7 @@ def test_any_cut_becomes_any_other(
     check(SHAPE, source[1], target[1], order=order)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(150), deadline=None)
 @given(data=st.data())
 def test_random_shapes_cuts_buffers_and_item_sizes(data: st.DataObject) -> None:
     extents = st.lists(st.sampled_from([1, 6, 12, 24, 60]), min_size=1, max_size=4)

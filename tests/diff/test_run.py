@@ -24,6 +24,7 @@ from core.megatron.rules.tables import load_rules
 from core.numbers.difference import Tolerance
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
+from tests.support.covering import covering_cases
 
 WEIGHTS = [
     "mcore_legacy/dense_gqa/tp1_pp1",
@@ -81,7 +82,18 @@ def only(found: Diff) -> TensorDiff:
 
 @pytest.mark.parametrize(
     ("case", "other"),
-    [(group[0], other) for group in (WEIGHTS, OPTIMIZERS, EXPERTS) for other in group] + OTHERS,
+    covering_cases(
+        (
+            pytest.param(*pair)
+            for pair in [
+                *((group[0], other) for group in (WEIGHTS, OPTIMIZERS, EXPERTS) for other in group),
+                *OTHERS,
+            ]
+        ),
+        lambda case, other: {
+            "what": (case, other.partition("/")[0], "distopt" in other, "optim" in other)
+        },
+    ),
 )
 def test_the_same_weights_are_the_same_in_every_format_and_layout(
     golden: Path, case: str, other: str
@@ -126,6 +138,7 @@ def test_the_iteration_and_settings_count(golden: Path) -> None:
     assert not found.same
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("state", ["", "optimizer.state.exp_avg_sq."])
 @pytest.mark.parametrize("case", ["tp2_pp2_optim", "tp2_pp1_dp2_distopt"])
 def test_one_flipped_bit_is_found_in_another_layout(
@@ -255,6 +268,7 @@ CHANGES: list[Change] = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "rule", [None, Tolerance(1e-5, 1e-8), Tolerance(0.01), Tolerance(0, 1.5, False)]
 )

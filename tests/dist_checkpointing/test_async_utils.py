@@ -124,6 +124,7 @@ def test_tensors_changed_after_scheduling_are_written_as_they_were(tmp_path):
     assert (tmp_path / "out").read_bytes() == bytes(range(4))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("work", "kind", "text"),
     [

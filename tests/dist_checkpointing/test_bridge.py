@@ -139,6 +139,7 @@ def test_a_missing_tensor_and_another_shape_are_named(tmp_path):
         _loaded(tmp_path, ShardedTensor.from_rank_offsets("w", torch.zeros(7, 8)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", [torch.float32, torch.uint8, torch.bool, torch.complex64])
 @pytest.mark.parametrize("stored", [torch.int64, torch.float32, torch.bool, torch.complex64])
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")

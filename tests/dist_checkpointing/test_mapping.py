@@ -24,12 +24,13 @@ from core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from core.errors import CheckpointingException, CorruptError
+from tests.support.rounds import rounds
 
 FIELDS = [
     *("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations"),
     *("replica_id", "prepend_axis_num", "allow_shape_mismatch", "flattened_range"),
 ]
-MODEST = settings(max_examples=300, deadline=None)
+MODEST = settings(max_examples=rounds(300), deadline=None)
 
 
 @pytest.fixture(scope="module")

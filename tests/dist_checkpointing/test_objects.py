@@ -681,12 +681,16 @@ LOOSE = types.SimpleNamespace(Unpickler=_Loose, load=pickle.load, __name__="loos
 @pytest.mark.parametrize(
     "family", ["mcore_legacy", "mcore0121_torch_dist", "mcore0161_torch_dist", "mcore0121_zarr"]
 )
-def test_files_of_megatron_come_back_as_torch_loads_them(golden: Path, family: str):
+def test_files_of_megatron_come_back_as_torch_loads_them(
+    golden: Path, family: str, request: pytest.FixtureRequest
+):
     pytest.importorskip("megatron.core.transformer.enums")
     paths = [
         path for path in sorted((golden / family).rglob("*.pt")) if path.stat().st_size < 1 << 20
     ]
     assert paths
+    if not request.config.getoption("--long"):
+        paths = paths[::5]
     seen = set()
     for path in paths:
         if path.read_bytes() in seen:

@@ -100,6 +100,7 @@ def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path):
     assert all(map(torch.equal, found["staged"], expected["staged"]))
 
 
+@pytest.mark.long
 def test_what_preload_returns_is_sent(tmp_path):
     live = torch.arange(10)
     queue = AsyncCallsQueue(persistent=True)
@@ -140,6 +141,7 @@ def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
 
 
+@pytest.mark.long
 def test_a_process_killed_between_calls_is_replaced(tmp_path):
     caller = PersistentAsyncCaller()
     for name in "ab":
@@ -151,6 +153,7 @@ def test_a_process_killed_between_calls_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.long
 def test_what_cannot_be_pickled_is_a_failure_of_its_call(tmp_path):
     queue = AsyncCallsQueue(persistent=True)
     queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
@@ -167,6 +170,7 @@ def test_abort_ends_the_process_at_once(tmp_path):
     assert queue.get_num_unfinalized_calls() == 0 and not (tmp_path / "a").exists()
 
 
+@pytest.mark.long
 def test_memory_is_free_again_when_the_call_is_finalized(tmp_path):
     POOL.clear()
     queue = AsyncCallsQueue(persistent=True)

@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ from core.dist_checkpointing._directory.publication import DirectoryPublication,
 from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from core.errors import CheckpointingException, StorageError, UsageError
+from tests.support import forked
 
 CONFIG = CheckpointingConfig("own", 3, "own_common", 5)
 
@@ -83,9 +82,7 @@ def test_a_save_that_is_not_finalized_is_reported_when_the_program_ends(tmp_path
         "state = {'w': ShardedTensor.from_rank_offsets('w', torch.ones(2))}\n"
         "queue.schedule_async_request(save(state, sys.argv[1], async_sharded_save=True))\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = forked.run(["-c", program, tmp_path], check=True)
     assert f"the asynchronous save to {tmp_path} was not finalized" in done.stderr
     assert maybe_load_config(tmp_path) is None
 

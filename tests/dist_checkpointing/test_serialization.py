@@ -265,6 +265,7 @@ STRICT: dict[str, Any] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("validate", [True, False])
 @pytest.mark.parametrize("strict", STRICT)

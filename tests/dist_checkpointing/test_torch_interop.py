@@ -156,7 +156,7 @@ def test_megatron_core_removes_what_we_kept_apart_and_leaves_what_we_leave(tmp_p
 
 GOLDEN = (
     "mcore0161_torch_dist/dense_gqa/tp2_pp2",
-    "mcore0161_torch_dist/dense_gqa/tp2_pp2_optim",
+    pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2_optim", marks=pytest.mark.long),
     "mcore0121_torch_dist/dense_gelu/tp2_pp2",
     "mcore0121_torch_dist/moe_seq/tp2_pp2_ep2",
     "mcore_torch_dist/dense_gqa/tp2_pp2",

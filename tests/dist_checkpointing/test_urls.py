@@ -196,6 +196,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_ranks_save_to_a_url_what_they_save_to_a_directory(
@@ -398,6 +399,7 @@ class _FailingPlanner(DefaultSavePlanner):
         raise CorruptError("the memory of this rank is gone")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", ["dcp", "torch_dist"])
 @pytest.mark.parametrize("manifest", [False, True])
 def test_torch_saves_to_a_url_what_it_saves_to_a_directory(

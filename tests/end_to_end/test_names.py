@@ -91,6 +91,7 @@ def test_transformers_loads_what_was_a_megatron_checkpoint(golden: Path, tmp_pat
     assert torch.isfinite(model(torch.arange(12)[None]).logits).all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", ["safetensors_sharded", "bin_sharded"])
 @pytest.mark.parametrize("model", ["llama", "qwen2_tied"])
 def test_hugging_face_directories_become_rank_files_and_come_back(

@@ -93,6 +93,7 @@ def test_states_can_be_left_out_alone(golden: Path, tmp_path: Path) -> None:
     assert objects == objects_before
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 @pytest.mark.parametrize("glob", [None, "*.weight", "*layers.1.*", "*"])
 def test_a_cast_leaves_the_optimizer_as_it_is(

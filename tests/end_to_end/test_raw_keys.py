@@ -115,6 +115,17 @@ CASES = {
 }
 """Format of the destination → sources, by archive of tests/golden and path in it."""
 
+OF_A_FORM_ABOVE = {
+    "golden/mcore_legacy/moe_seq/tp2_pp1_ep2",
+    "golden/mcore0121_torch_dist/dense_gqa/tp2_pp2_optim",
+    "golden/mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+    "golden/mcore_torch_dist/moe_seq/tp2_pp2_ep2",
+    "golden/torch_dcp/tp2_fsdp2_dp2",
+    "golden/torch_dcp/fsdp2_dp2",
+    "quantized_ranks/adamw8bit_hsdp",
+}
+"""Other models in the same kinds of files: converted with ``--long``."""
+
 Find = Callable[[str], Path]
 
 
@@ -148,7 +159,12 @@ def convert(src: Path, dst: Path, to: str) -> tuple[list[RawKey], list[str], str
 
 
 @pytest.mark.parametrize(
-    ("name", "to"), [(name, to) for to, names in CASES.items() for name in names]
+    ("name", "to"),
+    [
+        pytest.param(name, to, marks=pytest.mark.long if name in OF_A_FORM_ABOVE else ())
+        for to, names in CASES.items()
+        for name in names
+    ],
 )
 def test_every_raw_key_is_structure_carried_or_listed(
     find: Find, tmp_path: Path, name: str, to: str

@@ -320,6 +320,7 @@ def untold(state: Any, result: Any, texts: list[str], *, to: str = "torch") -> l
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", TARGETS)
 @pytest.mark.parametrize("make", CORPUS, ids=lambda make: make.__name__)
 def test_every_difference_is_told(make: Any, to: str, tmp_path: Path) -> None:
@@ -341,6 +342,7 @@ def test_classes_of_a_script_stay_in_torch_files(tmp_path: Path) -> None:
     assert untold(state, result, texts) == [], "\n".join(texts)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "root",
     [

@@ -174,6 +174,7 @@ def _peak_bytes(work: Callable[[], int]) -> tuple[int, int]:
         tracemalloc.stop()
 
 
+@pytest.mark.long
 def test_a_plan_takes_little_memory_for_each_piece(many: Path) -> None:
     def plan() -> int:
         with prepare(_job(many)) as prepared:
@@ -198,6 +199,7 @@ def test_the_dry_run_says_what_could_not_be_less(many: Path) -> None:
     assert found["least_read_bytes"] == plan.read_bytes - plan.copy_bytes == once
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"
@@ -223,6 +225,7 @@ def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
     assert {case["unit"] for case in found["cases"]} == {"s", "MB"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_bench_of_launch_plans_and_divides(repo_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "numbers.json"

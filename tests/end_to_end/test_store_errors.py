@@ -268,7 +268,9 @@ def test_the_query_of_an_address_is_in_no_message(
     assert "hidden" not in shown.out + shown.err
 
 
-@pytest.mark.parametrize("status", [429, 503, 500, 408])
+@pytest.mark.parametrize(
+    "status", [429, 503, *(pytest.param(n, marks=pytest.mark.long) for n in (500, 408))]
+)
 def test_requests_that_are_repeated_are_counted(
     store: S3Server, status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_silent_store_does_not_keep_an_upload_alive(

@@ -21,22 +21,24 @@ from tests.support.s3.client import S3Server
 from tests.support.s3.rules import Rule
 
 SOURCES = {
-    "mcore_legacy/dense_gqa/tp2_pp1_optim": ["--to", "torch_dist"],
+    "mcore_legacy/dense_gqa/tp2_pp1": ["--to", "torch_dist"],
     "mcore_torch_dist/dense_gqa/tp2_pp2": ["--to", "megatron", "--tp-new", "1"],
     "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
     "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
     "torch_dcp/fsdp2_dp2": ["--to", "safetensors"],
 }
+LARGE = {"mcore_legacy/dense_gqa/tp2_pp1", "mcore0121_zarr/dense_gqa/tp2_pp2"}
+"""Sources of much data or of many objects; ``test_urls_write`` reads them, too."""
 TORCH_DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
 SAFETENSORS = "hf/llama/safetensors_single"
 
 
 @pytest.fixture(scope="module")
 def bucket(golden: Path) -> Iterator[Any]:
-    """Returns a client of moto's S3, whose bucket ``runs`` holds ``SOURCES``."""
+    """Returns a client of moto's S3, whose bucket ``runs`` holds ``SOURCES`` save the large."""
     with pytest.MonkeyPatch.context() as monkeypatch, s3_server(monkeypatch) as client:
         client.create_bucket(Bucket="runs")
-        for name in SOURCES:
+        for name in SOURCES.keys() - LARGE:
             upload(client, golden / name, "runs", name)
         yield client
 
@@ -56,11 +58,16 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("name", SOURCES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.long if name in LARGE else ()) for name in SOURCES],
+)
 def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
     bucket: Any, golden: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = SOURCES[name]
+    if name in LARGE:
+        upload(bucket, golden / name, "runs", name)
     assert main(["convert", f"s3://runs/{name}", str(tmp_path / "a"), *options, "-q"]) == 0
     assert main(["convert", str(golden / name), str(tmp_path / "b"), *options, "-q"]) == 0
     assert contents(tmp_path / "a") == contents(tmp_path / "b")

@@ -30,7 +30,7 @@ from tests.support.s3.client import S3Server
 from tests.support.s3.rules import SLOW_DOWN, Rule
 
 CONVERSIONS = {
-    "mcore_legacy/dense_gqa/tp2_pp1_optim": ["--to", "torch_dist"],
+    "mcore_legacy/dense_gqa/tp2_pp1": ["--to", "torch_dist"],
     "mcore_torch_dist/dense_gqa/tp2_pp2": ["--to", "megatron", "--tp-new", "1"],
     "mcore0121_zarr/dense_gqa/tp2_pp2": ["--to", "dcp"],
     "hf/llama/safetensors_single": ["--to", "megatron", "--tp-new", "2"],
@@ -58,7 +58,14 @@ def contents(server: S3Server, prefix: str, *, bucket: str = "runs") -> dict[str
     return {key.removeprefix(f"{prefix}/"): digest for key, digest in objects.items()}
 
 
-@pytest.mark.parametrize("name", CONVERSIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Other tests read such a source, and write such directories of many files.
+        pytest.param(name, marks=pytest.mark.long if name.startswith("mcore_torch_dist/") else ())
+        for name in CONVERSIONS
+    ],
+)
 def test_what_is_written_to_s3_equals_what_is_written_to_a_directory(
     store: S3Server, golden: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +172,7 @@ def test_what_cannot_be_written_is_refused(
     assert REFUSALS[words] in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_a_new_destination_may_be_verified_with_force(
     store: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,7 +208,7 @@ def test_a_failed_run_leaves_nothing(store: S3Server, capsys: pytest.CaptureFixt
     assert_nothing_remains(store)
 
 
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_a_failed_run_is_continued(
     store: S3Server, capsys: pytest.CaptureFixture[str], first: int
 ) -> None:
@@ -220,7 +228,14 @@ def test_a_failed_run_is_continued(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("operation", ["CompleteMultipartUpload", "DeleteObjects", "DeleteObject"])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        "CompleteMultipartUpload",
+        "DeleteObjects",
+        pytest.param("DeleteObject", marks=pytest.mark.long),
+    ],
+)
 @pytest.mark.parametrize("first", [1, 2])
 def test_an_interrupted_publication_is_finished(
     store: S3Server, golden: Path, operation: str, first: int
@@ -262,12 +277,15 @@ def test_another_writer_is_not_overwritten(
 
 @pytest.mark.parametrize(
     ("bucket", "words"),
-    [pytest.param("runs", [], marks=pytest.mark.long), ("few", ["--verify", "--fingerprint"])],
+    [
+        pytest.param("runs", [], marks=pytest.mark.long),
+        ("few", ["--verify", "--fingerprint"]),
+    ],
 )
 def test_several_workers_write_to_s3(
     store: S3Server, golden: Path, tmp_path: Path, bucket: str, words: list[str]
 ) -> None:
-    source = "mcore_legacy/dense_gqa/tp2_pp1_optim"
+    source = "mcore_legacy/dense_gqa/tp2_pp1"
     # Of a bucket with less than 1,000 objects, one answer lists everything.
     store.mount("few", golden / source, f"{source}/")
     options = ["--tp", "2", "--tp-new", "4", "-q", *words]
@@ -316,7 +334,7 @@ def test_parts_are_sent_in_order_without_boto3(
     tensors = {f"w{n}": rng.random((1 << 20,), np.float32) for n in range(9)}
     save_file(tensors, tmp_path / "model.safetensors")
     source = tmp_path / "model.safetensors"
-    for name in CONVERSIONS:
+    for name in ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dcp/fsdp2_dp2"):
         words = ["convert", golden / name, f"s3://runs/{name}-out", *CONVERSIONS[name], "-q"]
         assert run(*words) == 0
         assert run("validate", "--deep", f"s3://runs/{name}-out") in (0, 1)
@@ -397,6 +415,7 @@ def test_a_note_that_cannot_be_deleted_does_no_harm(
     assert_nothing_remains(store)
 
 
+@pytest.mark.long
 def test_the_report_counts_requests_and_repetitions(
     store: S3Server, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -422,7 +422,7 @@ def test_errors_reach_who_sends_in_order(server: Any, data: memoryview) -> None:
 
 
 def test_many_uploads_wait_in_one_thread(server: Any, data: memoryview) -> None:
-    paths = [remote(f"s3://runs/many/{number}") for number in range(30)]
+    paths = [remote(f"s3://runs/many/{number}") for number in range(10)]
     uploads = [ordered(path, 2 * MIB) for path in paths]
     for upload in uploads:
         upload.send(1, data[:MIB])

@@ -5,6 +5,7 @@ it notices.
 from __future__ import annotations
 
 import random
+from functools import cache
 from itertools import product
 from math import prod
 
@@ -18,6 +19,7 @@ from core.errors import UnsupportedError
 from core.fingerprint.definition import LANES, PRIME, add_lanes, form_of, format_lanes, parse_lanes
 from core.fingerprint.kernel import Products, fastest_products, products_in_numpy, products_in_torch
 from core.fingerprint.sums import FormSum
+from tests.support.rounds import rounds
 
 
 def splitmix64(count: int) -> int:
@@ -34,6 +36,7 @@ def factor(table: int, index: int, lane: int) -> int:
     return 2 * (z // 2**57) - 127 if table == 0 else 1 + z % (2**31 - 2)
 
 
+@cache
 def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
     """The fingerprint as its definition says it, a byte at a time; shares no code with the
     toolkit.
@@ -93,6 +96,7 @@ def whole(
     return made.lanes
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("shape", "itemsize"), SHAPES)
 def test_both_engines_compute_what_the_definition_says(
@@ -171,7 +175,7 @@ def _cut_tensors(draw: st.DrawFn) -> tuple[Shape, int, list[Box]]:
 
 
 @given(_cut_tensors())
-@settings(max_examples=150)
+@settings(max_examples=rounds(150))
 def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]]) -> None:
     shape, itemsize, boxes = case
     data = content(shape, itemsize)
@@ -192,7 +196,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=rounds(60))
 def test_runs_that_end_anywhere_add_up(data: st.DataObject) -> None:
     shape, itemsize = data.draw(st.sampled_from([case for case in SHAPES if prod(case[0])]))
     content_ = content(shape, itemsize)

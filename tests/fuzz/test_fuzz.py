@@ -25,8 +25,9 @@ from core.formats.dcp.reading.catalog import catalog_of
 from core.formats.torch.zip.container import read_archive
 from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import TARGETS, survives
+from tests.support.rounds import rounds
 
-_EXAMPLES = 60
+_EXAMPLES = rounds(60)
 
 
 @cache

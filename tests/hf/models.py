@@ -21,6 +21,7 @@ from core.catalog.catalog import Catalog, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.pickle.inert import attributes
+from tests.support.covering import covering_cases
 from tests.support.materialize import Bytes, tensor_bytes
 
 COMMON = {
@@ -510,6 +511,8 @@ MOE = tuple(
     or name.startswith(("qwen3_next", "mixtral", "gpt_oss", "minimax", "deepseek", "kimi", "hy_v3"))
 )
 DENSE = tuple(name for name in MODELS if name not in MOE)
+FAMILIES = covering_cases(MODELS, lambda name: {"family": MODELS[name][0]})
+"""Cases for ``parametrize``: the first model of each family, with ``--long`` all."""
 
 
 def built(

@@ -25,6 +25,7 @@ from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from core.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly
+from tests.support.covering import every_third
 
 Tensors = dict[str, Tensor]
 
@@ -167,7 +168,7 @@ def told(problems: tuple[Problem, ...]) -> list[tuple[str, str | None]]:
     return [(problem.kind, problem.key) for problem in problems]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(MODELS, start=0))
 def test_what_transformers_writes_raises_no_alarm_and_what_is_not_checked_is_told(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,7 +187,7 @@ def test_what_transformers_writes_raises_no_alarm_and_what_is_not_checked_is_tol
     assert any(note.startswith("not checked: ") and "no table" in note for note in notes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(MODELS, start=1))
 def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> None:
     metas, config = of(built(name, tmp_path / "model"))
     lost = {

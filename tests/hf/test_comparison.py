@@ -26,6 +26,7 @@ from core.hf.to_megatron import to_megatron
 from tests.hf.models import (
     COMMON,
     DEEPSEEK,
+    FAMILIES,
     MODELS,
     MOE,
     assert_same,
@@ -36,6 +37,7 @@ from tests.hf.models import (
     saved,
     tensors,
 )
+from tests.support.covering import every_third
 
 Tensors = dict[str, Tensor]
 EVERY_FAMILY = (
@@ -90,7 +92,7 @@ def llama() -> tuple[Tensors, dict[str, Any]]:
     return state_of(built("llama"))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(FAMILIES, start=2))
 def test_what_transformers_saves_fits_its_configuration(name: str, tmp_path: Path) -> None:
     for options in ({}, {"save_original_format": False}) if name in MOE else ({},):
         folder = saved(name, tmp_path / f"model{len(options)}", **options)
@@ -134,6 +136,7 @@ CLASSES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("changes", [{}, {"attention_bias": True}, {"mlp_bias": True}], ids=str)
 @pytest.mark.parametrize(("name", "auto_class"), CLASSES)
 def test_other_heads_and_biases_fit(name: str, auto_class: str, changes: dict[str, Any]) -> None:
@@ -203,9 +206,11 @@ def test_only_a_model_that_answers_questions_may_be_called_a_transformer(
 
 @pytest.mark.parametrize(
     "name",
-    sorted(
-        set(families())
-        - {"bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe", "step3p5"}
+    every_third(
+        sorted(
+            set(families())
+            - {"bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe", "step3p5"}
+        )
     ),
 )
 def test_what_a_configuration_leaves_out_is_what_transformers_takes_for_it(name: str) -> None:
@@ -521,7 +526,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("model_type", UNKNOWN)
+@pytest.mark.parametrize("model_type", every_third(UNKNOWN, start=0))
 def test_families_that_are_not_known_raise_no_alarm(model_type: str) -> None:
     import transformers
 

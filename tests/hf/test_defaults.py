@@ -10,6 +10,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from core.hf.config_json.yarn import latent_yarn_arguments
 from core.hf.family import Family, families
 from core.hf.values import count_of
 from tests.hf.models import COMMON, MODELS, quietly
+from tests.support.covering import every_third
 
 _OF_NO_CLASS = {"bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe"}
 """Families that transformers 5.23.0 does not have: their code is published with the weights."""
@@ -32,15 +34,16 @@ def test_every_family_that_transformers_has_is_tried() -> None:
     assert {name for name in families() if name not in CONFIG_MAPPING} == _OF_NO_CLASS
 
 
-@pytest.mark.parametrize("name", sorted(set(families()) - _OF_NO_CLASS))
+@pytest.mark.parametrize("name", every_third(sorted(set(families()) - _OF_NO_CLASS), start=1))
 def test_a_name_that_is_left_out_means_transformers_default_or_is_required(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
 ) -> None:
     quietly()
     caplog.set_level(logging.CRITICAL)
     family = families()[name]
     n_compared = 0
-    for complete in _configurations(name):
+    n_tried = None if request.config.getoption("--long") else 2  # the class's, and a tiny model's
+    for complete in islice(_configurations(name), n_tried):
         if _arguments(complete, family) is None:
             continue  # such as a GPT-NeoX with parallel residuals, which is the usual one
         for label, shorter in _without_each_name(complete):

@@ -21,9 +21,18 @@ from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import stack
 from core.opening.objects import loaded
-from tests.hf.models import MODELS, assert_same, catalog_of, config_of, contents, saved, tensors
+from tests.hf.models import (
+    FAMILIES,
+    MODELS,
+    assert_same,
+    catalog_of,
+    config_of,
+    contents,
+    saved,
+    tensors,
+)
 from tests.megatron.support.megatron_gold import RULES, filled
-from tests.support.covering import covering_cases
+from tests.support.covering import every_third
 from tests.support.facets import facet_of
 from tests.support.materialize import Bytes, write_files
 
@@ -33,7 +42,7 @@ EXPERTS = (Topology(tp=2, ep=2), Topology(ep=4, pp=3), Topology(tp=2, ep=2, etp=
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(FAMILIES))
 def test_rank_files_of_a_model_make_the_same_model(
     name: str, topology: Topology, tmp_path: Path
 ) -> None:
@@ -77,7 +86,7 @@ def test_both_ways_tell_which_megatron_rotates_other_channels_of_the_indexer(
         assert any("since megatron-core 0.19" in note for note in result.notes)
 
 
-@pytest.mark.parametrize("name", covering_cases(MODELS, lambda name: {"family": MODELS[name][0]}))
+@pytest.mark.parametrize("name", every_third(FAMILIES, start=1))
 def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)

@@ -23,6 +23,7 @@ from core.hf.to_megatron import to_megatron
 from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
+    FAMILIES,
     MODELS,
     MOE,
     arguments,
@@ -36,10 +37,11 @@ from tests.hf.models import (
     tensors,
     written,
 )
+from tests.support.covering import every_third
 from tests.support.facets import facet_of
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
@@ -53,7 +55,7 @@ def test_a_model_comes_back_bit_for_bit_and_transformers_runs_it(name: str, tmp_
     assert torch.equal(logits(loaded_model(ours)), logits(loaded_model(folder)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(MODELS))
 def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     _, source = catalog_of(folder)
@@ -62,7 +64,7 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
     assert to_hf(to_megatron(source, config_of(folder))).documents["config.json"] == text
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(FAMILIES, start=1))
 def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     name: str, tmp_path: Path
 ) -> None:
@@ -142,7 +144,7 @@ def test_what_arguments_cannot_say_comes_back_and_what_they_say_is_theirs(tmp_pa
     assert found == {key: value for key, value in config.items() if key != "rope_parameters"}
 
 
-@pytest.mark.parametrize("name", MOE)
+@pytest.mark.parametrize("name", every_third(MOE, start=2))
 def test_experts_that_are_stored_as_one_tensor_are_the_same_model(
     name: str, tmp_path: Path
 ) -> None:
@@ -156,7 +158,7 @@ def test_experts_that_are_stored_as_one_tensor_are_the_same_model(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every_third(MODELS, start=1))
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_both_implementations_names_are_written_and_read(
     name: str, impl: str, tmp_path: Path

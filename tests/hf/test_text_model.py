@@ -32,6 +32,7 @@ from tests.hf.models import (
     saved,
     tensors,
 )
+from tests.support.covering import every_third
 from tests.support.materialize import Bytes
 
 _SIGLIP = {
@@ -127,7 +128,7 @@ def _saved(name: str, folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", VL)
+@pytest.mark.parametrize("name", every_third(VL, start=0))
 def test_the_text_model_goes_through_rank_files_and_computes_the_same(
     name: str, tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ from core.validate.run import validate
 from tests.hf.composites import COMPOSITES
 from tests.hf.models import config_of
 from tests.support.archives import unpacked
+from tests.support.covering import every_third
 from tests.support.edited import lose_tensors
 
 
@@ -45,6 +46,7 @@ def names_in(path: Path) -> list[str]:
     return [key for key in keys if key.startswith(load_rules().towers)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("name", COMPOSITES)
 def test_complete_towers_raise_no_alarm(name: str, level: Level, bridge: Path) -> None:
@@ -52,7 +54,7 @@ def test_complete_towers_raise_no_alarm(name: str, level: Level, bridge: Path) -
     assert not codes(bridge / name / "hf", level)
 
 
-@pytest.mark.parametrize("name", COMPOSITES)
+@pytest.mark.parametrize("name", every_third(COMPOSITES, start=2))
 def test_every_tensor_that_a_tower_loses_is_found(name: str, bridge: Path) -> None:
     names = names_in(bridge / name / "megatron")
     config = config_of(bridge / name / "hf")

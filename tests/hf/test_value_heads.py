@@ -37,6 +37,7 @@ from tests.hf.models import (
     tensors,
     written,
 )
+from tests.support.covering import every_third
 from tests.support.rank_files import load_rank_file
 
 SEQUENCE, TOKEN = "ForSequenceClassification", "ForTokenClassification"
@@ -77,7 +78,9 @@ def test_the_tables_name_the_classifiers_of_transformers() -> None:
         assert list(family.classifiers) == expected, model_type
 
 
-@pytest.mark.parametrize(("name", "kind"), CLASSIFIERS)
+@pytest.mark.parametrize(
+    ("name", "kind"), every_third((pytest.param(*case) for case in CLASSIFIERS), start=2)
+)
 def test_a_classifier_with_one_label_comes_back_bit_for_bit(
     name: str, kind: str, tmp_path: Path
 ) -> None:

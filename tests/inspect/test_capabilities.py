@@ -124,7 +124,24 @@ GOLDEN = [
 ]
 
 
-@pytest.mark.parametrize("name", GOLDEN, ids=lambda name: name.replace("/", "-"))
+OF_A_FORM_ABOVE = {
+    *("mcore_legacy/dense_gqa/tp2_pp2", "mcore_legacy/dense_gelu/tp2_pp2"),
+    *("mcore_legacy/moe_seq/tp2_pp1_ep2", "mcore0161_torch_dist/dense_gelu/tp2_pp2"),
+    *("mcore0121_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dcp/hf_storage_dp2"),
+    "mcore0121_zarr/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space",
+    *("mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt", "accelerate/fsdp2_dp2", "trainer/zero2_dp2"),
+}
+"""Other models and optimizers in the same kinds of files: planned with ``--long``."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in OF_A_FORM_ABOVE else ())
+        for name in GOLDEN
+    ],
+    ids=lambda name: name.replace("/", "-"),
+)
 def test_capabilities_of_golden_checkpoints_are_the_planners(
     name: str, golden: Path, tmp_path: Path
 ) -> None:
@@ -339,6 +356,7 @@ def optimizer_of(module: torch.nn.Module) -> object:
     return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("suffix", ["zip", "legacy"])
 @pytest.mark.parametrize("what", TREES)

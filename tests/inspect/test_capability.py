@@ -18,6 +18,7 @@ from core.inspect.capability import (
 )
 from core.opening.open import open_checkpoint
 from tests.hf.models import DENSE, MOE, config_of, saved
+from tests.support.covering import every_third
 
 UNDESCRIBED = "neither training arguments of Megatron nor a config.json (--config names one)"
 GOLDEN = [
@@ -117,7 +118,8 @@ def model_answers(path: Path) -> tuple[object, object]:
         opened.store.close()
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", every_third(DENSE))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 def test_models_get_the_answers_of_plans(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     dense, planned = model_answers(saved(name, tmp_path / "model", dtype=dtype))

@@ -177,6 +177,7 @@ def test_a_resized_embedding_without_its_output_layer_is_refused(tmp_path: Path)
         fold(base, adapter, tmp_path / "out")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("method", ["average", "slerp", "ema"])
 @pytest.mark.parametrize(
     ("first", "second"),

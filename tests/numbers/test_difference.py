@@ -120,6 +120,7 @@ def test_complex_numbers_differ_by_their_distance(dtype: torch.dtype) -> None:
     assert found.square_delta == 25.0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("equal_nan", [True, False])
 @pytest.mark.parametrize("rule", [(0.0, 0.0), (1e-5, 1e-8), (0.1, 0.0), (0.0, 1.0), (1.0, 1e30)])
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32, torch.uint8, torch.int16], ids=name_of)

@@ -156,8 +156,8 @@ GOLDEN = {
     "deepspeed/zero1_dp2_bf16": "global_step10/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
     "deepspeed/zero3_dp2_bf16": "global_step10/zero_pp_rank_1_mp_rank_00_model_states.pt",
     "lightning/model_parallel_dp2.ckpt": "meta.pt",
-    "mcore_legacy/dense_gqa/tp2_pp1_optim": "mp_rank_01/model_optim_rng.pt",
-    "mcore0121_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dp_zero_gather_scatter": "common.pt",
+    "mcore_legacy/dense_gelu/tp2_pp1": "mp_rank_01/model_optim_rng.pt",
+    "mcore0121_torch_dist/dense_gelu/tp2_pp2": "common.pt",
     "mcore0121_zarr/dense_gqa/tp4_pp1": "common.pt",
 }
 """Checkpoints that other software wrote → the file that gets the call."""

@@ -133,6 +133,7 @@ def check_seen_whole(path: Path, files: list[str], original: Path) -> None:
     assert recorded >= set(files)
 
 
+@pytest.mark.each_value
 def test_files_in_folders_are_seen_by_every_command(
     moved: tuple[Path, list[str]], original: Path, tmp_path: Path
 ) -> None:
@@ -209,6 +210,7 @@ def test_prune_removes_an_iteration_with_its_folders(
     assert set(files) < set(pruning.contents["checkpoint-1"].files)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("format", ["dcp", "torch_dist"], indirect=True)
 def test_metadata_only_links_every_file_that_the_index_names(
     moved: tuple[Path, list[str]], original: Path, tmp_path: Path

@@ -75,6 +75,7 @@ def test_an_iteration_is_chosen_by_the_number_of_its_directory(run: Path) -> Non
         open_checkpoint(run, iteration=3)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", list(Level), ids=lambda level: level.name.lower())
 @pytest.mark.parametrize(
     "file", ["zero_pp_rank_1_mp_rank_00_optim_states.pt", "mp_rank_00_model_states.pt"]

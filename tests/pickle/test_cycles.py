@@ -66,6 +66,7 @@ def job(source: Path, dst: Path, to: str, **options: Any) -> Job:
     return Job(src=source, dst=dst, to=to, fsync=False, **options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "to", ["torch", "safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universal"]
 )

@@ -232,6 +232,7 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
     assert not compare(one, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", FLAT)
 @pytest.mark.parametrize(
     ("state", "where", "what", "glob"),

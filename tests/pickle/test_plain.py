@@ -29,6 +29,7 @@ from core.pickle.inert import (
 from core.pickle.plain import from_plain, to_plain
 from core.pickle.reader import load
 from core.pickle.writer import dumps
+from tests.support.rounds import rounds
 
 
 def description(value: Any) -> object:
@@ -103,7 +104,7 @@ TREES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=rounds(400), deadline=None)
 @given(TREES)
 def test_any_inert_tree_comes_back(tree: object) -> None:
     plain = to_plain(tree)
@@ -113,7 +114,7 @@ def test_any_inert_tree_comes_back(tree: object) -> None:
     assert all(type(key) is str for node in walk(plain) if type(node) is dict for key in node)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=rounds(100), deadline=None)
 @given(TREES)
 def test_a_plain_tree_loads_with_weights_only(tree: object) -> None:
     without_leaves = {TensorLeaf: lambda leaf: leaf.key}
@@ -122,7 +123,7 @@ def test_a_plain_tree_loads_with_weights_only(tree: object) -> None:
     assert torch._weights_only_unpickler.load(io.BytesIO(data)) is not None or plain is None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 @given(TREES, st.randoms())
 def test_damaged_plain_values_raise_only_our_errors(tree: object, random: Any) -> None:
     plain = to_plain([tree, {"$new": {"$global": ["a", "B"]}, "args": []}])

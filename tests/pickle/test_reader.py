@@ -20,6 +20,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,7 @@ from core.pickle.names import classify, globals_of
 from core.pickle.noted import noting_uses
 from core.pickle.reader import PickleLimits, load, load_next
 from core.pickle.uses import Use
+from tests.support.rounds import rounds
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -349,11 +351,12 @@ def test_the_garbage_collector_is_left_as_it_was() -> None:
 
 
 def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
-    golden: Path, repo_dir: Path
+    golden: Path, repo_dir: Path, request: pytest.FixtureRequest
 ) -> None:
     pickles = golden.parent / "pickles.zip"
+    step = 1 if request.config.getoption("--long") else 4
     with zipfile.ZipFile(pickles, "w") as archive:
-        for number, (_, data, start) in enumerate(pickles_in(golden)):
+        for number, (_, data, start) in enumerate(islice(pickles_in(golden), 0, None, step)):
             _, stop = load_next(data, start, label="x")
             archive.writestr(str(number), data[start:stop])
     code = (
@@ -379,7 +382,7 @@ def test_every_pickle_of_the_golden_checkpoints_is_read_without_torch_and_numpy(
     n_trees, rest = (
         done.stdout.split(maxsplit=1) if " " in done.stdout.strip() else (done.stdout.strip(), "")
     )
-    assert int(n_trees) > 300
+    assert int(n_trees) > 300 // step
     assert rest == ""
 
 
@@ -677,7 +680,7 @@ def test_a_million_nested_lists_are_refused_before_they_are_made() -> None:
 def test_an_error_that_is_kept_keeps_no_objects() -> None:
     import tracemalloc
 
-    data = b"\x80\x02(" + b"]" * 100_000 + b"a" * 99_999 + b"l."
+    data = b"\x80\x02(" + b"]" * 30_000 + b"a" * 29_999 + b"l."
     tracemalloc.start()
     try:
         with pytest.raises(UnsafeError) as kept:
@@ -783,7 +786,7 @@ def survives(data: bytes) -> None:
         classify(found)
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=rounds(1500), deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutated_pickles_give_a_value_or_the_projects_error(data: st.DataObject) -> None:
     raw = bytearray(data.draw(st.sampled_from(SAMPLES)))
@@ -804,7 +807,7 @@ def test_mutated_pickles_give_a_value_or_the_projects_error(data: st.DataObject)
 OPCODES = [op.code.encode("latin-1") for op in pickletools.opcodes]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=rounds(1500), deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(OPCODES), st.binary(max_size=4)), max_size=60))
 def test_any_opcodes_give_a_value_or_the_projects_error(parts: list[bytes]) -> None:
     survives(b"\x80\x04" + b"".join(parts) + b".")

@@ -119,9 +119,9 @@ def test_a_missing_piece_is_an_error_before_anything_is_read() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "mcore_legacy/dense_gqa/tp2_pp2_optim",
+        pytest.param("mcore_legacy/dense_gqa/tp2_pp2_optim", marks=pytest.mark.long),
         "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
-        "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+        "mcore_torch_dist/dense_gqa/tp2_pp2",
         "mcore0121_zarr/dense_gqa/tp2_pp2_optim",
         "mcore0121_legacy/moe_grouped/tp2_pp1_ep2",
     ],

@@ -233,7 +233,7 @@ def test_fewer_threads_are_proposed_only_where_they_suffice() -> None:
 
 
 def test_the_memory_of_many_small_pieces_is_counted() -> None:
-    n_pieces = 20_000
+    n_pieces = 5_000
     array = StoredArray("w", "int32", (1,), Extent("f", 0))
     pieces = [
         Fragment(Box((i,), (1,)), replace(array, name=f"w@{i}"), (0,)) for i in range(n_pieces)
@@ -254,6 +254,6 @@ def test_the_memory_of_many_small_pieces_is_counted() -> None:
     assert len(work.pairs) == n_pieces
     assert many.memory_bytes - few.memory_bytes > used
     with pytest.raises(
-        CapacityError, match="1 thread and 1 array from 20,000 source fragments need"
+        CapacityError, match="1 thread and 1 array from 5,000 source fragments need"
     ):
-        make_plan(source, target, images, threads=1, memory_bytes=64 * MIB)
+        make_plan(source, target, images, threads=1, memory_bytes=16 * MIB)

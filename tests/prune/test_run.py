@@ -294,7 +294,9 @@ def test_both_directories_of_an_iteration_go_together(golden: Path, tmp_path: Pa
     [
         lambda root: (root / "iter_0000010/new").write_text("x"),
         lambda root: os.utime(root / "iter_0000010/metadata.json"),
-        lambda root: (root / "iter_0000050/.metadata").unlink(),
+        pytest.param(
+            lambda root: (root / "iter_0000050/.metadata").unlink(), marks=pytest.mark.long
+        ),
         lambda root: (root / TRACKER).write_text("10"),
         lambda root: (root / ".iter_0000010.ckpt-stage").mkdir(),
     ],
@@ -429,7 +431,7 @@ def test_a_url_is_pruned(store: S3Server) -> None:
         core.prune("s3://bucket", keep_last=1, trust_metadata=True)
 
 
-@pytest.mark.parametrize("n_requests", [1, 2, 3])
+@pytest.mark.parametrize("n_requests", [1, pytest.param(2, marks=pytest.mark.long), 3])
 def test_what_a_store_refuses_to_delete_is_finished_later(store: S3Server, n_requests: int) -> None:
     # Of each iteration: the metadata, the other objects, the hidden object.
     rule = Rule(status=403, code="AccessDenied", operation="DeleteObjects", first=n_requests)

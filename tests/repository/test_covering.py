@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.support.covering import covering_cases, covering_rows
+from tests.support.covering import covering_cases, covering_rows, every_third
 
 
 def _groups(rows: list[dict[str, int]], n_together: int) -> set[object]:
@@ -59,6 +59,13 @@ def test_the_first_case_of_each_kind_is_short_unless_it_is_long_already() -> Non
     assert [case.values for case in marked] == [(11,), (12,), (13,), (21,), (22,)]
     assert [bool(case.marks) for case in marked] == [True, False, True, False, True]
     assert marked[4].id == "b"
+
+
+def test_every_third_of_those_that_are_short_stays_short() -> None:
+    cases = [0, pytest.param(1, marks=pytest.mark.long), 2, 3, 4, 5]
+    marked = every_third(cases, start=1)
+    assert [case.values for case in marked if not case.marks] == [(2,), (5,)]
+    assert [len(case.marks) for case in marked] == [1, 1, 0, 1, 1, 0]
 
 
 @pytest.mark.pairwise

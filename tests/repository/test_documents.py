@@ -4,7 +4,6 @@ somewhere.
 
 from __future__ import annotations
 
-import os
 import pkgutil
 import re
 import subprocess
@@ -16,6 +15,7 @@ import pytest
 
 from ckpt_cli.app import parse_command
 from core.formats.registry import formats
+from tests.support import forked
 from tests.support.documents import ROOT, fences, is_shown, pages, problems_of, steps_of
 
 README = ROOT / "README.md"
@@ -25,6 +25,8 @@ DOCS = ROOT / "docs"
 GUIDES = [
     page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))
 ]
+START_MANY = {"launch.md", "ci.md", "megatron-rank-files.md", "torch-dist-and-zarr.md"}
+"""Pages whose commands start processes, or go through many checkpoints."""
 PAGES = [page for page in pages() if steps_of(page.read_text("utf-8"))]
 
 
@@ -34,7 +36,14 @@ def name_of(page: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.long if page.name in START_MANY else ())
+        for page in PAGES
+    ],
+    ids=name_of,
+)
 def test_the_commands_of_a_page_run_and_print_what_it_shows(
     page: Path, golden: Path, tmp_path: Path
 ) -> None:
@@ -44,6 +53,7 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
     )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_pictures_are_what_the_program_shows(golden: Path) -> None:
     done = subprocess.run(
@@ -69,14 +79,7 @@ def test_the_python_of_a_page_runs(page: Path, golden: Path, tmp_path: Path) -> 
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs/llama").symlink_to(golden / "mcore_legacy/dense_gqa/tp4_pp1_optim")
     lines = [line for _, block in fences(page.read_text("utf-8"), "python") for line in block]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = forked.run(["-c", "\n".join(lines)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

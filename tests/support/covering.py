@@ -1,7 +1,8 @@
 """Few of many combinations, in which every value, or every pair of values, still occurs.
 
 A test of a product is marked ``each_value`` or ``pairwise`` (``tests/conftest.py``); where the
-axes are inside the values of one parameter, ``covering_cases`` marks the others ``long``.
+axes are inside the values of one parameter, ``covering_cases`` marks the others ``long``. Of a long
+table that several tests go through, ``every_third`` leaves each of them other rows.
 """
 
 from __future__ import annotations
@@ -65,16 +66,44 @@ def covering_cases(
         axes: takes a case's values and returns what it holds of every axis.
         n_together: 1 to cover every value, 2 to cover every pair of values.
     """
-    marked = [
-        case if isinstance(case, ParameterSet) else ParameterSet.param(case) for case in cases
-    ]
-    short = [
-        number
-        for number, case in enumerate(marked)
-        if all(getattr(mark, "name", "") != "long" for mark in case.marks)
-    ]
+    marked = _parameter_sets(cases)
+    short = _short(marked)
     rows = [axes(*marked[number].values) for number in short]
     covering = {short[number] for number in covering_rows(rows, n_together=n_together)}
     for number in set(short) - covering:
-        marked[number] = marked[number]._replace(marks=[*marked[number].marks, pytest.mark.long])
+        marked[number] = _long(marked[number])
     return marked
+
+
+def every_third(cases: Iterable[Any], *, start: int = 0) -> list[ParameterSet]:
+    """Return the cases for ``parametrize``, marked ``long`` save every third of those that are not.
+
+    For tests of a long table, each row of which another test tries: with other starts, they take
+    other rows.
+
+    Args:
+        cases: as of ``covering_cases``.
+        start: 0, 1 or 2; the first case that is not marked.
+    """
+    marked = _parameter_sets(cases)
+    short = _short(marked)
+    for number in set(short) - set(short[start::3]):
+        marked[number] = _long(marked[number])
+    return marked
+
+
+def _parameter_sets(cases: Iterable[Any]) -> list[ParameterSet]:
+    return [case if isinstance(case, ParameterSet) else ParameterSet.param(case) for case in cases]
+
+
+def _short(cases: Sequence[ParameterSet]) -> list[int]:
+    """Return the numbers of the cases that are not marked ``long``."""
+    return [
+        number
+        for number, case in enumerate(cases)
+        if all(getattr(mark, "name", "") != "long" for mark in case.marks)
+    ]
+
+
+def _long(case: ParameterSet) -> ParameterSet:
+    return case._replace(marks=[*case.marks, pytest.mark.long])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,11 @@ class Row:
     found: tuple[tuple[str, str | None], ...]
     at: str = ""
     level: Level = Level.METADATA
+
+
+def kind_of(row: Row) -> dict[str, Hashable]:
+    """Return a row's checkpoint and the codes of what is found, for ``covering_cases``."""
+    return {"source": row.source, "codes": tuple(code for code, _ in row.found)}
 
 
 def row(

@@ -17,7 +17,7 @@ import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatch
+from fnmatch import translate
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -424,11 +424,12 @@ def unaccounted(
         structure: pattern of ``FILE: PATH = VALUE`` → why such a key is no content.
     """
     contents, names = Contents(target), list(listed)
+    is_structure = re.compile("|".join(map(translate, structure))).match
     return [
         key
         for key in source
         if not (
-            any(fnmatch(f"{key} = {_text(key.value)}", pattern) for pattern in structure)
+            is_structure(f"{key} = {_text(key.value)}")
             or contents.hold(key)
             or is_listed(key, names)
         )

@@ -142,6 +142,7 @@ def test_checkpoints_are_found_at_any_depth(
     }
 
 
+@pytest.mark.long
 def test_a_search_that_stops_says_where(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -162,6 +162,7 @@ def interrupted_in(phase: Phase, module: object, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module, "show_progress", show)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [(), ("--resume",), ("--force",)])
 @pytest.mark.parametrize(
     "phase",

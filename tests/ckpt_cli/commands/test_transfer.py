@@ -376,7 +376,10 @@ def started(*arguments: object, stage: Path, repo_dir: Path) -> subprocess.Popen
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.long)],
+)
 def test_a_signal_leaves_nothing_behind(
     number: signal.Signals, tmp_path: Path, repo_dir: Path
 ) -> None:

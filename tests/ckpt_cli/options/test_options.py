@@ -56,6 +56,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
         parse_size(text)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("short", "long"),
     [

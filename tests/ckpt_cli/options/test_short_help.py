@@ -63,6 +63,7 @@ def test_the_examples_can_be_pasted(
     assert 2 <= len(SHORT_HELP[command].examples) <= 4
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_full_page_has_every_option(

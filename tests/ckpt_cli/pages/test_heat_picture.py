@@ -123,6 +123,7 @@ def test_equal_modules_that_do_not_fit_leave_nothing_to_draw() -> None:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_unicode", [True, False])
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("size", [(0, 0), (4, 9), (61, 30), (126, 90), (400, 300)])

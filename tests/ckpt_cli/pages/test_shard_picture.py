@@ -52,6 +52,7 @@ def drawn(shards: ShardMap, width: int = 80) -> list[str]:
     return list(map_lines(Screen(width), shards))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("has_unicode", [True, False])
 @pytest.mark.parametrize("width", [40, 80, 160])
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def owned(division: Division, works: list[KeyWork]) -> list[int]:
     return loads
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("n", [1, 2, 3, 8, 64, 512])
 @pytest.mark.parametrize("shape", ["one", "equal", "mixed", "small", "none", "whole"])
 def test_every_byte_has_one_owner_and_shares_are_alike(n: int, shape: str) -> None:

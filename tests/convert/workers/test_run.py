@@ -110,6 +110,7 @@ def convert_or_die(team: Team, job: Job, victim: int, after_bytes: int) -> dict[
     return convert(Mortal(team, after_bytes) if team.rank == victim else team, job)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", ["megatron", "dcp", "safetensors", "zarr3"])
 @pytest.mark.parametrize(("victim", "n", "n_after"), [(0, 3, 2), (2, 3, 3), (1, 2, 1)])
 def test_after_a_worker_was_killed_any_number_goes_on_with_the_same_bytes(

@@ -304,6 +304,7 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
 # ---- writing
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("by", ["as_stored", "whole"])
 @pytest.mark.parametrize("name", GOLD)
 def test_torch_loads_what_we_wrote_of_gold(

@@ -17,6 +17,7 @@ from core.formats.deepspeed.universal.source import for_universal
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, written
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes
+from tests.support.rounds import rounds
 
 EXPERT_1 = "layer_0_expert_1_mp_rank_00_model_states.pt"
 SHARDED = ("moe_zero1", "moe_zero2_two_sizes", "moe_zero1_data_first")
@@ -163,7 +164,10 @@ def test_a_missing_file_is_named(
 @pytest.mark.parametrize("case", ["moe_zero1", "moe_zero0"])
 def test_damage_is_an_error_of_ours(deepspeed_parallel: Path, tmp_path: Path, case: str) -> None:
     check_reading(
-        deepspeed.FORMAT, deepspeed_parallel / case / "global_step2", tmp_path / "damaged"
+        deepspeed.FORMAT,
+        deepspeed_parallel / case / "global_step2",
+        tmp_path / "damaged",
+        n_flips=rounds(50),
     )
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from core.catalog.catalog import Catalog
-from core.convert.contract import check_reading
 from core.errors import (
     CorruptError,
     MissingShardError,
@@ -33,6 +32,7 @@ from core.pickle.nesting import entries
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, MODEL, STATES, Zero, values
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.rounds import rounds
 
 GOLD = ("zero1_dp2_bf16", "zero2_dp2_bf16", "zero2_dp2_fp32", "zero3_dp2_bf16")
 RANK_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -144,13 +144,6 @@ def test_the_skeleton_has_every_entry_under_its_path(golden: Path) -> None:
         *catalog.tensors,
         *catalog.objects,
     }
-
-
-@pytest.mark.parametrize("case", [*GOLD, "zero0_dp2_bf16"])
-def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: str) -> None:
-    check_reading(
-        deepspeed.FORMAT, golden / "deepspeed" / case / "global_step10", tmp_path / "damaged"
-    )
 
 
 def test_reading_needs_no_framework(golden: Path, repo_dir: Path) -> None:
@@ -380,7 +373,7 @@ def test_an_old_file_name_is_known(tmp_path: Path) -> None:
 shapes = st.lists(st.lists(st.integers(1, 6), max_size=3).map(tuple), min_size=1, max_size=6)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=rounds(150), deadline=None)
 @given(
     groups=st.lists(shapes, min_size=1, max_size=3),
     n_ranks=st.integers(1, 9),

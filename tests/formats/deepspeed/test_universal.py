@@ -28,6 +28,7 @@ from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_namesp
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, STATES, Zero, values, written
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.rounds import rounds
 
 CASES = ("zero1_dp2_bf16", "zero3_dp2_bf16")
 FOLDER = "global_step10_universal"
@@ -118,10 +119,12 @@ def test_the_contract_is_kept(check: Callable[..., None], tmp_path: Path) -> Non
     check(deepspeed_universal.FORMAT, tmp_path, Sample(tensors, SAMPLE.objects))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path, case: str) -> None:
+def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path) -> None:
     check_reading(
-        deepspeed_universal.FORMAT, golden / "deepspeed_universal" / case, tmp_path / "damaged"
+        deepspeed_universal.FORMAT,
+        golden / "deepspeed_universal" / "zero1_dp2_bf16",
+        tmp_path / "damaged",
+        n_flips=rounds(50),
     )
 
 

@@ -139,6 +139,7 @@ def rewrite_state(path: Path) -> None:
     torch.save(content, path)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("damage", [remove, cut, empty, rewrite_state])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_unreadable_optimizer_does_not_block_weights_alone(

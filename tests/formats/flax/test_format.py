@@ -27,6 +27,7 @@ from core.formats.flax.format import FORMAT
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
 from tests.support.materialize import tensor_bytes
+from tests.support.rounds import rounds
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "flax.tar.xz"
 
@@ -99,7 +100,7 @@ def test_pieces_are_merged_and_a_training_file_is_read(files: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["single", "pieces", "legacy/checkpoint_10"])
 def test_damage_is_survived(name: str, files: Path, tmp_path: Path) -> None:
-    check_reading(FORMAT, files / name, tmp_path / "damage")
+    check_reading(FORMAT, files / name, tmp_path / "damage", n_flips=rounds(50))
 
 
 def test_a_file_becomes_an_orbax_checkpoint_that_holds_the_same(

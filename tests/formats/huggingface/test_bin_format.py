@@ -47,6 +47,7 @@ from tests.formats.torch.torch_samples import (
 )
 from tests.support.facets import facet_of
 from tests.support.materialize import materialized
+from tests.support.rounds import rounds
 
 INDEX = "pytorch_model.bin.index.json"
 
@@ -420,7 +421,7 @@ def test_the_format_is_read_only() -> None:
 REAL = {name: bytes(data) for name, data in directory(*tensors()).contents.items()}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 @given(
     st.sampled_from(sorted(REAL)),
     st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), min_size=1),

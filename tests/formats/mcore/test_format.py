@@ -185,6 +185,7 @@ def test_torch_is_not_needed_to_read(golden: Path) -> None:
 # ---- writing
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("by", ["as_stored", "whole"])
 @pytest.mark.parametrize("case", CASES)
 def test_what_we_wrote_reads_back_equal(golden: Path, tmp_path: Path, case: str, by: str) -> None:

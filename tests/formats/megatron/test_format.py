@@ -178,6 +178,7 @@ def test_other_kinds_of_rank_files_are_refused(tmp_path: Path, name: str) -> Non
         megatron.read(store)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", ["dense_gqa/tp2_pp1", "dense_gqa/tp2_pp2"])
 @pytest.mark.parametrize("n_optim", [0, 2])
 def test_model_files_beside_the_old_distributed_optimizer_are_read(

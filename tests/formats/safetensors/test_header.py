@@ -37,6 +37,7 @@ from core.formats.safetensors.header import (
     read_header,
 )
 from core.formats.safetensors.json_text import MAX_ENTRY_BYTES, scanned
+from tests.support.rounds import rounds
 
 W = '{"dtype":"F32","shape":[2],"data_offsets":[0,8]}'
 """A tensor of 8 bytes."""
@@ -349,7 +350,7 @@ def test_a_hostile_header_ends_the_scan_without_large_allocations(case: str) -> 
 
 
 @given(st.binary(max_size=200))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
     for content in (data, file_of(data), file_of(b"{" + data), file_of(b'{"w":' + data + b"}")):
         with contextlib.suppress(CheckpointingException):
@@ -357,7 +358,7 @@ def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(
     data: st.DataObject,
 ) -> None:
@@ -395,7 +396,7 @@ names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
     names,
     names,
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=rounds(200), deadline=None)
 def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
     tensors: dict[str, tuple[str, list[int]]], name: str, text: str
 ) -> None:

@@ -6,8 +6,6 @@ import argparse
 import collections
 import io
 import pickle
-import subprocess
-import sys
 import tarfile
 import warnings
 import zipfile
@@ -45,6 +43,7 @@ from tests.formats.torch.torch_samples import (
     saved,
     written,
 )
+from tests.support import forked
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -167,13 +166,7 @@ def test_torchs_own_check_of_offsets_accepts_a_written_file(tmp_path: Path) -> N
         "config.load.calculate_storage_offsets = True; "
         "torch.load(sys.argv[1]); torch.load(sys.argv[1], mmap=True); print('fine')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(path)],
-        env={"TORCH_SERIALIZATION_DEBUG": "1", "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = forked.run(["-c", script, path], env={"TORCH_SERIALIZATION_DEBUG": "1", "PATH": ""})
     assert done.stdout.strip() == "fine", done.stderr
 
 

@@ -50,6 +50,7 @@ from tests.formats.torch.torch_samples import (
     written,
 )
 from tests.support.facets import facet_of
+from tests.support.rounds import rounds
 
 FLOATS = Global("torch", "FloatStorage")
 
@@ -520,7 +521,7 @@ def test_rank_files_that_are_streams_are_read_like_zips(
         assert entry_bytes(streams, stores[1], key) == entry_bytes(zips, stores[0], key), key
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=rounds(500), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
 )
@@ -540,7 +541,7 @@ OLD = legacy_stream(
 )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=rounds(500), deadline=None)
 @given(st.sampled_from([OLD, REAL]), st.integers(0, 2**32))
 def test_a_stream_with_missing_and_doubled_bytes_raises_only_our_errors(
     data: bytes, seed: int

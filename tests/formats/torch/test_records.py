@@ -55,6 +55,7 @@ from tests.formats.torch.torch_samples import (
     saved,
     written,
 )
+from tests.support.rounds import rounds
 
 
 def encoding_of(catalog: Catalog, key: str) -> RecordEncoding | None:
@@ -97,6 +98,7 @@ PACKINGS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -308,7 +310,7 @@ REAL = deflated(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=rounds(400), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
 )
@@ -319,7 +321,7 @@ def test_a_damaged_deflated_file_raises_only_our_errors(damages: list[tuple[int,
     attempt(bytes(data))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 @given(st.binary(max_size=200), st.sampled_from([0, 1, 64, 256, 1000]))
 def test_any_deflated_data_raise_only_our_errors(raw: bytes, size: int) -> None:
     store = MemoryStore({"f.pt": packed(raw=raw, size=size, crc=0)}, entry="f.pt")

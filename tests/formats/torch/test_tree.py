@@ -34,6 +34,7 @@ from tests.formats.torch.torch_samples import (
     saved,
     saved_legacy,
 )
+from tests.support.rounds import rounds
 
 
 def test_the_hand_made_tensor_is_fine() -> None:
@@ -156,7 +157,7 @@ def test_a_file_cut_at_any_byte_is_an_error_of_ours() -> None:
                 FORMAT.read(store)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, len(REAL) - 1), st.integers(0, 255)), min_size=1, max_size=4)
 )
@@ -169,7 +170,7 @@ def test_a_damaged_file_raises_only_our_errors(damages: list[tuple[int, int]]) -
         attempt(bytes(data))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=rounds(500), deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=3),
     st.integers(0, 2**32),

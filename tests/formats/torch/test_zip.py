@@ -24,6 +24,7 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.zip.container import Archive, check_kind, read_archive
 from core.formats.torch.zip.layout import plan_archive
 from core.formats.torch.zip.records import is_big_endian
+from tests.support.rounds import rounds
 
 U32 = 0xFFFFFFFF
 
@@ -388,7 +389,7 @@ REAL = saved(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=rounds(400), deadline=None)
 @given(
     st.sampled_from([REAL, DATA]),
     st.lists(
@@ -411,7 +412,7 @@ def test_a_damaged_zip_raises_only_our_errors(
         assert 0 <= record.span[0] <= record.span[1] <= len(data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=rounds(300), deadline=None)
 @given(st.binary(max_size=300))
 def test_any_bytes_raise_only_our_errors(data: bytes) -> None:
     for tail in (b"", DATA[CENTRAL:], REAL[-98:]):

@@ -406,6 +406,7 @@ def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
 COMPRESSORS = ({"id": "zstd"}, {"id": "gzip"}, {"id": "zlib"}, {"id": "bz2"}, {"id": "blosc"}, None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "compressor", COMPRESSORS, ids=lambda item: "plain" if item is None else item["id"]
 )

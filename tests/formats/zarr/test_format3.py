@@ -285,6 +285,7 @@ def made_by_tensorstore(folder: Path, dtype: str, metadata: dict[str, Any]) -> b
     return values.tobytes()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["chunks", "shards"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("codec", CODECS)

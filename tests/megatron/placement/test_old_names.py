@@ -51,6 +51,7 @@ def reshard(src: Path, dst: Path, case: str, to: str | None = "megatron") -> lis
     return list(report.notes)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("names", ["new", "old"])
 @pytest.mark.parametrize(("a", "b"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
 def test_shared_embeddings(golden: Path, tmp_path: Path, a: str, b: str, names: str) -> None:
@@ -87,6 +88,7 @@ def test_experts_of_a_switch_mlp(golden: Path, tmp_path: Path, a: str, b: str) -
     assert_same_nested(tmp_path / "out", tmp_path / "b")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("version", [0, 1.0, None])
 @pytest.mark.parametrize(
     ("a", "b"), [("tp2_pp2", "tp1_pp1"), ("tp1_pp1", "tp4_pp1"), ("tp4_pp1", "tp2_pp1")]
@@ -142,6 +144,7 @@ def test_an_optimizer_follows_the_old_names(golden: Path, tmp_path: Path) -> Non
     assert_same_optimizer(tmp_path / "out", tmp_path / "b")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("version", [0, 1.0])
 def test_an_optimizers_states_have_the_old_order_of_rows_too(
     golden: Path, tmp_path: Path, version: float

@@ -178,6 +178,7 @@ def test_a_gate_by_any_argument_or_by_shapes_alone(
     assert_shards(reshard(source, tmp_path / "b", tp), tensors, gated=True)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("source_tp", [1, 2, 4])
 def test_multi_query_keys_are_one_tensor_at_every_size(

@@ -103,6 +103,7 @@ def test_any_layout_becomes_any_other(
     assert_same_weights(tmp_path / "out", saved / model / b / "ranks")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "a", "b"), [pair for pair in PAIRS if pair[1] != pair[2]])
 def test_torch_dist_has_the_keys_chunks_and_values_that_megatron_saves(
     saved: Path, tmp_path: Path, model: str, a: str, b: str
@@ -130,6 +131,7 @@ def test_torch_dist_has_the_keys_chunks_and_values_that_megatron_saves(
     store.close()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("model", "a", "b"),
     [

@@ -33,6 +33,7 @@ MODELS = {
 PATH = "decoder.layers.2.self_attention."
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("a", [2, 4])
 @pytest.mark.parametrize("b", [1, 2, 3, 4, 6, 12])

@@ -43,6 +43,7 @@ def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -
     return made
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("a", TP)
 @pytest.mark.parametrize("b", TP)
 def test_any_size_to_any_other_that_divides(a: int, b: int) -> None:

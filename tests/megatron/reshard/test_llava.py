@@ -80,6 +80,7 @@ def assert_same_torch_dist(ours: Path, theirs: Path) -> None:
         assert boxes == expected_boxes, key
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", Level)
 @pytest.mark.parametrize("name", ["llava", "llava_dist"])
 def test_a_complete_model_has_no_findings(name: str, level: Level, models: Path) -> None:

@@ -84,7 +84,7 @@ def reshard(
     covering_cases(
         (pytest.param(*case, id="-".join(case)) for case in _CASES),
         lambda family, model, source, target: {
-            "from": (family, model, source),
+            "from": (family, model),
             "to": (model, target),
         },
     ),

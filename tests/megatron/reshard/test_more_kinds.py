@@ -293,6 +293,7 @@ MODELS = {
 LAYOUTS = [Topology(), Topology(tp=2), Topology(tp=2, pp=2), Topology(pp=4)]
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("a", LAYOUTS, ids=str)
 @pytest.mark.parametrize("b", LAYOUTS, ids=str)

@@ -60,6 +60,7 @@ def rows_apart(tensor: torch.Tensor) -> torch.Tensor:
     return large[:, 3 : 3 + tensor.shape[1]]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "make", [transposed, within, every_second, rows_apart], ids=lambda make: make.__name__
 )
@@ -134,11 +135,18 @@ DTYPES = (
 )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).partition(".")[2])
-def test_every_dtype_is_moved_bit_by_bit(golden: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    weight = "decoder.layers.2.mlp.linear_fc1.weight"
+def test_every_dtype_is_moved_bit_by_bit(golden: Path, tmp_path: Path) -> None:
+    modules = (
+        "mlp.linear_fc1",
+        "mlp.linear_fc2",
+        "self_attention.linear_qkv",
+        "self_attention.linear_proj",
+    )
+    weights = [f"decoder.layers.{n}.{module}.weight" for n in range(4) for module in modules]
+    dtype_of = dict(zip(weights, DTYPES, strict=False))
+    assert len(dtype_of) == len(DTYPES)
 
-    def recast(tensor: torch.Tensor) -> torch.Tensor:
+    def recast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         size = torch.empty((), dtype=dtype).element_size()
         plain = tensor.contiguous().view(torch.int16).to(torch.int64)
         if dtype == torch.bool:
@@ -149,16 +157,17 @@ def test_every_dtype_is_moved_bit_by_bit(golden: Path, tmp_path: Path, dtype: to
         return data.contiguous().view(dtype).squeeze(-1)
 
     def change(folder: str, name: str, value: Any) -> Any:
-        return recast(value) if name == weight else value
+        return recast(value, dtype_of[name]) if name in dtype_of else value
 
     source = rewritten(sources(golden) / "tp2_pp1", tmp_path / "a", change)
     wanted = rewritten(sources(golden) / "tp4_pp1", tmp_path / "b", change)
     out = resharded(source, tmp_path / "out", tp=4)
     for folder in rank_dirs(wanted):
-        ours, theirs = model_of(out, folder)[weight], model_of(wanted, folder)[weight]
-        assert ours.dtype == theirs.dtype == dtype
-        assert ours.shape == theirs.shape
-        assert ours.contiguous().view(torch.uint8).equal(theirs.contiguous().view(torch.uint8))
+        for weight, dtype in dtype_of.items():
+            ours, theirs = model_of(out, folder)[weight], model_of(wanted, folder)[weight]
+            assert ours.dtype == theirs.dtype == dtype
+            assert ours.shape == theirs.shape
+            assert ours.contiguous().view(torch.uint8).equal(theirs.contiguous().view(torch.uint8))
 
 
 def test_tensors_of_no_and_of_one_element(golden: Path, tmp_path: Path) -> None:

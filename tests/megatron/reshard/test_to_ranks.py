@@ -49,6 +49,7 @@ def model_arrays(catalog: object) -> dict[str, object]:
     return {name: data for name, data in catalog.items() if ":model" in name}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_resharded_tensors_equal_those_that_megatron_saved(
     golden: Path, model: str, a: str, b: str
@@ -64,6 +65,7 @@ def test_resharded_tensors_equal_those_that_megatron_saved(
         assert (made[name] == data).all(), name  # type: ignore[attr-defined]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_files_have_the_entries_of_those_that_megatron_saved(
     golden: Path, model: str, a: str, b: str
@@ -89,6 +91,7 @@ def test_files_have_the_entries_of_those_that_megatron_saved(
                 assert same(ours[name], theirs[name]), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: str) -> None:
     _, source = global_form(golden, model, a)
@@ -141,6 +144,7 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
         )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("a", GROUPED)
 @pytest.mark.parametrize("b", GROUPED)
 def test_grouped_experts_stay_those_that_megatron_saved(

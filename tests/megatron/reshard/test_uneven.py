@@ -269,7 +269,9 @@ def test_a_model_that_does_not_divide_becomes_torch_dist_and_back(
     assert_same_weights(tmp_path / "c", golden / DENSE / "tp2_pp1")
 
 
-@pytest.mark.parametrize("source", ["tp2_pp2_optim", "tp2_pp1_dp2_distopt"])
+@pytest.mark.parametrize(
+    "source", ["tp2_pp2_optim", pytest.param("tp2_pp1_dp2_distopt", marks=pytest.mark.long)]
+)
 def test_optimizers_take_any_way_to_an_uneven_layout(
     golden: Path, tmp_path: Path, source: str
 ) -> None:

@@ -79,6 +79,7 @@ def findings_of(root: Path) -> list[Finding]:
     return list(validate(root, level=Level.DEEP).findings)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("fork", V_ARGUMENTS)
 def test_a_v_shaped_pipeline_is_the_model_that_it_holds(

@@ -83,6 +83,7 @@ def megatron_layout(
     return BufferLayout(tuple(slots), unpadded)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("sizes", SIZES, ids=len)
 @pytest.mark.parametrize("bucket_size", [None, 1, 100, 256, 1000])
 @pytest.mark.parametrize(("n_ranks", "is_wide"), [(1, False), (6, False), (4, True)])

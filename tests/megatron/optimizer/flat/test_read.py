@@ -119,6 +119,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "topology"), SIZES)
 @pytest.mark.parametrize("run", [Run(), Run(bucket_size=500), Run(bucket_size=1)])
 def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: Run) -> None:

@@ -64,6 +64,7 @@ def assert_same_tree(found: Any, wanted: Any, name: str) -> None:
         assert found == wanted, name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("family", "source"), SOURCES, ids=["-".join(source) for source in SOURCES]
 )
@@ -127,6 +128,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "before", "after"), CHANGES)
 @pytest.mark.parametrize("run_", [Run(), Run(bucket_size=500)])
 def test_buffers_are_those_of_a_run_at_the_new_sizes(

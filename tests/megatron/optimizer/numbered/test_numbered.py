@@ -63,6 +63,7 @@ def refusal(source: Path, tmp_path: Path, **options: Any) -> CheckpointingExcept
 # --- Megatron's own files ------------------------------------------------------------------
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", GOLD)
 @pytest.mark.parametrize("source", GOLD)
 def test_resharded_optimizers_equal_those_that_megatron_saved(
@@ -75,6 +76,7 @@ def test_resharded_optimizers_equal_those_that_megatron_saved(
     assert_same_weights(tmp_path / "out", root / f"{target}_optim")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("target", GOLD)
 @pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0161_torch_dist"])
 def test_optimizers_out_of_torch_dist_equal_those_that_megatron_saved(
@@ -193,6 +195,7 @@ def test_experts_come_to_an_optimizer_of_their_own_and_back(
     assert_same_optimizer(tmp_path / "out", wanted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
 def test_legacy_grouped_experts_become_single_ones_with_their_states(
     tmp_path: Path, a: Topology
@@ -206,7 +209,11 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("b", _EXPERTS, ids=str)
+@pytest.mark.parametrize(
+    "b",
+    [*_EXPERTS[2:], *(pytest.param(one, marks=pytest.mark.long) for one in _EXPERTS[:2])],
+    ids=str,
+)
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)
 @pytest.mark.parametrize(
     "style", [Style(is_grouped=True), Style(is_grouped=True, has_masters=False)], ids=str
@@ -221,7 +228,7 @@ def test_legacy_grouped_experts_keep_their_kind_and_their_states(
     assert_same_weights(tmp_path / "out", wanted)
 
 
-@pytest.mark.parametrize("version", ["0.17", "0.20"])
+@pytest.mark.parametrize("version", ["0.17", pytest.param("0.20", marks=pytest.mark.long)])
 def test_grouped_experts_are_refused_for_a_megatron_without_them(
     tmp_path: Path, version: str
 ) -> None:
@@ -245,8 +252,12 @@ def _names(folder: Path) -> list[str]:
     return list(load_rank_file(next(iter(rank_dirs(folder).values())) / MODEL_FILE)["model"])
 
 
-@pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2)], ids=str)
-@pytest.mark.parametrize("b", [Topology(ep=2), Topology(pp=2, ep=4)], ids=str)
+@pytest.mark.parametrize(
+    "a", [pytest.param(Topology(), marks=pytest.mark.long), Topology(tp=2, ep=2)], ids=str
+)
+@pytest.mark.parametrize(
+    "b", [pytest.param(Topology(ep=2), marks=pytest.mark.long), Topology(pp=2, ep=4)], ids=str
+)
 def test_single_experts_become_grouped_ones_with_their_states_and_back(
     tmp_path: Path, a: Topology, b: Topology
 ) -> None:
@@ -275,6 +286,7 @@ KINDS: dict[str, tuple[Model, Style]] = {
 """Kinds of experts with Transformer Engine: model, and style of its files."""
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("a", "b"), list(permutations(KINDS, 2)))
 def test_every_kind_of_experts_becomes_every_other_with_its_states(
     tmp_path: Path, a: str, b: str
@@ -335,7 +347,7 @@ def test_a_kind_of_experts_that_the_model_cannot_have_is_refused(tmp_path: Path)
     assert_same_weights(tmp_path / "out", save(MOE, Topology(), tmp_path / "b"))
 
 
-@pytest.mark.parametrize("to", ["torch_dist", "zarr"])
+@pytest.mark.parametrize("to", ["torch_dist", pytest.param("zarr", marks=pytest.mark.long)])
 def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(
     tmp_path: Path, to: str
 ) -> None:

@@ -185,7 +185,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.pairwise
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "topology"), SIZES)
 @pytest.mark.parametrize("run", [Run(), Run(bucket_size=500), Run(bucket_size=1, dp=6)])
 @pytest.mark.parametrize("pads", [False, True])

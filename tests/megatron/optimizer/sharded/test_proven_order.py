@@ -20,6 +20,7 @@ from tests.megatron.optimizer.sharded.test_buckets import bucketed
 from tests.megatron.support.flat_files import Run
 from tests.megatron.support.megatron_gold import RULES
 from tests.megatron.support.synthetic import Model
+from tests.support.covering import covering_cases
 
 
 def as_torch_dist(
@@ -66,7 +67,16 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "topology", "is_fused", "stated"), RUNS)
+@pytest.mark.parametrize(
+    ("model", "topology", "is_fused", "stated"),
+    covering_cases(
+        (pytest.param(*case) for case in RUNS),
+        lambda model, topology, is_fused, stated: {
+            "where": (id(model), str(topology)),
+            "how": (is_fused, stated),
+        },
+    ),
+)
 def test_the_order_is_that_of_the_implementation_that_saved(
     model: Model, topology: Topology, is_fused: bool, stated: str | None
 ) -> None:

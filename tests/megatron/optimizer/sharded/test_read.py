@@ -290,7 +290,16 @@ def test_without_a_new_layout_the_form_stays_with_a_note(
     assert any("--tp-new" in note and "fully_reshardable" in note for note in report.notes)
 
 
-@pytest.mark.parametrize("name", (*PLAIN[:2], RESHARDABLE, *BUCKETS, MODEL_SPACE[0]))
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(PLAIN[0], BUCKETS[0], MODEL_SPACE[0]),
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (PLAIN[1], RESHARDABLE, BUCKETS[1])
+        ),
+    ],
+)
 def test_zarr_and_back(golden: Path, tmp_path: Path, name: str) -> None:
     _, store, catalog = converted(golden / name, tmp_path / "zarr", "zarr")
     assert set(catalog.tensors) == set(
@@ -307,6 +316,7 @@ def test_zarr_and_back(golden: Path, tmp_path: Path, name: str) -> None:
     check_values(unshard(catalog, rules=RULES), store, golden)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
 @pytest.mark.parametrize("name", [PLAIN[0], MODEL_SPACE[0]])
 def test_formats_without_a_layout_and_back(
@@ -364,6 +374,7 @@ def test_rank_files_become_what_megatron_saves_as_torch_dist(
     assert not any("optim" in text for text in report.dropped)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
 @pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp2_pp1_dp2_distopt"])
 def test_rank_files_by_way_of_a_format_without_a_layout(
@@ -410,24 +421,25 @@ def test_ranks_with_random_states_of_their_own_become_trees(
     assert any("local_experts.3.linear_fc2.weight" in key for key in catalog.tensors)
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp2_pp1_dp2_distopt"])
 @pytest.mark.parametrize("to", ["dcp", "zarr"])
-def test_commutes_with_resharding_of_rank_files(golden: Path, tmp_path: Path, to: str) -> None:
+def test_commutes_with_resharding_of_rank_files(
+    golden: Path, tmp_path: Path, case: str, to: str
+) -> None:
     """Rank files, by way of global tensors, at another layout are those of the direct way."""
-    for case in ("tp2_pp1_optim", "tp2_pp1_dp2_distopt"):
-        src = golden / "mcore_legacy/dense_gqa" / case
-        sizes = TopologyChange(tp=1, pp=2)
-        _, direct_store, direct = converted(src, tmp_path / f"{case}-a", "megatron", topology=sizes)
-        converted(src, tmp_path / f"{case}-b", to)
-        _, store, found = converted(
-            tmp_path / f"{case}-b", tmp_path / f"{case}-c", "megatron", topology=sizes
+    src = golden / "mcore_legacy/dense_gqa" / case
+    sizes = TopologyChange(tp=1, pp=2)
+    _, direct_store, direct = converted(src, tmp_path / "a", "megatron", topology=sizes)
+    converted(src, tmp_path / "b", to)
+    _, store, found = converted(tmp_path / "b", tmp_path / "c", "megatron", topology=sizes)
+    assert {key: (meta.dtype, meta.shape) for key, meta in found.tensors.items()} == {
+        key: (meta.dtype, meta.shape) for key, meta in direct.tensors.items()
+    }
+    for key in direct.tensors:
+        assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), (
+            key
         )
-        assert {key: (meta.dtype, meta.shape) for key, meta in found.tensors.items()} == {
-            key: (meta.dtype, meta.shape) for key, meta in direct.tensors.items()
-        }
-        for key in direct.tensors:
-            assert (
-                tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)
-            ).all(), key
 
 
 def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:

@@ -36,6 +36,7 @@ def objects(folder: Path) -> dict[str, object]:
     return state
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", [name for name, run in RUNS.items() if run.optimizer.is_bf16])
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])
 def test_the_way_back_gives_what_megatron_fsdp_wrote(
