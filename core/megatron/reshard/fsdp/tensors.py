@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
+from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.facets import FsdpDtensorFacts
 from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of
@@ -14,37 +15,22 @@ from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
 from core.megatron.model.cut import Cut
 from core.megatron.reshard.fsdp.names import FORMAT, FsdpNames
-from core.values import dataclass
 
 _UNSPLIT = "use --tp-new 1"
 
 
-@dataclass(frozen=True, slots=True)
-class FsdpTensor:
-    """A tensor of the destination: a whole one of the global form, or the half of one.
+def fsdp_tensors(
+    catalog: Catalog, cuts: Mapping[str, Cut], names: FsdpNames
+) -> dict[tuple[str, ...], tuple[Tensor, Shape]]:
+    """Return the tensors of the destination, and their shapes there, which may have padding.
 
-    Args:
-        path: keys of the containers around it, and its own; joined by dots they are its key.
-        key: global key of the tensor from which it is taken.
-        start: its first row there.
-        n_rows: its number of rows in the source; None for all.
-        shape: its shape in the destination.
-    """
-
-    path: tuple[str, ...]
-    key: str
-    start: int
-    n_rows: int | None
-    shape: tuple[int, ...]
-
-
-def fsdp_tensors(catalog: Catalog, cuts: Mapping[str, Cut], names: FsdpNames) -> list[FsdpTensor]:
-    """Return the tensors of the destination.
+    Returns:
+        By path: the keys of the containers around a tensor, and its own.
 
     Raises:
         UnsupportedError: the parts of a parameter are not kept together at this TP size.
     """
-    stored = []
+    stored: dict[tuple[str, ...], tuple[Tensor, Shape]] = {}
     for key, cut in cuts.items():
         state, name = state_of(key), param_of(key)
         if name.endswith(EXTRA_STATE) or (state is not None and state[0] == MASTER):
@@ -58,36 +44,19 @@ def fsdp_tensors(catalog: Catalog, cuts: Mapping[str, Cut], names: FsdpNames) ->
                 hint=_UNSPLIT,
             )
         master = state_key(MASTER, name)
-        source = master if state is None and master in catalog.tensors else key
-        is_half = len(halves) > 1
-        n_rows = cut.shape[0] // 2 if is_half else 0
+        tensor = catalog.tensors[master if state is None and master in catalog.tensors else key]
         for number, half in enumerate(halves):
             if state is None:
                 path: tuple[str, ...] = ("model", names.in_model(name) + half)
             else:
                 path = (OPTIMIZER, "state", names.in_optimizer(name) + half, state[0])
-            stored.append(
-                FsdpTensor(
-                    path,
-                    source,
-                    start=number * n_rows,
-                    n_rows=n_rows if is_half else None,
-                    shape=(n_rows, *cut.shape[1:]) if is_half else cut.shape,
-                )
-            )
+            if len(halves) > 1:
+                n_rows = cut.shape[0] // 2
+                rows = tensor.narrow(0, number * n_rows, n_rows)
+                stored[path] = (rows, (n_rows, *cut.shape[1:]))
+            else:
+                stored[path] = (tensor, cut.shape)
     return stored
-
-
-def with_tensors(catalog: Catalog, tensors: Sequence[FsdpTensor]) -> Catalog:
-    """Return a catalog with the tensors of the destination, of the source's extent."""
-    by_key: dict[str, Tensor] = {}
-    for stored in tensors:
-        tensor = catalog.tensors[stored.key]
-        # Of a parameter that is stored in halves, the rows of the half.
-        if stored.n_rows is not None:
-            tensor = tensor.narrow(0, stored.start, stored.n_rows)
-        by_key[".".join(stored.path)] = tensor
-    return replace(catalog, tensors=by_key)
 
 
 def with_padding(target: TargetCatalog) -> TargetCatalog:

@@ -53,7 +53,7 @@ from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
 from core.megatron.reshard.fsdp.checks import check_model
 from core.megatron.reshard.fsdp.names import FORMAT, FsdpNames
-from core.megatron.reshard.fsdp.tensors import fsdp_tensors, with_tensors
+from core.megatron.reshard.fsdp.tensors import fsdp_tensors
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
 
@@ -109,7 +109,7 @@ def to_fsdp_dtensor(
     skeleton: dict[object, object] = {}
     leaves: dict[tuple[str, ...], object] = {
         path: ObjectLeaf(".".join(path)) for path in values
-    } | {stored.path: TensorLeaf(".".join(stored.path)) for stored in tensors}
+    } | {path: TensorLeaf(".".join(path)) for path in tensors}
     for path, leaf in leaves.items():
         node = skeleton
         for part in path[:-1]:
@@ -119,9 +119,9 @@ def to_fsdp_dtensor(
     objects = {
         ".".join(path): StoredObject(".".join(path), value=value) for path, value in values.items()
     }
-    result = with_tensors(catalog, tensors)
     return replace(
-        result,
+        catalog,
+        tensors={".".join(path): tensor for path, (tensor, _) in tensors.items()},
         objects=objects,
         hidden={key: catalog.meta(key) for key in hidden},
         skeleton=skeleton,
@@ -132,7 +132,7 @@ def to_fsdp_dtensor(
         facets={
             Topology: topology,
             FsdpDtensorFacts: FsdpDtensorFacts(
-                {".".join(stored.path): stored.shape for stored in tensors}
+                {".".join(path): shape for path, (_, shape) in tensors.items()}
             ),
         },
     )
