@@ -31,7 +31,12 @@ def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Cata
 
     For entries that the user left out, and those that other records list.
     """
-    removed = {key: item for key, item in before.tensors.items() if key not in catalog.tensors}
+    remaining = catalog.tensors.keys() | catalog.hidden.keys()
+    removed = {
+        key: tensor
+        for key, tensor in (*before.tensors.items(), *before.hidden.items())
+        if key not in remaining
+    }
     return replace(catalog, dropped=(*catalog.dropped, *left_out(removed, reason)))
 
 

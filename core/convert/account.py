@@ -50,8 +50,10 @@ def _find_unaccounted(
 ) -> list[str]:
     """Return the keys of the tensors that are neither written nor recorded as left out."""
     written = [source.meta(key) for key, _ in target.all_tensors()]
-    # Most tensors only change their name, and are recognized without their fragments.
-    unchanged = {id(tensor.tiling) for tensor in written}
+    recorded = [tensor for entries in record for tensor in entries.tensors]
+    # Most tensors only change their name, and are recognized without their fragments. Those of one
+    # that is left out may be unreadable.
+    unchanged = {id(tensor.tiling) for tensor in (*written, *recorded)}
     names = {
         name.partition(" ")[0]
         for entries in record
@@ -69,9 +71,10 @@ def _find_unaccounted(
         return []
 
     # Find the others by the places of their arrays.
-    recorded = [tensor for entries in record for tensor in entries.tensors]
+    known = {id(tensor.tiling) for tensor in opened.tensors.values()}
+    parts = [tensor for tensor in recorded if id(tensor.tiling) not in known]
     places: dict[str, set[int]] = {}
-    for array in _arrays_of([*written, *recorded]):
+    for array in _arrays_of([*written, *parts]):
         for stored in find_inputs(array):
             places.setdefault(stored.extent.file, set()).add(stored.extent.offset)
     offsets = {file: sorted(starts) for file, starts in places.items()}

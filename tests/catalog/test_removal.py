@@ -36,7 +36,7 @@ def test_entries_leave_with_what_only_they_use_and_are_recorded() -> None:
     assert catalog.aliases == {"c": "b"}
     listed = [str(entry) for entry in catalog.dropped if entry.is_listed]
     assert listed == ["x (no place)", "a (not wanted)"]
-    assert [entry.names for entry in catalog.dropped if entry.tensors] == [("a",)]
+    assert [entry.names for entry in catalog.dropped if entry.tensors] == [("a", "own")]
 
 
 def test_removed_entries_are_not_recorded() -> None:

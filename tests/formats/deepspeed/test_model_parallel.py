@@ -328,7 +328,7 @@ def test_moments_that_differ_alone_leave_the_weights(
     hint = caught.value.hint or ""
     assert "config.json" not in hint and "--exclude" not in hint
     # What the hints say leads on, and is said only where it does.
-    assert ("--no-optim" in hint) == (caught.value.key or "").endswith(".exp_avg")
+    assert ("--no-optim" in hint) == (".exp_avg" in (caught.value.key or ""))
     if has_weights:
         run(Job(src=folder, dst=tmp_path / "b.pt", to="torch", optim="drop", fsync=False))
         assert torch.load(tmp_path / "b.pt")["embed"].numel() == 1 << 15
