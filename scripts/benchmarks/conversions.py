@@ -103,9 +103,7 @@ PEERS: dict[str, tuple[Peer, ...]] = {
     ),
     "dcp-1": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "torch", 8, 10),),
     "dcp-4": (Peer("dcp_to_torch_save of torch", _TO_TORCH, "torch", 8, 10),),
-    "safetensors": (
-        Peer("load_file + save_file of safetensors", _LOAD_SAVE, "safetensors", 1, 4),
-    ),
+    "safetensors": (Peer("load_file + save_file of safetensors", _LOAD_SAVE, "safetensors", 1, 4),),
 }
 """Kind of source → other tools' converters for it."""
 TIME_PICKLE = """
