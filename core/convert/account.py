@@ -71,8 +71,8 @@ def _find_unaccounted(
         return []
 
     # Find the others by the places of their arrays.
-    known = {id(tensor.tiling) for tensor in opened.tensors.values()}
-    parts = [tensor for tensor in recorded if id(tensor.tiling) not in known]
+    opened_tilings = {id(tensor.tiling) for tensor in opened.tensors.values()}
+    parts = [tensor for tensor in recorded if id(tensor.tiling) not in opened_tilings]
     places: dict[str, set[int]] = {}
     for array in _arrays_of([*written, *parts]):
         for stored in find_inputs(array):
