@@ -501,6 +501,15 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         *form.dropped,
         *_describe_dropped(form.catalog, format, is_bare=is_bare),
         *unsafe,
+        *(
+            replace(
+                entry,
+                names=tuple(f"{name} of {other.path.name}" for name in entry.names),
+                line=f"{other.path.name}: {entry}",
+            )
+            for other in others
+            for entry in other.catalog.dropped
+        ),
     ]
     dropped += [entry for entry in target.dropped if entry not in dropped]
     written = {} if is_file else {path: catalog.files[path] for path in target.files}

@@ -33,7 +33,8 @@ note; 64-bit buffers stay 64-bit.
 
 Not carried, with a note: the 16-bit copies of ZeRO-1 and 2, which conversions and ``validate``
 compare with the master weights, in a sample of each; and states that are not as long as their flat
-group (factored optimizers). Not carried: facts about the partition.
+group (factored optimizers). Not carried: facts about the partition. Not carried, and listed: other
+ranks' client states that differ from the first rank's, or hold tensors.
 
 Versions: 0.3.17 and later, including elastic ZeRO-1 checkpoints and ``BF16_Optimizer``.
 

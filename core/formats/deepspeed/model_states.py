@@ -15,7 +15,7 @@ from core.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.state_file import mapping_or_empty
-from core.pickle.inert import TensorLeaf, as_mapping
+from core.pickle.inert import TensorLeaf, as_mapping, walk
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -116,6 +116,32 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     return ModelStates(
         state, module, buffers, groups, frozen, fragments, shared, other_entries, dropped
     )
+
+
+def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
+    """Return the record of what the files of other ranks have beside the model.
+
+    The catalog has the entries of the first rank. Equal ones of other ranks are copies, and
+    Megatron's arguments have the rank itself.
+
+    Args:
+        models: the files of the model, of all ranks.
+    """
+    from core.megatron.extras.common_state import same
+
+    head = models[0].other_entries
+    names = {
+        name: None
+        for model in models[1:]
+        for name, value in model.other_entries.items()
+        if name != "args"
+        # Leaves say nothing of the tensors' contents.
+        and (
+            any(isinstance(leaf, TensorLeaf) for leaf in walk([value]))
+            or not same(value, head.get(name))
+        )
+    }
+    return dropped_each((f"{name} of other ranks" for name in names), "that of the first is kept")
 
 
 def _refuse_autoep(state: StateFile) -> None:

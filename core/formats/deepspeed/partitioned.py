@@ -14,7 +14,7 @@ from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import missing_rank
-from core.formats.deepspeed.model_states import parse_model_states
+from core.formats.deepspeed.model_states import parse_model_states, record_other_files
 from core.formats.deepspeed.moments import states_by_parameter
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
@@ -223,6 +223,7 @@ def read_partitioned(
         dropped=[
             *(*unlisted.dropped, *by_parameter.dropped),
             *dict.fromkeys(entry for model in models for entry in model.dropped),
+            *record_other_files(models),
         ],
         copies=None if head.stage == 3 else WeightCopies(lambda: pair_copies(model, shapes, runs)),
         masters_of=runs,

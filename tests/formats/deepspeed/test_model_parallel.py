@@ -437,3 +437,30 @@ def two_tensor_ranks(
                     master += 1000 * tp_rank if name in different else 0
             torch.save(content, folder / file.replace("mp_rank_00", f"mp_rank_0{tp_rank}"))
     return LocalStore(folder)
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        ("pipeline_zero1", "mp_rank_01_model_states.pt"),
+        ("autotp_zero1", "mp_rank_01_model_states.pt"),
+        ("autotp_zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+    ],
+)
+def test_what_only_another_rank_has_is_listed(
+    deepspeed_parallel: Path, tmp_path: Path, case: str, name: str
+) -> None:
+    def change(file: str, state: dict[str, Any]) -> None:
+        if file == name:
+            state["global_samples"] += 1
+            state["cuda_rng_state"] = torch.arange(4, dtype=torch.uint8)
+
+    source = deepspeed_parallel / case / "global_step2"
+    edited(source, tmp_path / "run", change)
+    for path, expected in (
+        (tmp_path / "run", {"global_samples of other ranks", "cuda_rng_state of other ranks"}),
+        (source, set()),
+    ):
+        report = run(Job(src=path, dst=tmp_path / "out", to="torch", fsync=False, force=True))
+        listed = {line.partition(" (")[0] for line in report.dropped if "other ranks" in line}
+        assert listed == expected

@@ -38,7 +38,11 @@ from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined
 from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
 from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
-from core.formats.deepspeed.model_states import NO_TENSOR, parse_model_states
+from core.formats.deepspeed.model_states import (
+    NO_TENSOR,
+    parse_model_states,
+    record_other_files,
+)
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import pair_with_copy
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, mapping_or_empty, read_state_file
@@ -122,6 +126,7 @@ def read_model_parallel(
         notes=tuple(dict.fromkeys(notes)),
         dropped=(
             *dict.fromkeys(item for stage in stages for item in stage.dropped),
+            *record_other_files([rank.model for rank in by_rank]),
             *dropped_each(others, NO_TENSOR),
         ),
         extras={name: value for stage in stages for name, value in stage.extras.items()},
@@ -228,6 +233,7 @@ def read_model_files(
         notes=_note_whole(plans),
         dropped=[
             *dict.fromkeys(entry for model in models for entry in model.dropped),
+            *record_other_files(models),
             *dropped_each(others, NO_TENSOR),
         ],
         optimizers=trees if has_optimizer else [],
