@@ -44,6 +44,7 @@ from functools import cache, partial
 from core.arrays.box import Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import left_out
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.removal import aliases_among
@@ -222,17 +223,19 @@ def dequantize(
         for key, tensor in catalog.tensors.items()
         if key not in removed
     }
+    # Without float8 weights, nothing applies the scales of activations.
+    unused = {key: catalog.tensors[key] for key in activations if key in removed}
     result = replace(
         catalog,
         tensors=tensors,
         skeleton=skeleton,
         aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
+        dropped=(*catalog.dropped, *left_out(unused, "scales of activations")),
     )
 
     # Note the float8 tensors and scales that were not used.
     notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
-    dropped = [key for key in activations if key in removed]
-    notes += [f"{some_of(dropped)}: scales of activations, dropped"] if dropped else []
+    notes += [f"{some_of(list(unused))}: scales of activations, dropped"] if unused else []
     notes += [f"{some_of(sorted(kept))}: scales of activations, unchanged"] if kept else []
     return QuantizedCatalog(
         result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckpt_cli.app import main
 from core.catalog.catalog import Catalog, TargetCatalog
@@ -59,6 +61,22 @@ def test_a_conversion_that_loses_a_tensor_writes_nothing(
     assert main(["convert", str(golden / path), str(tmp_path / "dst"), *options]) == 70
     assert lost in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
+def test_scales_of_activations_leave_with_float8(tmp_path: Path, to: str) -> None:
+    weight = {
+        "mlp.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
+        "mlp.weight_scale": torch.tensor(2.0),
+        "mlp.input_scale": torch.tensor(3.0),
+        "norm.weight": torch.ones(4),
+    }
+    save_file(weight, tmp_path / "model.safetensors")
+    with prepared(
+        Job(src=tmp_path / "model.safetensors", dst=tmp_path / "dst", to=to, dequantize="bf16")
+    ) as result:
+        assert set(result.form.tensors) == {"mlp.weight", "norm.weight"}
+        assert "mlp.input_scale: scales of activations, dropped" in result.notes
 
 
 @pytest.mark.parametrize(
