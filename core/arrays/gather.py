@@ -26,6 +26,7 @@ _TILE = 1024
 _N_SLICED = 20_000
 """Runs that are copied one by one before numpy is imported, which takes longer than that."""
 _n_sliced = 0
+"""Runs copied so. Threads may miss some of each other's, which only puts numpy off."""
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8"}
 """Bytes of a consecutive run → the numpy type that copies it fastest."""
 

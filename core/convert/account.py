@@ -39,9 +39,8 @@ def check_account(
     lost = _find_unaccounted(opened, source, target, record)
     if lost:
         raise RuntimeError(
-            f"{len(lost):,} tensors of the source are neither written nor listed as not carried, "
-            f"such as {lost[0]}; nothing was written. If they are not needed, --exclude may leave "
-            "them out"
+            f"{len(lost):,} tensors of the source would be neither written nor listed as not "
+            f"carried, such as {lost[0]}; nothing was written"
         )
 
 

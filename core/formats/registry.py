@@ -27,7 +27,7 @@ _GROUP = "ckpt.formats"
 
 
 class Stores(Enum):
-    """Which checkpoints without a known parallel layout can be written in a format."""
+    """What a format can hold, besides models of which Megatron's parallel layout is known."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""

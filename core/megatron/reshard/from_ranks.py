@@ -256,7 +256,7 @@ def unshard_ranks(
             *record_attributes(_list_lost_attributes(ranks, optim=optim)),
             *(*extras.dropped, *lost_states, *extra_states),
             *(*unused, *unused_head, *optimizer.dropped),
-            *_record_padding(fragments),
+            *left_out(_by_name(fragments.list_padding()), "padding of the vocabulary"),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
@@ -564,11 +564,6 @@ def _join_shapes(
         shapes[key] = shapes[param_of(key)]
     notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
-
-
-def _record_padding(fragments: _RankFragments) -> tuple[Dropped, ...]:
-    """Return the record of the shards that have nothing but padding of the vocabulary."""
-    return left_out(_by_name(fragments.list_padding()), "padding of the vocabulary")
 
 
 def _by_name(arrays: Iterable[StoredArray]) -> dict[str, Tensor]:
