@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
 
 from core.catalog.facets import RankFacts, WriteOptions
 from core.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray
-from core.catalog.tensor import Fragment, TargetTensor, Tensor, tensors_of
+from core.catalog.tensor import Fragment, TargetTensor, Tensor, find_ties, tensors_of
 from core.errors import UnsupportedError
 from core.values import dataclass
 
@@ -76,7 +76,8 @@ class Catalog(Generic[ArrayT_co]):
     Args:
         format: name of the source or target format (``torch``, ``megatron``, ``dcp`` …).
         version: the format's own version text, if it has one.
-        tensors: every global tensor by key, in a stable order. In a *rank catalog*
+        tensors: every global tensor by key, in a stable order. Tensors that share their bytes (tied
+            ones) are one object under several keys (``ties``). In a *rank catalog*
             (``is_rank_local``) the keys are ``<rank directory>:<name>`` and the shapes those of one
             rank; ``core.megatron.reshard.reshard.unshard`` converts them to global ones.
         objects: non-tensor entries by key.
@@ -89,7 +90,6 @@ class Catalog(Generic[ArrayT_co]):
             stores them separately (torch_dist's ``common.pt``; the global form of Megatron rank
             files); None if it does not.
         optimizer: Megatron's optimizer without its tensors, in the global form.
-        aliases: key → key whose bytes it shares (tied tensors).
         attributes: path of a container, "" for the root → what the checkpoint says about it
             (``core.catalog.attributes``).
         files: path → content of a file next to the weights (configurations, tokenizers …), in the
@@ -111,7 +111,6 @@ class Catalog(Generic[ArrayT_co]):
     args: object = None
     common: Mapping[object, object] | None = None
     optimizer: Optimizer | None = None
-    aliases: Mapping[str, str] = field(default_factory=dict)
     attributes: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     files: Mapping[str, Tensor[ArrayT_co] | bytes] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -121,6 +120,7 @@ class Catalog(Generic[ArrayT_co]):
     _by_entry: Callable[[str, int], dict[int, list[Fragment[ArrayT_co]]]] = field(
         init=False, repr=False, compare=False
     )
+    _find_ties: Callable[[], dict[str, str]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for key in map(file_key, self.files):
@@ -131,10 +131,11 @@ class Catalog(Generic[ArrayT_co]):
                     hint="move the file elsewhere, or give the tensor another name",
                 )
         # A layer has some stacks (weights, biases and their optimizer states), whose entries are
-        # asked for in turn. The cache does not refer to the catalog: catalogs are freed while the
+        # asked for in turn. The caches do not refer to the catalog: catalogs are freed while the
         # collector is paused.
         sort = partial(_sort_by_entry, self.tensors)
         object.__setattr__(self, "_by_entry", lru_cache(maxsize=64)(sort))
+        object.__setattr__(self, "_find_ties", cache(partial(find_ties, self.tensors)))
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
@@ -208,6 +209,11 @@ class Catalog(Generic[ArrayT_co]):
         return array
 
     @property
+    def ties(self) -> Mapping[str, str]:
+        """Key → first key of the same tensor, for the tensors that have an earlier key."""
+        return self._find_ties()
+
+    @property
     def documents(self) -> dict[str, bytes]:
         """The files that the program made, by path."""
         return {path: data for path, data in self.files.items() if isinstance(data, bytes)}
@@ -257,12 +263,17 @@ class Catalog(Generic[ArrayT_co]):
     def map_tensors(
         self, change: Callable[[str, Tensor[ArrayT_co]], Tensor[ArrayT]]
     ) -> Catalog[ArrayT]:
-        """Return a copy with what ``change`` returns for each of ``all_tensors``."""
+        """Return a copy with what ``change`` returns for each of ``all_tensors``.
+
+        It is called once for tied tensors, with their first key, so they remain tied.
+        """
+        ties = self.ties
+        own = {key: change(key, item) for key, item in self.tensors.items() if key not in ties}
         # For the type checker: replace() cannot change the type parameter.
         entries: Any = self
         changed: Catalog[ArrayT] = replace(
             entries,
-            tensors={key: change(key, tensor) for key, tensor in self.tensors.items()},
+            tensors={key: own[ties.get(key, key)] for key in self.tensors},
             hidden={key: change(key, tensor) for key, tensor in self.hidden.items()},
             files={
                 path: content if isinstance(content, bytes) else change(file_key(path), content)

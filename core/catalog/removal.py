@@ -55,13 +55,11 @@ def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:
     skeleton = catalog.skeleton
     if skeleton is not None:
         skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
-    tensors = {key: meta for key, meta in catalog.tensors.items() if key not in keys}
     remaining = replace(
         catalog,
-        tensors=tensors,
+        tensors={key: meta for key, meta in catalog.tensors.items() if key not in keys},
         objects={key: item for key, item in catalog.objects.items() if key not in keys},
         skeleton=skeleton,
-        aliases=aliases_among(catalog.aliases, tensors),
     )
     return without_unused_tensors(remaining, catalog)
 
@@ -88,20 +86,3 @@ def find_used_tensors(catalog: Catalog) -> set[str]:
     ]
     keys = {leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)}
     return keys | {item.raw_key for item in catalog.objects.values() if item.raw_key is not None}
-
-
-def aliases_among(aliases: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:
-    """Return the aliases among some tensors; the first tensor of each group is the original.
-
-    Args:
-        aliases: as ``Catalog.aliases``.
-        keys: keys of the tensors that remain, in order.
-    """
-    first_of: dict[str, str] = {}
-    result: dict[str, str] = {}
-    for key in keys:
-        group = aliases.get(key, key)
-        first = first_of.setdefault(group, key)
-        if first != key:
-            result[key] = first
-    return result

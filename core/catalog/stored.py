@@ -8,7 +8,7 @@ produces their dense bytes. The engine reads such an array as if it were a file 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from math import prod
@@ -254,6 +254,15 @@ def n_stored_bytes(array: StoredArray) -> int:
     # With strides, from the first element to the end of the last.
     last = sum((n - 1) * step for n, step in zip(array.shape, extent.strides, strict=True))
     return (last + 1) * itemsize(array.dtype)
+
+
+def renamed(arrays: Mapping[str, StoredArray], new_of: Mapping[str, str]) -> dict[str, StoredArray]:
+    """Return arrays under new keys, which are also their names; what was one array remains one."""
+    made: dict[int, StoredArray] = {}
+    for key, array in arrays.items():
+        if id(array) not in made:
+            made[id(array)] = replace(array, name=new_of[key])
+    return {new_of[key]: made[id(array)] for key, array in arrays.items()}
 
 
 def with_axes(array: StoredArray, axes: Sequence[int | None]) -> StoredArray:

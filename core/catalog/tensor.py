@@ -6,11 +6,13 @@
       └── fragments: boxes that tile it ── at ──▶ stored array (a dense array that exists in a file)
                                                     └── extent: file, byte address, strides
 
-A tensor has no name: a name is the place in a catalog where a tensor hangs, so renaming a tensor
-copies nothing. Several fragments with the same box are replicas. A fragment and its array are
-aligned at their *last* axis; where one has more axes than the other, the extra leading axes have
-extent 1. So a layer of a stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)``
-tensor with ``at == (layer, 0, 0)``, and vice versa.
+A tensor has no name: a name is the place in a catalog where a tensor hangs. So renaming a tensor
+copies nothing, and tied tensors, which share their bytes, are one object under several names.
+
+Several fragments with the same box are replicas. A fragment and its array are aligned at their
+*last* axis; where one has more axes than the other, the extra leading axes have extent 1. So a
+layer of a stacked ``(L, rows, cols)`` array is a fragment of a ``(rows, cols)`` tensor with
+``at == (layer, 0, 0)``, and vice versa.
 
 The operations of this module (``narrow``, ``select``, ``concat``, ``stack`` …) are those of torch,
 on metadata: they make a tensor of other tensors' fragments when these are asked for, and move no
@@ -214,8 +216,29 @@ def compute_whole(compute: Callable[[], ArrayT]) -> Callable[[], tuple[Fragment[
 
 
 def tensors_of(arrays: Mapping[str, ArrayT]) -> dict[str, Tensor[ArrayT]]:
-    """Build tensors that are one array each, by key."""
-    return {key: whole_tensor(array) for key, array in arrays.items()}
+    """Build tensors that are one array each, by key; tensors of the same array are tied."""
+    made: dict[int, Tensor[ArrayT]] = {}
+    for array in arrays.values():
+        if id(array) not in made:
+            made[id(array)] = whole_tensor(array)
+    return {key: made[id(array)] for key, array in arrays.items()}
+
+
+def find_ties(tensors: Mapping[str, AnyTensor]) -> dict[str, str]:
+    """Return key → first key of the same tensor, for the tensors that have an earlier key."""
+    first_of: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for key, tensor in tensors.items():
+        first = first_of.setdefault(id(tensor), key)
+        if first != key:
+            ties[key] = first
+    return ties
+
+
+def without_ties(tensors: Mapping[str, Tensor[ArrayT]]) -> dict[str, Tensor[ArrayT]]:
+    """Return tensors of which each is one of its own; those that were tied have equal data."""
+    ties = find_ties(tensors)
+    return {key: replace(item) if key in ties else item for key, item in tensors.items()}
 
 
 def concat(tensors: Sequence[Tensor[ArrayT]], axis: int = 0) -> Tensor[ArrayT]:

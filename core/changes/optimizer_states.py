@@ -213,8 +213,8 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape:
         parameter = catalog.tensors[entry.tensor].shape
     if parameter not in (None, shape):
         problem = f"the state has shape {shape}, but its parameter has {parameter}"
-    elif key in catalog.aliases:
-        problem = f"the state is also that of another parameter, {catalog.aliases[key]}"
+    elif key in catalog.ties:
+        problem = f"the state is also that of another parameter, {catalog.ties[key]}"
     else:
         return
     raise UnsupportedError(

@@ -47,7 +47,6 @@ from core.catalog.catalog import Catalog
 from core.catalog.dropped import left_out
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.removal import aliases_among
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole, stack
 from core.changes.rename import nest_again
@@ -210,26 +209,22 @@ def dequantize(
         skeleton = map_leaves(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
         )
-    tensors = {
-        key: (
-            replace(
-                tensor,
-                dtype=target.name,
-                tiling=compute_whole(partial(dequantize_weight, key)),
-            )
-            if key in scales_of
-            else tensor
-        )
-        for key, tensor in catalog.tensors.items()
-        if key not in removed
-    }
+    # Tied weights with the same scales stay tied.
+    tensors = {key: item for key, item in catalog.tensors.items() if key not in removed}
+    made: dict[tuple[int, int], Tensor] = {}
+    for key in tensors.keys() & scales_of.keys():
+        weight = tensors[key]
+        pair = id(weight), id(catalog.tensors[scales_of[key]])
+        if pair not in made:
+            tiling = compute_whole(partial(dequantize_weight, key))
+            made[pair] = replace(weight, dtype=target.name, tiling=tiling)
+        tensors[key] = made[pair]
     # Without float8 weights, nothing applies the scales of activations.
     unused = {key: catalog.tensors[key] for key in activations if key in removed}
     result = replace(
         catalog,
         tensors=tensors,
         skeleton=skeleton,
-        aliases=_aliases_with_equal_scales(catalog, scales_of, tensors),
         dropped=(*catalog.dropped, *left_out(unused, "scales of activations")),
     )
 
@@ -416,21 +411,6 @@ def _block_of(
         key=scales_key,
         hint="check the block size: quantization_config.weight_block_size in config.json",
     )
-
-
-def _aliases_with_equal_scales(
-    catalog: Catalog, scales_of: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> dict[str, str]:
-    """Return the aliases that have equal scales too: other float8 tensors become different ones."""
-    first_of = aliases_among(catalog.aliases, catalog.tensors)
-
-    def first(key: str | None) -> str | None:
-        return None if key is None else first_of.get(key, key)
-
-    equal = {
-        a: b for a, b in first_of.items() if first(scales_of.get(a)) == first(scales_of.get(b))
-    }
-    return aliases_among(equal, tensors)
 
 
 def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:

@@ -344,7 +344,6 @@ def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
             new_of[key]: replace(item, key=new_of[key]) for key, item in catalog.objects.items()
         },
         skeleton=None if catalog.skeleton is None else move_leaves(catalog.skeleton, new_of),
-        aliases={new_of.get(a, a): new_of.get(b, b) for a, b in catalog.aliases.items()},
     )
 
 

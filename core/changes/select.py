@@ -16,7 +16,7 @@ from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attr
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
-from core.catalog.removal import aliases_among, find_used_tensors, record_left_out
+from core.catalog.removal import find_used_tensors, record_left_out
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import owned_entries, with_parameters
@@ -114,13 +114,12 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     if skeleton is not None:
         skeleton = map_leaves(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
 
-    # Aliases and the optimizer's facts remain only as far as their tensors do.
+    # The optimizer's facts remain only as far as their tensors do.
     remaining = replace(
         catalog,
         tensors=tensors,
         objects=objects,
         skeleton=skeleton,
-        aliases=aliases_among(catalog.aliases, tensors),
         optimizer=catalog.optimizer if any(map(state_of, tensors)) else None,
     )
 

@@ -12,13 +12,13 @@ copies of the original's entries, and is added to the same groups.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TargetCatalog
+from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.removal import aliases_among, record_left_out
+from core.catalog.removal import record_left_out
 from core.catalog.tensor import Tensor
 from core.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
@@ -26,7 +26,7 @@ from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import REMOVED, entries, map_leaves
 
 if TYPE_CHECKING:
-    from core.catalog.file_image import FileImage
+    pass
 
 OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
@@ -77,16 +77,16 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
         skeleton = map_leaves(
             skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
         )
+    both = second.with_replicas(first)
     tied = replace(
         followed,
         tensors={
-            key: tensor.with_replicas(first) if key == original else tensor
+            key: both if tensor is second else tensor
             for key, tensor in catalog.tensors.items()
             if key not in removed
         },
         objects={key: item for key, item in followed.objects.items() if key not in removed},
         skeleton=skeleton,
-        aliases=_aliases_without(catalog, alias),
     )
     return record_left_out(tied, catalog, "tied")
 
@@ -108,16 +108,16 @@ def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
 def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     """Add a copy of a tensor and of its optimizer entries under another key."""
     _required_tensor(catalog, original, option="--untie")
-    # An existing tensor only stops being an alias.
-    aliases = catalog.aliases
+    # An existing tensor only stops being tied.
+    tensor = catalog.tensors[original]
     if added in catalog.tensors or added in catalog.objects:
-        if added == original or aliases.get(added, added) != aliases.get(original, original):
+        if added == original or catalog.tensors.get(added) is not tensor:
             raise UsageError(
                 "--untie: this entry exists already and does not share the bytes of the other",
                 key=added,
                 hint="omit --untie",
             )
-        return replace(catalog, aliases=_aliases_without(catalog, added))
+        return replace(catalog, tensors={**catalog.tensors, added: replace(tensor)})
 
     # Name the copies: of the tensor and of the optimizer's entries for it.
     owned = {
@@ -134,7 +134,9 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     names = {original: (original, added)}
     names |= {entry.parameter: (entry.parameter, entry.name_of(added)) for entry in owned.values()}
     followed = with_parameters(catalog, names)
-    tensors = {new: catalog.tensors[old] for new, old in old_of.items() if old in catalog.tensors}
+    tensors = {
+        new: replace(catalog.tensors[old]) for new, old in old_of.items() if old in catalog.tensors
+    }
     objects = {
         new: replace(catalog.objects[old], key=new)
         for new, old in old_of.items()
@@ -183,7 +185,7 @@ def _required_tensor(catalog: Catalog, key: str, *, option: str) -> Tensor:
 
 
 def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog:
-    """Keep only the aliases that a file may record by name, without bytes.
+    """Keep only the ties that a file may record by name, without bytes.
 
     transformers shares the input embedding with the output layer if the configuration declares them
     tied. It looks for every other tensor in the files, so these are written separately.
@@ -191,42 +193,24 @@ def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) 
     Args:
         config: the model's ``config.json``, or None if the destination has none.
     """
-    # The first tensor of a group is its original: the output layer must not be the first.
-    outputs_last = sorted(catalog.tensors, key=lambda key: OUTPUT.search(key) is not None)
-    aliases = aliases_among(catalog.aliases, outputs_last)
+    # The first name of a tensor is the one with bytes: it must not be that of the output layer.
+    tied = {*catalog.ties, *catalog.ties.values()}
+    last = [key for key in catalog.tensors if key in tied and OUTPUT.search(key)]
+    order = [*(key for key in catalog.tensors if key not in last), *last]
+    catalog = replace(catalog, tensors={key: catalog.tensors[key] for key in order})
     if config is None:
-        return replace(catalog, aliases=aliases)
+        return catalog
     is_tied = config.get("tie_word_embeddings") is True
-    ties = {
+    lost = {
         key: first
-        for key, first in aliases.items()
-        if is_tied and OUTPUT.search(key) and INPUT.search(first)
+        for key, first in catalog.ties.items()
+        if not (is_tied and OUTPUT.search(key) and INPUT.search(first))
     }
-    separate = [f"{key} ({first})" for key, first in aliases.items() if key not in ties]
+    copies = {key: replace(catalog.tensors[key]) for key in lost}
+    separate = [f"{key} ({first})" for key, first in lost.items()]
     note = (
         "tied tensors are written separately, because transformers loads each by name: "
         f"{', '.join(separate)}"
     )
-    return replace(catalog, aliases=ties).noted([note] if separate else [])
-
-
-def find_recorded_ties(target: TargetCatalog, images: Iterable[FileImage]) -> dict[str, str]:
-    """Return tensor → equal tensor for the tensors of a target that have no bytes in any file."""
-    placed = {place.array.name for image in images for place in image.arrays}
-
-    def is_placed(key: str) -> bool:
-        return any(
-            fragment.array is not None and fragment.array.name in placed
-            for fragment in target.fragments(key)
-        )
-
-    return {
-        key: first
-        for key, first in target.aliases.items()
-        if key in target.tensors and not is_placed(key)
-    }
-
-
-def _aliases_without(catalog: Catalog, alias: str) -> dict[str, str]:
-    """Return the aliases among all tensors except one."""
-    return aliases_among(catalog.aliases, [key for key in catalog.tensors if key != alias])
+    catalog = replace(catalog, tensors={**catalog.tensors, **copies})
+    return catalog.noted([note] if separate else [])

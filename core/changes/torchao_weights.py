@@ -90,11 +90,6 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
         tensors=tensors,
         objects={key: item for key, item in catalog.objects.items() if not key.startswith(parts)},
         skeleton=None if skeleton is None else without_parts(skeleton, key_of, set(), parts),
-        aliases={
-            key: first
-            for key, first in catalog.aliases.items()
-            if key in tensors and first in tensors
-        },
     )
     return DequantizedWeights(result, tuple(block_of))
 

@@ -105,8 +105,8 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
             as equal.
     """
     notes = []
-    ties = _format_pairs(catalog.aliases, set(catalog.tensors))
-    if ties and not keeps_ties:
+    if catalog.ties and not keeps_ties:
+        ties = [f"{key} ({first})" for key, first in catalog.ties.items()]
         notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
     views = [f"{view} ({base})" for view, base in _find_views(catalog)]
     if views:
@@ -192,9 +192,9 @@ def _find_views(catalog: Catalog) -> Iterator[tuple[str, str]]:
 
     # Collect (first byte, end, array) by file; tied tensors are reported elsewhere.
     spans_of_file: dict[str, list[tuple[int, int, StoredArray]]] = {}
-    aliases = catalog.aliases
+    ties = catalog.ties
     for key in catalog.tensors:
-        array = None if key in aliases else catalog.fragments(key)[0].array
+        array = None if key in ties else catalog.fragments(key)[0].array
         if array is None or not array.n_bytes or array.extent.encoding is not None:
             continue
         extent = array.extent

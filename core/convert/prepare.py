@@ -529,12 +529,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     )
     target = replace(target, write=write)
     images = _lay_out_files(target, source, format, dst)
-    ties: Mapping[str, str] = {}
     if format.records_ties:
-        from core.changes.tie import find_recorded_ties
-
-        ties = find_recorded_ties(target, images)
-        notes += recorded_notes(ties)
+        notes += recorded_notes(target.ties)
 
     # Prove that every byte of the files has a source.
     plan = make_plan(
@@ -580,7 +576,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
             )
         ),
         n_tensors=(n_leaves(target.skeleton) if format.keeps_nesting else len(target.tensors))
-        - len(ties),
+        - (len(target.ties) if format.records_ties else 0),
     )
 
 
@@ -659,7 +655,7 @@ def _keep_recordable_ties(
     catalog: Catalog, source: Checkpoint, format: Format, *, is_file: bool
 ) -> Catalog:
     """Forget the ties that the destination's format does not record."""
-    if not format.records_ties or not catalog.aliases:
+    if not format.records_ties or not catalog.ties:
         return catalog
     from core.changes.tie import keep_recordable_ties
 

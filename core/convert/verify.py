@@ -188,13 +188,13 @@ def _locate_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) 
                 )
         return bound
 
-    # An alias has the bytes of another tensor, so comparing that one is enough.
+    # Tied tensors have the same bytes, so comparing the first is enough.
     tensors = {
         key: replace(catalog.tensors[key].with_arrays(bind), flexible=tensor.flexible)
         for key, tensor in expected.tensors.items()
-        if key not in catalog.aliases
+        if key not in catalog.ties
     }
-    return replace(catalog, tensors=tensors, hidden={}, files={}, aliases={})
+    return replace(catalog, tensors=tensors, hidden={}, files={})
 
 
 def _describe_files(catalog: Catalog, store: ReadStore) -> list[FileImage]:

@@ -441,7 +441,7 @@ class _Comparison:
         if diff.kind not in ("only_a", "only_b"):
             return False
         side, other = (self._a, self._b) if diff.a is not None else (self._b, self._a)
-        return side.catalog.aliases.get(diff.key) in other.catalog.tensors
+        return side.catalog.ties.get(diff.key) in other.catalog.tensors
 
 
 def _is_read(diff: TensorDiff) -> bool:

@@ -62,8 +62,8 @@ class Format:
             when the checkpoint was saved.
         keeps_attributes: whether attributes of tensors and containers have a place in the files
             (``core.catalog.attributes``). If not, they become entries, where objects can be stored.
-        records_ties: whether tensors that are equal according to ``Catalog.aliases`` are written
-            once, and their other names only recorded.
+        records_ties: whether tied tensors (``Catalog.ties``) are written once, and their other
+            names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of
             their classes, so that they are written as such if the destination keeps nesting, and
             streams of ``torch.save`` are stored as they are.

@@ -120,9 +120,8 @@ def with_own_head(catalog: Catalog, pair: TiePair) -> Catalog:
         return untie(catalog, [(pair.head, pair.embedding)])
     if pair.embedding not in catalog.tensors:
         return untie(catalog, [(pair.embedding, pair.head)])
-    aliases = catalog.aliases
-    is_alias = aliases.get(pair.head, pair.head) == aliases.get(pair.embedding, pair.embedding)
-    return untie(catalog, [(pair.head, pair.embedding)]) if is_alias else catalog
+    is_shared = catalog.tensors[pair.head] is catalog.tensors[pair.embedding]
+    return untie(catalog, [(pair.head, pair.embedding)]) if is_shared else catalog
 
 
 def with_embedding(catalog: Catalog, config: Mapping[str, object]) -> Catalog:

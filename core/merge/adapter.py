@@ -25,7 +25,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.key_patterns import listed_keys
-from core.catalog.removal import aliases_among, record_replaced
+from core.catalog.removal import record_replaced
 from core.catalog.stored import Encoding
 from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import without_optimizer
@@ -138,13 +138,6 @@ def fold_adapter(
                 f"the adapter changes only one of {tie.embedding} and {tie.head}, which are tied "
                 f"in the base, or both differently: each is written, and {TIE} is false"
             )
-    changed = {*adaptations, *replacements}
-    catalog = replace(
-        catalog,
-        aliases=aliases_among(
-            catalog.aliases, [key for key in catalog.tensors if key not in changed]
-        ),
-    )
 
     # Replaced tensors have the adapter's shape if its vocabulary was resized before training.
     resized = _resized_vocabulary(catalog, tie, replacements, adapter)

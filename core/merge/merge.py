@@ -270,18 +270,16 @@ def _with_computed(
         encoding = encoding_of(request, tensors, floats[key])
         return computed_array(key, first.tensors[key], floats[key], encoding)
 
-    tensors = {
-        key: replace(tensor, tiling=partial(computed, key)) if key in floats else tensor
-        for key, tensor in first.tensors.items()
-    }
-
     # Tensors stay tied where all sources tie them.
-    aliases = {
-        key: original
-        for key, original in first.aliases.items()
-        if all(source.catalog.aliases.get(key) == original for source in sources)
-    }
-    return replace(first, tensors=tensors, aliases=aliases)
+    made: dict[tuple[int, ...], Tensor] = {}
+    tensors = {}
+    for key, tensor in first.tensors.items():
+        parts = tuple(id(source.catalog.tensors[key]) for source in sources)
+        if parts not in made:
+            is_computed = key in floats
+            made[parts] = replace(tensor, tiling=partial(computed, key)) if is_computed else tensor
+        tensors[key] = made[parts]
+    return replace(first, tensors=tensors)
 
 
 def computed_array(key: str, meta: Tensor, dtype: str, encoding: Encoding) -> Sequence[Fragment]:

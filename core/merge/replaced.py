@@ -75,11 +75,6 @@ def replace_tensors(
         name: catalog.tensors[key_of[name]] if name in key_of else tensor
         for name, tensor in first.catalog.tensors.items()
     }
-    aliases = {
-        key: original
-        for key, original in first.catalog.aliases.items()
-        if (key in key_of) == (original in key_of)
-    }
     dtypes = [name for name in key_of if tensors[name].dtype != first.catalog.tensors[name].dtype]
     notes = [
         f"{len(key_of):,} of {len(tensors):,} tensors are those of {other.label}",
@@ -87,5 +82,5 @@ def replace_tensors(
     ]
     if dtypes:
         notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
-    result = replace(first.catalog, tensors=tensors, aliases=aliases)
+    result = replace(first.catalog, tensors=tensors)
     return MergedCatalog(record_replaced(result, first.catalog, key_of), tuple(notes))

@@ -18,6 +18,7 @@ from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import state_of
 from core.catalog.stored import StoredArray
+from core.catalog.tensor import without_ties
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
 from core.opening.open import Checkpoint
@@ -442,7 +443,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     visible = set(old_key_of.values())
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
-        tensors={new: catalog.meta(old) for new, old in old_key_of.items()},
+        tensors=without_ties({new: catalog.meta(old) for new, old in old_key_of.items()}),
         hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)
@@ -452,5 +453,4 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
         skeleton=keyed,
         common=None,
         optimizer=None,
-        aliases={},
     )

@@ -23,6 +23,7 @@ from core.catalog.tensor import (
     TargetTensor,
     Tensor,
     bind_argument,
+    without_ties,
 )
 from core.formats.format import Format
 from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
@@ -57,6 +58,8 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
         catalog = format.adapt(catalog)
     if not format.carries_files:
         catalog = replace(catalog, files={})
+    if not (format.keeps_nesting or format.records_ties):
+        catalog = replace(catalog, tensors=without_ties(catalog.tensors))
     return catalog, partitioned(catalog, format=format.name, by=format.partition)
 
 
@@ -85,19 +88,18 @@ def dense_target(tensors: Mapping[str, AnyTensor]) -> TargetCatalog:
 def retyped(catalog: Catalog, dtype_for: Callable[[str, Tensor], str]) -> Catalog:
     """Return a catalog whose tensors have the dtypes of ``dtype_for``.
 
-    ``partitioned`` then gives the arrays of the target the same dtypes. Tensors that get different
-    dtypes no longer share their bytes.
+    ``partitioned`` then gives the arrays of the target the same dtypes. Tied tensors that get
+    different dtypes are no longer tied.
     """
-    tensors = {
-        key: meta if (dtype := dtype_for(key, meta)) == meta.dtype else replace(meta, dtype=dtype)
-        for key, meta in catalog.tensors.items()
-    }
-    aliases = {
-        key: first
-        for key, first in catalog.aliases.items()
-        if tensors[key].dtype == tensors[first].dtype
-    }
-    return replace(catalog, tensors=tensors, aliases=aliases)
+    tensors: dict[str, Tensor] = {}
+    changed: dict[tuple[int, str], Tensor] = {}
+    for key, tensor in catalog.tensors.items():
+        dtype = dtype_for(key, tensor)
+        if dtype != tensor.dtype:
+            made = changed.get((id(tensor), dtype)) or replace(tensor, dtype=dtype)
+            tensor = changed[id(tensor), dtype] = made
+        tensors[key] = tensor
+    return replace(catalog, tensors=tensors)
 
 
 def partitioned(catalog: AnyCatalog, *, format: str, by: str) -> TargetCatalog:

@@ -206,9 +206,10 @@ def _grid_of_rank_files(checkpoint: Checkpoint) -> RankGrid | None:
             contents[position].files = [f"{folder}/{name}" for name in sorted(store.files(folder))]
 
     # Add up the bytes; a tied tensor has none of its own.
+    ties = catalog.ties
     for key, meta in catalog.tensors.items():
         folder, _, name = key.partition(":")
-        if folder in positions and key not in catalog.aliases:
+        if folder in positions and key not in ties:
             contents[positions[folder]].add_bytes(meta.n_bytes, is_optimizer=is_state(name))
 
     # Models that cannot be resharded have bytes, but no layers.

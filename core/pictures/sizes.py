@@ -57,8 +57,9 @@ def sizes_of(catalog: Catalog) -> tuple[SizeNode, SizeNode]:
         The roots of the model and of the optimizer; without tensors, a root of 0 bytes.
     """
     model, optimizer = _SizeBranch(), _SizeBranch()
+    ties = catalog.ties
     for key, meta in catalog.tensors.items():
-        if key in catalog.aliases:
+        if key in ties:
             continue
         name = bare_key(key, catalog)
         branch = optimizer if is_state(name) else model

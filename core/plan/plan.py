@@ -107,7 +107,7 @@ class Plan:
 
     def keys(self) -> Iterator[str]:
         """Yield the keys that have arrays to fill, in order."""
-        return _keys(self.target, self.places)
+        return _keys(self.target)
 
     def portions(self) -> Iterator[Portion]:
         """Yield the work of all keys, each as one portion, as ``core.copy.run.Work`` defines."""
@@ -176,8 +176,7 @@ def make_plan(
 
     Args:
         source: a catalog whose arrays have extents; it has every key of the target.
-        target: a catalog whose arrays the images place by name. A key in its ``aliases`` whose
-            array has no position has no bytes of its own and is skipped.
+        target: a catalog whose arrays the images place by name; a tied tensor is one array.
         images: the files to write, from the target format's ``lay_out``.
         threads: number of copying threads.
         memory_bytes: memory limit of the process, imports included; None for no limit.
@@ -198,7 +197,7 @@ def make_plan(
     places = Places(images)
     totals = _Totals()
     coverage = ArrayCoverage(places)
-    for key in _keys(target, places):
+    for key in _keys(target):
         tensor = target.meta(key)
         fragments = tensor.fragments()
         work = match(
@@ -242,15 +241,9 @@ def make_plan(
     )
 
 
-def _keys(target: TargetCatalog, places: Places) -> Iterator[str]:
-    """Yield the target's keys, except aliases whose arrays are not in any file."""
-    for key, tensor in target.all_tensors():
-        if key in target.aliases and all(
-            fragment.array is None or places.number_of(fragment.array.name) is None
-            for fragment in tensor.fragments()
-        ):
-            continue
-        yield key
+def _keys(target: TargetCatalog) -> Iterator[str]:
+    """Yield the target's keys, of tied tensors the first: they are written once."""
+    return (key for key, _ in target.all_tensors() if key not in target.ties)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ def make_catalog() -> Catalog:
         key: StoredArray(key, "float32", (2,), Extent("file", number * 8))
         for number, key in enumerate(("a", "b", "c", "shared", "own", "unreferenced"))
     }
-    tensors = catalog_of_arrays(format="torch", arrays={key: arrays[key] for key in "abc"})
+    tensors = catalog_of_arrays(format="torch", arrays=dict.fromkeys("abc", arrays["a"]))
     skeleton = {key: TensorLeaf(key) for key in "abc"} | {key: ObjectLeaf(key) for key in "xy"}
     return Catalog(
         format="torch",
@@ -23,7 +23,6 @@ def make_catalog() -> Catalog:
             "y": StoredObject("y", value=TensorLeaf("shared")),
         },
         skeleton=skeleton,
-        aliases={"b": "a", "c": "a"},
     ).with_hidden({key: arrays[key] for key in ("shared", "own", "unreferenced")})
 
 
@@ -32,8 +31,7 @@ def test_entries_leave_with_what_only_they_use_and_are_recorded() -> None:
     assert catalog.tensors.keys() == {"b", "c"} and catalog.objects.keys() == {"y"}
     assert catalog.hidden.keys() == {"shared", "unreferenced"}
     assert catalog.skeleton == {"b": TensorLeaf("b"), "c": TensorLeaf("c"), "y": ObjectLeaf("y")}
-    # The first of the tied tensors that remain is the original.
-    assert catalog.aliases == {"c": "b"}
+    assert catalog.ties == {"c": "b"}
     listed = [str(entry) for entry in catalog.dropped if entry.is_listed]
     assert listed == ["x (no place)", "a (not wanted)"]
     assert [entry.names for entry in catalog.dropped if entry.tensors] == [("a", "own")]

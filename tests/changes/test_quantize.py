@@ -30,6 +30,7 @@ from core.pickle.inert import TensorLeaf
 from core.quantize.source import source_of
 from tests.support.fragments import with_fragments
 from tests.support.late_items import ItemAt
+from tests.support.ties import tied
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SHAPES = [(1, 1), (128, 128), (129, 127), (5, 300), (300, 5), (257, 384), (128, 1000)]
@@ -303,11 +304,9 @@ def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
     w, s = torch.ones(2, 2).to(E4M3), torch.ones(1, 1)
     tensors = {"a": w, "a_scale_inv": s, "b": w, "b_scale_inv": s, "c": w, "c_scale_inv": 2 * s}
     catalog, _ = stored(tensors, skeleton={key: TensorLeaf(key) for key in tensors})
-    made = dequantize(
-        replace(catalog, aliases={"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})
-    ).catalog
+    made = dequantize(tied(catalog, {"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})).catalog
     assert made.skeleton == {key: TensorLeaf(key) for key in "abc"}
-    assert made.aliases == {"b": "a"}
+    assert made.ties == {"b": "a"}
 
 
 # --- quantize

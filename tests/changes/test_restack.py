@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.ties import tied
 
 W, S = (
     "model.layers.{}.mlp.up_proj.weight",
@@ -246,12 +246,12 @@ def test_nested_skeletons_and_facts_follow(per_layer: dict[str, np.ndarray]) -> 
             skeleton=skeleton,
             objects={"note": StoredObject("note", value="x")},
         )
-        catalog = replace(catalog, aliases={keys[1]: keys[0]})
+        catalog = tied(catalog, {keys[1]: keys[0]})
         catalog = catalog.with_facet(MegatronModel(order=(*keys, "note")))
         catalog = catalog.with_facet(TorchDistFacts(mcore_data={keys[0]: {}}))
         made = stack_layers(catalog).catalog
         assert made.skeleton == wanted
-        assert made.aliases == {}
+        assert made.ties == {}
         assert facet_of(made, MegatronModel).order == ("model.layers.mlp.up_proj.weight", "note")
         assert facet_of(made, TorchDistFacts).mcore_data == {}
         back = unstack_layers(made).catalog

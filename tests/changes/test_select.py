@@ -20,6 +20,7 @@ from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
 from tests.support.facets import facet_of
 from tests.support.moved import moved
+from tests.support.ties import tied
 
 
 def _catalog() -> Catalog:
@@ -285,7 +286,7 @@ def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog,
             "norm": TensorLeaf("norm"),
         },
     )
-    return replace(catalog, aliases={HEAD: EMBED} if shared else {}), MemoryStore(
+    return tied(catalog, {HEAD: EMBED} if shared else {}), MemoryStore(
         {"e": values[0], "h": values[1], "n": bytes(3)}
     )
 
@@ -310,7 +311,7 @@ def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
 def test_an_alias_is_tied_for_nothing() -> None:
     catalog, _ = _two((b"abcdef", b""), shared=True)
     made = tie(catalog, [(HEAD, EMBED)])
-    assert made.aliases == {}
+    assert made.ties == {}
     first, second = made.fragments(EMBED)
     assert (first.array, first.at, first.box) == (second.array, second.at, second.box)
 
@@ -335,10 +336,10 @@ def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
 
 def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() -> None:
     catalog, _ = _two((b"abcdef", b""), shared=True)
-    assert untie(catalog, [(HEAD, EMBED)]).aliases == {}
-    assert untie(catalog, [(EMBED, HEAD)]).aliases == {}
-    three = replace(catalog, aliases={HEAD: EMBED, "norm": EMBED})
-    assert untie(three, [(EMBED, HEAD)]).aliases == {"norm": HEAD}
+    assert untie(catalog, [(HEAD, EMBED)]).ties == {}
+    assert untie(catalog, [(EMBED, HEAD)]).ties == {}
+    three = tied(catalog, {HEAD: EMBED, "norm": EMBED})
+    assert untie(three, [(EMBED, HEAD)]).ties == {"norm": HEAD}
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def _wanted(prepared: Prepared) -> Tensors:
     wanted: Tensors = {}
     plan, store = prepared.plan, DecodedStore(prepared.source.store)
     for key, meta in plan.target.tensors.items():
-        if prepared.job.to == "deepspeed_universal" and key in plan.target.aliases:
+        if prepared.job.to == "deepspeed_universal" and key in plan.target.ties:
             continue  # recorded as shared
         stored = plan.match(key).dtype
         source = replace(

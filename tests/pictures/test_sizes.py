@@ -12,6 +12,7 @@ from core.catalog.tensor import Tensor
 from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
 from core.pictures.sizes import SizeNode, fold_sizes, sizes_of
+from tests.support.ties import tied
 
 
 def catalog_of(**shapes: tuple[int, ...]) -> Catalog:
@@ -57,9 +58,7 @@ def test_model_and_optimizer_are_separate_trees() -> None:
 
 
 def test_tied_tensor_has_no_bytes_of_its_own() -> None:
-    catalog = catalog_of(a=(4,), b=(4,))
-    tied = Catalog("torch", None, catalog.tensors, aliases={"b": "a"})
-    assert sizes_of(tied)[0].n_bytes == 4
+    assert sizes_of(tied(catalog_of(a=(4,), b=(4,)), {"b": "a"}))[0].n_bytes == 4
 
 
 def test_equal_layers_fold_whatever_their_order() -> None:

@@ -24,6 +24,7 @@ from core.errors import (
 from core.plan.plan import make_plan
 from tests.support.boxes import Cut, Model, one, pieces
 from tests.support.fragments import replace_fragments, with_fragments
+from tests.support.ties import tied
 
 SHAPE = (12, 8)
 MIB = 1 << 20
@@ -196,7 +197,7 @@ def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
     target, images = Model(tensors, {key: one(key, SHAPE) for key in tensors}).target()
     images = [replace(images[0], arrays=images[0].arrays[:1])]
     refused(CorruptError, "is not in any file", source, target, images)
-    plan = make_plan(source, replace(target, aliases={"tied": "w"}), images)
+    plan = make_plan(source, tied(target, {"tied": "w"}), images)
     assert list(plan.keys()) == ["w"]
 
 

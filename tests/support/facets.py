@@ -16,7 +16,6 @@ _FACTS = (
         "args",
         "common",
         "optimizer",
-        "aliases",
         "attributes",
         "files",
     ),

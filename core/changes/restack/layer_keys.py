@@ -9,7 +9,6 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.removal import aliases_among
 from core.values import dataclass
 
 LAYERS = ("layers", "layer", "h", "blocks", "block")
@@ -53,7 +52,7 @@ def numbered_state_notes(catalog: Catalog) -> list[str]:
 
 
 def without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Catalog:
-    """Remove replaced tensors from the aliases, the order and the torch_dist facts of a catalog."""
+    """Remove replaced tensors from the order and the torch_dist facts of a catalog."""
     model, torch_dist = catalog.facet(MegatronModel), catalog.facet(TorchDistFacts)
     if model is not None and model.order is not None:
         order = tuple(dict.fromkeys(new for key in model.order for new in new_of.get(key, (key,))))
@@ -63,9 +62,4 @@ def without_replaced(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> C
             key: facts for key, facts in torch_dist.mcore_data.items() if key not in new_of
         }
         catalog = catalog.with_facet(replace(torch_dist, mcore_data=mcore_data))
-    return replace(
-        catalog,
-        aliases=aliases_among(
-            catalog.aliases, [key for key in catalog.tensors if key not in new_of]
-        ),
-    )
+    return catalog

@@ -190,7 +190,7 @@ def _check_total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iter
     listed = {key: meta for key, meta in catalog.tensors.items() if key in index.file_of}
     # Some writers count tied tensors once, others twice.
     n_bytes = sum(meta.n_bytes for meta in listed.values())
-    n_tied = sum(meta.n_bytes for key, meta in listed.items() if key in catalog.aliases)
+    n_tied = sum(meta.n_bytes for key, meta in listed.items() if key in catalog.ties)
     if index.total_bytes not in (n_bytes, n_bytes - n_tied):
         yield TOTAL.finding(
             "the total size in the index does not match the tensors",

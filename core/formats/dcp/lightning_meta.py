@@ -79,7 +79,6 @@ def with_meta(catalog: Catalog, store: ReadStore) -> Catalog:
         hidden={**catalog.hidden, **tensors_of(tree.hidden)},
         objects={**catalog.objects, **tree.objects},
         skeleton={**skeleton, **root},
-        aliases=tree.aliases,
         dropped=(*catalog.dropped, *tree.dropped),
     ).noted(tree.notes)
     meta_entries = tuple(str(name) for name in root)

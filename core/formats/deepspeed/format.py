@@ -171,7 +171,6 @@ def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     catalog = replace(
         catalog,
         iteration=iteration_of(model),
-        aliases=partitioned.aliases,
         notes=tuple(notes),
         dropped=tuple(partitioned.dropped),
     ).with_facet(partitioned.facts)
@@ -202,7 +201,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     model = with_experts(model, [read_state_file(store, name) for name in files.experts])
     # The wrapped optimizer's own state dict is stored in the model file.
     weights = {key: whole_tensor(array) for key, array in model.module.items()}
-    weights, aliases = with_shared(model, weights)
+    weights = with_shared(model, weights)
     tree = tree_of(
         weights=weights, states={}, groups=[], optimizer={}, other_entries=model.other_entries
     )
@@ -230,7 +229,6 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     return replace(
         catalog,
         iteration=iteration_of(model),
-        aliases=aliases,
         notes=tuple(notes),
         dropped=model.dropped,
     ).with_facet(ZeroFacts(0, dp if type(dp) is int else 1))

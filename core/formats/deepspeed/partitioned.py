@@ -49,7 +49,6 @@ class PartitionedStates:
         state: the optimizer file of rank 0.
         facts: stage and number of ranks.
         weights: weights by name.
-        aliases: shared name → name of the owner.
         states: parameter → state name → ``Tensor`` or ``WholeObject``.
         param_groups: the settings of the optimizer's groups, as stored.
         names_of: number of a flat group → names of its parameters; {} if unknown.
@@ -68,7 +67,6 @@ class PartitionedStates:
     state: StateFile
     facts: ZeroFacts
     weights: Mapping[str, Tensor]
-    aliases: Mapping[str, str]
     states: Mapping[str, Mapping[str, object]]
     param_groups: Sequence[Mapping[object, object]]
     names_of: Mapping[int, Sequence[str]]
@@ -199,7 +197,7 @@ def read_partitioned(
         return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
     unlisted = unlisted_weights(model, weights, head.stage)
-    weights, aliases = with_shared(model, weights | unlisted.tensors)
+    weights = with_shared(model, weights | unlisted.tensors)
 
     # The optimizer's states and settings by parameter. ZeRO-3 may divide a group into several flat
     # groups; the numbers in the settings are then kept, as they are no groups of parameters.
@@ -214,7 +212,6 @@ def read_partitioned(
         state=head.state,
         facts=ZeroFacts(head.stage, len(optim)),
         weights=weights,
-        aliases=aliases,
         states=by_parameter.states,
         param_groups=head.param_groups,
         names_of=names_of if len(model.groups) == len(head.fp32) else {},

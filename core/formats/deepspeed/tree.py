@@ -15,6 +15,7 @@ A key is the dot-joined path in the tree, as in torch's distributed checkpoints 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, StoredObject
@@ -174,7 +175,14 @@ def tree_of(
     tree: dict[str, object] = dict(weights)
     optimizer_tree: dict[str, object] = {}
     if states:
-        optimizer_tree[STATE] = dict(states)
+        # A file may have one step for many parameters; each parameter gets a tensor of its own.
+        optimizer_tree[STATE] = {
+            name: {
+                state: replace(item) if isinstance(item, Tensor) else item
+                for state, item in of_parameter.items()
+            }
+            for name, of_parameter in states.items()
+        }
     if groups:
         optimizer_tree[PARAM_GROUPS] = list(groups)
     optimizer_tree |= {

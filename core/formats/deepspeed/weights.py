@@ -138,17 +138,13 @@ def unlisted_weights(
     return UnlistedWeights(tensors, notes, dropped_each(lost, "ZeRO-3 does not store its parts"))
 
 
-def with_shared(
-    model: ModelStates, weights: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the weights with shared parameters added, and shared name → name of the owner."""
+def with_shared(model: ModelStates, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights with shared parameters added, each tied to its owner."""
     tensors = dict(weights)
-    aliases = {}
     for name, owner in model.shared.items():
         if owner in tensors and name not in tensors:
             tensors[name] = tensors[owner]
-            aliases[name] = owner
-    return tensors, aliases
+    return tensors
 
 
 def advise_no_optim(

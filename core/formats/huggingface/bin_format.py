@@ -16,7 +16,7 @@ On disk, one of::
 There are other stems (``adapter_model``, ``diffusion_pytorch_model``). Shards must contain exactly
 the tensors that the index lists. Without an index, a complete numbered series is one checkpoint.
 The tensors of a shard are at the top level; other values there are objects. Tensors that share
-their bytes within a shard are aliases in the catalog too.
+their bytes within a shard are tied.
 
 A single file passed as the source has the format ``torch``.
 
@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import TrainingState, WeightFileFacts
-from core.catalog.stored import StoredArray
+from core.catalog.stored import StoredArray, renamed
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -274,7 +274,6 @@ class _ShardMerger:
         self._objects: dict[str, StoredObject] = {}
         self._skeleton: dict[object, object] = {}
         self._shard_of: dict[object, str] = {}
-        self._aliases: dict[str, str] = {}
         self._notes: list[str] = []
         self._dropped: list[Dropped] = []
         self._versions: set[str] = set()
@@ -325,7 +324,6 @@ class _ShardMerger:
         )
         return replace(
             catalog,
-            aliases=self._aliases,
             notes=tuple(self._notes),
             dropped=tuple(self._dropped),
         )
@@ -364,9 +362,7 @@ class _ShardMerger:
             self._skeleton[name] = value
 
         # Add tensors and objects. Objects nested in containers may have equal keys in two shards.
-        self._arrays |= {
-            plain(key): replace(array, name=plain(key)) for key, array in tree.arrays.items()
-        }
+        self._arrays |= renamed(tree.arrays, {key: plain(key) for key in tree.arrays})
         self._hidden |= tree.hidden
         for key, item in tree.objects.items():
             if plain(key) in self._objects:
@@ -377,7 +373,6 @@ class _ShardMerger:
                     hint=_MIXED,
                 )
             self._objects[plain(key)] = replace(item, key=plain(key))
-        self._aliases |= {plain(key): plain(first) for key, first in tree.aliases.items()}
         self._notes += [note.replace(prefix, "") for note in tree.notes]
         for entry in tree.dropped:
             self._dropped += dropped_together(map(plain, entry.names), entry.reason)
@@ -406,8 +401,8 @@ class _ShardMerger:
                 )
         # The recorded size may count tied tensors once or several times.
         n_bytes = sum(array.n_bytes for array in self._arrays.values())
-        shared_bytes = sum(self._arrays[key].n_bytes for key in self._aliases)
-        if index.total_bytes not in (None, n_bytes, n_bytes - shared_bytes):
+        own_bytes = sum({id(array): array.n_bytes for array in self._arrays.values()}.values())
+        if index.total_bytes not in (None, n_bytes, own_bytes):
             self._notes.append(
                 f"the tensors have {n_bytes} bytes, but total_size in {index.file} is "
                 f"{index.total_bytes}"

@@ -21,7 +21,7 @@ Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to H
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
 ``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are
 tensors; those of other entries (random states) are hidden ones inside their object. ``args`` and
-``iteration`` are the first rank's, ``aliases`` as in
+``iteration`` are the first rank's; tensors of one file are tied as in
 ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` if it follows from the
 arguments.
 
@@ -333,7 +333,6 @@ class _CollectedRanks:
         self._arrays: dict[str, StoredArray] = {}
         self._hidden: dict[str, StoredArray] = {}
         self._objects: dict[str, StoredObject] = {}
-        self._aliases: dict[str, str] = {}
         self._ranks: dict[Coords, tuple[str, object]] = {}
         self._optim_files: dict[Coords, object] = {}
         self._first: tuple[str, Mapping[object, object]] | None = None
@@ -346,7 +345,6 @@ class _CollectedRanks:
         self._arrays |= content.arrays
         self._hidden |= content.hidden
         self._objects |= {item.key: item for item in content.objects}
-        self._aliases |= content.aliases
         self._ranks[coords] = (folder, content.skeleton)
         if root.get(OPTIMIZER) is not None:
             self.optimizer_kinds.add("float16")
@@ -372,7 +370,6 @@ class _CollectedRanks:
                 for distrib_optim.pt.
         """
         self._arrays |= content.arrays
-        self._aliases |= content.aliases
         if number is None:
             self._optim_files[coords] = content.skeleton
         else:
@@ -403,12 +400,7 @@ class _CollectedRanks:
             objects=self._objects,
             hidden=self._hidden,
         )
-        catalog = replace(
-            catalog,
-            args=head.get("args"),
-            iteration=iteration_of(head),
-            aliases=self._aliases,
-        )
+        catalog = replace(catalog, args=head.get("args"), iteration=iteration_of(head))
         # Ranks with a separate optimizer file may have an optimizer in the model file, too; the
         # separate one counts.
         kinds = (

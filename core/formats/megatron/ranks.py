@@ -34,14 +34,12 @@ class RankContent:
         arrays: the tensors of model and optimizer, by key.
         hidden: the tensors of other entries, by key.
         objects: the entries that are not tensors.
-        aliases: as in ``core.formats.torch.format``.
     """
 
     skeleton: object
     arrays: dict[str, StoredArray]
     hidden: dict[str, StoredArray]
     objects: list[StoredObject]
-    aliases: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,14 +296,19 @@ def _derive_content(
 
     # Arrays are at the same addresses as in the parsed file, but have other CRCs.
     def placed(tensors: Sequence[tuple[str, StoredArray, str | None]]) -> dict[str, StoredArray]:
-        arrays = {}
+        arrays: dict[str, StoredArray] = {}
+        made: dict[int, StoredArray] = {}
         for key, array, record in tensors:
+            name = names[key]
+            if id(array) in made:
+                arrays[name] = made[id(array)]
+                continue
             extent = array.extent
             if file != form.file:
                 crc = None if record is None else crcs.get(record) or None
                 extent = Extent(file, extent.offset, extent.strides, None, extent.encoding, crc)
-            name = names[key]
-            arrays[name] = StoredArray(name, array.dtype, array.shape, extent, coords)
+            made[id(array)] = StoredArray(name, array.dtype, array.shape, extent, coords)
+            arrays[name] = made[id(array)]
         return arrays
 
     # Set this rank's arguments and keys; top-level entries that are objects come from the result.
@@ -326,7 +329,6 @@ def _derive_content(
             )
             for key, entry, value in form.objects
         ],
-        {prefix + key: prefix + other for key, other in tree.aliases.items()},
     )
 
 

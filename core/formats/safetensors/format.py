@@ -9,15 +9,14 @@ Attributes (``core.catalog.attributes``): those of the root are ``__metadata__``
 are its metadata. All others, and those of the root that are not text, are JSON in the member
 ``ckpt.attributes`` of ``__metadata__``.
 
-Facet: ``WeightFileFacts``. ``Catalog.aliases`` maps the name of a tied tensor to the name under
-which it is stored. safetensors' ``save_model`` records this pair in the metadata; both names are
-tensors of the catalog.
+Facet: ``WeightFileFacts``. Of tied tensors, the metadata record the other names with the name under
+which they are stored, as safetensors' ``save_model`` does; all of them are names in the catalog.
 
 Written: one file if the tensors fit in ``WriteOptions.max_file_bytes`` (default 5 GB), else
 numbered ones, filled in the order of the catalog, and an index. A file equals what safetensors 0.8
 writes for the same tensors and metadata, byte for byte, except that the metadata are sorted. With
-``WriteOptions.is_file`` there is one file and nothing else. ``aliases``, ``attributes``,
-``carried``, ``documents`` and ``WeightFileFacts`` are written again.
+``WriteOptions.is_file`` there is one file and nothing else. Ties, ``attributes``, ``files`` and
+``WeightFileFacts`` are written again.
 
 Versions: the format has none; dtypes as of safetensors 0.8.
 
@@ -274,11 +273,10 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
         for name, original in header.metadata.items()
         if original in header.arrays and name not in arrays and name not in DEFAULT_METADATA
     }
-    for key, original in aliases.items():
-        arrays[key] = replace(arrays[original], name=key)
+    arrays |= {key: arrays[original] for key, original in aliases.items()}
     by_path, notes = _merge_metadata(headers, aliases)
     catalog = catalog_of_arrays(format="safetensors", arrays=arrays)
-    catalog = replace(catalog, aliases=aliases, notes=notes).with_facet(WeightFileFacts(stem))
+    catalog = replace(catalog, notes=notes).with_facet(WeightFileFacts(stem))
     return with_attributes(catalog, by_path)
 
 

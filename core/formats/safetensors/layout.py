@@ -37,8 +37,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """Lay out a directory: weights, the small files, objects, and the index last.
 
     Args:
-        target: every tensor is one array. A tensor that ``aliases`` maps to another is not written;
-            its name is recorded in the metadata of the file with the other.
+        target: every tensor is one array. A tied tensor is written under its first key; the others
+            are recorded in the metadata of its file.
             ``core.formats.safetensors.format`` lists the other fields that are used.
 
     Returns:
@@ -148,15 +148,19 @@ def _model_images(
             others[path] = values
 
     # Distribute the tensors over files.
-    aliases = {
-        key: original
-        for key, original in _recordable_aliases(target, metadata).items()
-        if key in name_of and original in name_of
-    }
-    arrays = {key: target.whole_array(key) for key in name_of if key not in aliases}
+    ties = target.ties
+    taken = next((key for key in name_of if key in ties and name_of[key] in metadata), None)
+    if taken is not None:
+        raise UnsupportedError(
+            "safetensors records a tied tensor among the metadata, which has another entry of this "
+            "name",
+            key=taken,
+            hint=f"write it as a tensor of its own: --untie {taken}={ties[taken]}",
+        )
+    arrays = {key: target.whole_array(key) for key in name_of if key not in ties}
     shards = _fill_files(arrays, target.write)
 
-    # Each file records the aliases of its tensors.
+    # Each file records the other names of its tensors.
     images = []
     file_of: dict[str, str] = {}
     has_index = len(shards) > 1 and not target.write.is_file
@@ -170,7 +174,7 @@ def _model_images(
         keys_in_file = set(keys)
         recorded = {
             name_of[key]: name_of[original]
-            for key, original in aliases.items()
+            for key, original in ties.items()
             if original in keys_in_file
         }
         tensors = {name_of[key]: arrays[key] for key in keys}
@@ -215,22 +219,3 @@ def _fill_files(arrays: Mapping[str, PlannedArray], options: WriteOptions) -> li
         files[-1].append(key)
         n_bytes += array.n_bytes
     return files
-
-
-def _recordable_aliases(target: TargetCatalog, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the aliases that the metadata can record: alias → name of the stored tensor.
-
-    Both names must be tensors with the same dtype and shape, and the metadata must not have an
-    entry with the alias's name.
-    """
-    aliases: dict[str, str] = {}
-    for key, original_key in target.aliases.items():
-        # An alias of an alias refers to the tensor that is stored.
-        original_key = target.aliases.get(original_key, original_key)
-        is_direct = key != original_key and original_key not in target.aliases
-        alias, original = target.tensors.get(key), target.tensors.get(original_key)
-        if alias is None or original is None or not is_direct or key in metadata:
-            continue
-        if (alias.dtype, alias.shape) == (original.dtype, original.shape):
-            aliases[key] = original_key
-    return aliases

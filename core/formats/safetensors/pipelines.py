@@ -166,11 +166,6 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         None,
         tensors,
         hidden=hidden,
-        aliases={
-            f"{name}.{key}": f"{name}.{original}"
-            for name, part in parts.items()
-            for key, original in part.aliases.items()
-        },
         attributes={
             name if path == ROOT else f"{name}/{path}": values
             for name, part in parts.items()

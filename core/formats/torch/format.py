@@ -12,7 +12,7 @@ skeleton is the complete unpickled root; it contains the values that are not ten
 listed in ``objects`` too. Pickled modules are read as their state dicts (``torch.object_tensors``).
 Tensors inside other objects are ``hidden``.
 
-``Catalog.aliases`` maps a key to the first key that has the same bytes. Tensors in ``refused``
+Tensors that have the same bytes are tied (``Catalog.ties``). Tensors in ``refused``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
 ``args`` are the root's; in a file of Lightning's Trainer, ``global_step`` is the iteration.
 Facet: ``TorchFileFacts``.
@@ -156,7 +156,7 @@ def catalog_of_tree(tree: TorchTree, *, format: str) -> Catalog:
         hidden=tree.hidden,
         skeleton=tree.value,
     )
-    return replace(catalog, aliases=tree.aliases, notes=tree.notes, dropped=tree.dropped)
+    return replace(catalog, notes=tree.notes, dropped=tree.dropped)
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
@@ -164,8 +164,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
     Args:
         target: every tensor is one array. Its skeleton is saved; without one, a dict of all tensors
-            and objects by key. Tensors that are equal according to ``aliases`` share a storage, and
-            only the array of the first one is placed. Objects keep their classes if
+            and objects by key. Tied tensors share a storage. Objects keep their classes if
             ``WriteOptions.weights_only`` is false.
 
     Raises:
@@ -176,13 +175,6 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     from core.formats.torch.zip.tree_layout import plan_tree
 
     refuse_unsupported(target)
-    # A conversion may have changed a tensor since the aliases were recorded.
-    forms = {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()}
-    same_as = {
-        key: first
-        for key, first in target.aliases.items()
-        if key in forms and forms[key] == forms.get(first)
-    }
 
     def value_of(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, ObjectLeaf):
@@ -202,7 +194,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             root = map_leaves(target.skeleton, value_of)
         if target.write.weights_only:
             root = set_aside(root)
-    plan = plan_tree(root, lambda key: target.whole_array(same_as.get(key, key)), prefix=PREFIX)
+    plan = plan_tree(root, target.whole_array, prefix=PREFIX)
     return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
 
 

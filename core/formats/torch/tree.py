@@ -63,8 +63,8 @@ class TorchTree:
         value: the unpickled root, inert, with a ``TensorLeaf`` for every supported tensor. An
             object whose key is not its path is an ``ObjectLeaf`` in it; so is a root that is
             neither tensor nor container.
-        arrays: the tensors reached through mappings and lists, by key, in order.
-        aliases: key → first key of a tensor that consists of the same bytes of the file.
+        arrays: the tensors reached through mappings and lists, by key, in order; those that consist
+            of the same bytes of the file are one array, which has the first one's key as its name.
         objects: everything else reached through mappings and lists, with its value, by key.
         hidden: the tensors inside those objects, by the keys of their leaves.
         notes: notes to the user.
@@ -78,7 +78,6 @@ class TorchTree:
 
     value: object
     arrays: dict[str, StoredArray]
-    aliases: dict[str, str] = field(default_factory=dict)
     objects: dict[str, StoredObject] = field(default_factory=dict)
     hidden: dict[str, StoredArray] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -442,8 +441,7 @@ class _TreeBuilder:
         }
         return TorchTree(
             value=value,
-            arrays=arrays,
-            aliases=_find_aliases(arrays),
+            arrays=_shared(arrays),
             objects=objects,
             hidden=hidden,
             notes=(
@@ -550,21 +548,18 @@ def _dotted(path: Path) -> str:
     return join_path(path) if path else "value"
 
 
-def _find_aliases(arrays: dict[str, StoredArray]) -> dict[str, str]:
-    """Return key → first key with the same address, strides, shape and dtype.
+def _shared(arrays: dict[str, StoredArray]) -> dict[str, StoredArray]:
+    """Return arrays of which those with the same address, strides, shape and dtype are one.
 
-    Empty tensors have no bytes, so they are nobody's alias.
+    Empty tensors have no bytes, so they share none.
     """
-    first: dict[tuple[object, ...], str] = {}
-    aliases = {}
+    first: dict[tuple[object, ...], StoredArray] = {}
+    shared = {}
     for key, array in arrays.items():
-        if array.n_bytes:
-            extent = array.extent
-            address = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
-            earlier = first.setdefault(address, key)
-            if earlier != key:
-                aliases[key] = earlier
-    return aliases
+        extent = array.extent
+        address = (extent.offset, extent.strides, extent.encoding, array.shape, array.dtype)
+        shared[key] = first.setdefault(address, array) if array.n_bytes else array
+    return shared
 
 
 def _find_shared_containers(root: object) -> dict[str, str]:

@@ -198,7 +198,6 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
         objects={key: item for family in merged for key, item in family.objects.items()},
         hidden=tensors_of(hidden),
         skeleton=skeleton,
-        aliases={key: first for family in merged for key, first in family.aliases.items()},
         notes=tuple(note for family in merged for note in family.notes),
         dropped=tuple(entry for family in merged for entry in family.dropped),
     )

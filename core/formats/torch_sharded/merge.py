@@ -49,11 +49,10 @@ class MergedFiles:
     """The joined content of one family of files.
 
     Args:
-        tensors: global tensors by key.
+        tensors: global tensors by key; those whose parts are the same bytes on every rank are tied.
         objects: everything else by key.
         hidden: the tensors inside objects.
         skeleton: the tree of the first rank, completed by the entries that only others have.
-        aliases: key → first key whose parts are the same bytes on every rank.
         notes, dropped: as in the catalog.
     """
 
@@ -61,7 +60,6 @@ class MergedFiles:
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
     skeleton: object
-    aliases: Mapping[str, str]
     notes: tuple[str, ...]
     dropped: tuple[Dropped, ...]
 
@@ -121,11 +119,10 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
             "files record no shapes of the parameters in them"
         )
     return MergedFiles(
-        tensors=tensors,
+        tensors=_tied(tensors),
         objects={key: objects[key] for key in order if key in objects},
         hidden=merger.hidden,
         skeleton=skeleton,
-        aliases=_aliases(tensors),
         notes=tuple(notes),
         dropped=(
             *merger.dropped(),
@@ -294,10 +291,10 @@ def _completed(tree: object, other: object) -> object:
     return rebuild(tree, parts)
 
 
-def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return key → first key that consists of the same bytes on every rank."""
-    first: dict[object, str] = {}
-    aliases: dict[str, str] = {}
+def _tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors of which those that consist of the same bytes on every rank are one."""
+    first: dict[object, Tensor] = {}
+    tied = {**tensors}
     for key, meta in tensors.items():
         places = tuple(
             (part.array.extent, part.array.shape, part.box, part.at)
@@ -306,7 +303,5 @@ def _aliases(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         )
         # Tensors without elements share no bytes.
         if meta.n_bytes and places:
-            earlier = first.setdefault((meta.dtype, meta.shape, places), key)
-            if earlier != key:
-                aliases[key] = earlier
-    return aliases
+            tied[key] = first.setdefault((meta.dtype, meta.shape, places), meta)
+    return tied

@@ -134,7 +134,7 @@ def models_of(
     for entry in entries(catalog.skeleton):
         meta = catalog.tensors.get(entry.key)
         is_state = any(entry.path[: len(item.path)] == item.path for item in optimizers)
-        if meta is None or is_state or entry.key in catalog.aliases:
+        if meta is None or is_state or entry.key in catalog.ties:
             continue
         name = str(entry.path[-1])
         if dtype_of(meta.dtype).kind == "float" and name.rpartition(".")[2] not in BUFFERS:

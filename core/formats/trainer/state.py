@@ -36,7 +36,7 @@ from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped
 from core.catalog.facets import TrainingState, WeightFileFacts
-from core.catalog.stored import Extent, StoredArray
+from core.catalog.stored import Extent, StoredArray, renamed
 from core.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
@@ -123,7 +123,6 @@ class StateEntries:
         entry: its name in the root of the state dict.
         skeleton: what is there.
         arrays, objects, hidden: tensors, objects, and tensors inside objects, by key.
-        aliases: as in ``Catalog``.
         notes, dropped: as in the catalog.
     """
 
@@ -132,7 +131,6 @@ class StateEntries:
     arrays: Mapping[str, StoredArray]
     objects: Mapping[str, StoredObject]
     hidden: Mapping[str, StoredArray]
-    aliases: Mapping[str, str]
     notes: tuple[str, ...] = ()
     dropped: tuple[Dropped, ...] = ()
 
@@ -147,7 +145,7 @@ def object_entry(entry: str, file: str, n_bytes: int) -> StateEntries:
     raw_key = f"raw:{entry}"
     stream = StoredArray(raw_key, "uint8", (n_bytes,), Extent(file, 0))
     item = StoredObject(entry, raw_key=raw_key)
-    return StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream}, {})
+    return StateEntries(entry, ObjectLeaf(entry), {}, {entry: item}, {raw_key: stream})
 
 
 def _optimizer_part(
@@ -209,13 +207,9 @@ def keyed_entries(
     return StateEntries(
         entry,
         skeleton,
-        {
-            new_key_of[key]: replace(array, name=new_key_of[key])
-            for key, array in tree.arrays.items()
-        },
+        renamed(tree.arrays, new_key_of),
         objects,
         tree.hidden,
-        {new_key_of[key]: new_key_of[first] for key, first in tree.aliases.items()},
         notes,
         tree.dropped,
     )
@@ -237,7 +231,6 @@ def with_entries(catalog: Catalog, skeleton: object, parts: list[StateEntries]) 
             **{key: o for part in parts for key, o in part.objects.items()},
         },
         skeleton=rebuild(skeleton, root),
-        aliases={**catalog.aliases, **{k: v for part in parts for k, v in part.aliases.items()}},
         dropped=(*catalog.dropped, *(entry for part in parts for entry in part.dropped)),
     ).noted(note for part in parts for note in part.notes)
 
@@ -274,7 +267,7 @@ def _weights(
     shapes = {
         key.removeprefix(container): meta.shape
         for key, meta in catalog.tensors.items()
-        if key not in catalog.aliases
+        if key not in catalog.ties
         and (key.startswith(container) if container else not key.startswith(tuple(further)))
         and dtype_of(meta.dtype).kind == "float"
         and key.rpartition(".")[2] not in BUFFERS

@@ -249,7 +249,6 @@ def unshard_ranks(
         args=args,
         common=common,
         optimizer=optimizer.optimizer,
-        aliases={},
         notes=tuple(notes),
         dropped=(
             *catalog.dropped,

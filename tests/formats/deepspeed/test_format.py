@@ -283,7 +283,7 @@ def test_attributes_of_the_module_and_what_is_no_tensor_are_listed(
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shared_parameters_are_aliases(tmp_path: Path, stage: int) -> None:
     store, catalog = opened(Zero(stage, 2, shared={"head": "embed"}).write(tmp_path / "x"))
-    assert catalog.aliases == {"head": "embed"}
+    assert catalog.ties == {"head": "embed"}
     assert_holds(store, catalog, "head", values("embed", GROUPS[0]["embed"]))
     assert list(catalog.tensors).index("embed") < list(catalog.tensors).index("head")
 

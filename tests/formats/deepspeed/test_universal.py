@@ -244,7 +244,7 @@ def test_odd_shapes_client_tensors_and_shared_parameters_come_back(
     folder = written(catalog, store, tmp_path / "made")
     found = opened(folder)
     assert_equal((store, catalog), found)
-    assert found[1].aliases == {"head": "embed"}
+    assert found[1].ties == {"head": "embed"}
     assert not (folder / "global_step4_universal" / "zero" / "head").exists()
     leaf = found[1].objects["rng"].value
     assert isinstance(leaf, TensorLeaf) and tensor_bytes(

@@ -120,7 +120,7 @@ def test_golden_shards_hold_what_torch_loads(
         meta = catalog.tensors[key]
         assert (f"torch.{meta.dtype}", meta.shape) == (str(tensor.dtype), tuple(tensor.shape))
         assert entry_bytes(catalog, store, key) == bits(tensor), key
-    assert catalog.aliases == (
+    assert catalog.ties == (
         {"lm_head.weight": "model.embed_tokens.weight"} if "tied" in model else {}
     )
     assert catalog.notes == ()
@@ -163,7 +163,7 @@ def test_tensors_that_share_their_bytes_in_a_shard_still_do() -> None:
         {"x": filled(torch.int8, 3)}, {"embed": weight, "head": weight, "t": weight.t()}
     )
     catalog = read(store)
-    assert catalog.aliases == {"head": "embed"}
+    assert catalog.ties == {"head": "embed"}
     loaded = as_torch_file(catalog, store)
     assert loaded["head"].data_ptr() == loaded["embed"].data_ptr()
     assert bits(loaded["t"]) == bits(weight.t())

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save, save_file, save_model
 from core.arrays.dtypes import DTYPES
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.facets import WeightFileFacts, WriteOptions
+from core.changes.tie import untie
 from core.copy.run import execute
 from core.errors import (
     CheckpointingException,
@@ -39,6 +40,7 @@ from core.plan.plan import make_plan
 from core.stage.files import StageStore
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
+from tests.support.ties import tied
 
 State = dict[str, torch.Tensor]
 SINGLE = "model.safetensors"
@@ -234,13 +236,13 @@ def test_aliases_that_safetensors_recorded_are_tensors(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
     catalog = read(store)
     assert_holds(catalog, store, {"0.weight": model[0].weight, "1.weight": model[0].weight})
-    assert next(iter(catalog.aliases.values())) in ("0.weight", "1.weight")
+    assert next(iter(catalog.ties.values())) in ("0.weight", "1.weight")
     assert catalog.attributes == {"": {"note": "x"}}
 
 
 def test_a_tensor_called_as_a_format_is_no_alias(tmp_path: Path) -> None:
     catalog, _ = saved({"pt": torch.zeros(2)}, tmp_path / "a.safetensors", {"format": "pt"})
-    assert catalog.aliases == {} and list(catalog.tensors) == ["pt"]
+    assert catalog.ties == {} and list(catalog.tensors) == ["pt"]
 
 
 # ---- directories that contradict themselves
@@ -569,21 +571,23 @@ def test_an_alias_is_written_once_and_recorded(tmp_path: Path, limit: int) -> No
     source, store = saved(
         {**state, "lm_head.weight": state["embed.weight"].clone()}, tmp_path / "in.safetensors"
     )
-    tied = replace(source, aliases={"lm_head.weight": "embed.weight"})
-    out = written(tied, store, tmp_path / "out", max_file_bytes=limit)
+    source = tied(source, {"lm_head.weight": "embed.weight"})
+    out = written(source, store, tmp_path / "out", max_file_bytes=limit)
     assert_equal(all_of(out), state)
     again = LocalStore(out)
     catalog = read(again)
-    assert catalog.aliases == {"lm_head.weight": "embed.weight"}
+    assert catalog.ties == {"lm_head.weight": "embed.weight"}
     assert_holds(catalog, again, {**state, "lm_head.weight": state["embed.weight"]})
 
 
-def test_an_alias_that_differs_or_cannot_be_recorded_is_written(tmp_path: Path) -> None:
-    state = {"a": torch.ones(2), "b": torch.ones(3), "format": torch.ones(2)}
+def test_a_tie_that_the_metadata_cannot_record_has_to_be_undone(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "format": torch.ones(2)}
     source, store = saved(state, tmp_path / "in.safetensors")
-    out = written(
-        replace(source, aliases={"b": "a", "format": "a", "gone": "a"}), store, tmp_path / "out"
-    )
+    source = tied(source, {"format": "a"})
+    with pytest.raises(UnsupportedError) as caught:
+        written(source, store, tmp_path / "out")
+    assert caught.value.key == "format" and "--untie format=a" in (caught.value.hint or "")
+    out = written(untie(source, [("format", "a")]), store, tmp_path / "out")
     assert_equal(all_of(out), state)
 
 

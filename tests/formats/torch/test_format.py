@@ -92,7 +92,7 @@ def test_tensors_that_share_a_storage_share_it_again(tmp_path: Path) -> None:
     other = filled(torch.float32, 40, 30, seed=9)
     data = saved({"embedding": weight, "other": other, "head": weight, "view": weight.t()})
     catalog, store = opened(data)
-    assert catalog.aliases == {"head": "embedding"}
+    assert catalog.ties == {"head": "embedding"}
     new = written(catalog, store)
     loaded = torch.load(io.BytesIO(new))
     assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
@@ -368,7 +368,7 @@ def test_containers_that_are_shared_are_written_apart_but_their_tensors_once() -
     shared = {"w": filled(torch.float32, 100)}
     catalog, store = opened(saved({"a": shared, "b": shared}))
     assert list(catalog.tensors) == ["a.w", "b.w"]
-    assert catalog.aliases == {"b.w": "a.w"}
+    assert catalog.ties == {"b.w": "a.w"}
     assert_same(torch.load(io.BytesIO(written(catalog, store))), {"a": shared, "b": shared})
 
 

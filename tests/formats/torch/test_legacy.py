@@ -104,7 +104,7 @@ def test_golden_streams_equal_their_zip_twins(golden: Path, name: str) -> None:
     assert {key: to_plain(item.value) for key, item in legacy.objects.items()} == {
         key: to_plain(item.value) for key, item in twin.objects.items()
     }
-    assert legacy.aliases == twin.aliases
+    assert legacy.ties == twin.ties
     for key in (*twin.tensors, *twin.hidden):
         assert entry_bytes(legacy, store, key) == entry_bytes(twin, store, key), key
     assert written(legacy, stores[0]) == written(twin, stores[1])
@@ -113,7 +113,7 @@ def test_golden_streams_equal_their_zip_twins(golden: Path, name: str) -> None:
 def test_tensors_that_share_a_storage_share_it_again() -> None:
     weight = filled(torch.float32, 40, 30)
     catalog, store = opened(saved_legacy({"embedding": weight, "head": weight, "view": weight.t()}))
-    assert catalog.aliases == {"head": "embedding"}
+    assert catalog.ties == {"head": "embedding"}
     loaded = torch.load(io.BytesIO(written(catalog, store)))
     assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
 
@@ -210,7 +210,7 @@ def test_views_of_storages_as_old_torch_saved_them_are_read() -> None:
         "whole": CONTENT, "all of it": CONTENT, "nothing": b"",
     }  # fmt: skip
     assert {key: entry_bytes(catalog, store, key) for key in catalog.tensors} == wanted
-    assert catalog.aliases == {"all of it": "whole"}
+    assert catalog.ties == {"all of it": "whole"}
     assert_same(
         torch.load(io.BytesIO(written(catalog, store))),
         torch.load(io.BytesIO(data), weights_only=False),
@@ -512,7 +512,7 @@ def test_rank_files_that_are_streams_are_read_like_zips(
     assert streams.tensors == zips.tensors
     assert streams.hidden == zips.hidden
     assert list(streams.objects) == list(zips.objects)
-    for name in ("version", "iteration", "aliases", "optimizer"):
+    for name in ("version", "iteration", "ties", "optimizer"):
         assert getattr(streams, name) == getattr(zips, name)
     assert streams.facet(Topology) == zips.facet(Topology) is not None
     assert facet_of(streams, RankFacts).optimizer_kind == facet_of(zips, RankFacts).optimizer_kind

@@ -253,7 +253,7 @@ def facts_of(catalog: Catalog) -> list[object]:
     fields = (
         catalog.iteration,
         catalog.args,
-        catalog.aliases,
+        catalog.ties,
         catalog.refused,
         catalog.notes,
         facts.shared,

@@ -240,7 +240,7 @@ def test_tied_parameters_are_written_once(each_rank: Callable[..., None], tmp_pa
         _save(tmp_path / "src", rank, {"embed": weight, "head": weight})
 
     each_rank((2,), write)
-    assert open_checkpoint(tmp_path / "src").catalog.aliases == {"head": "embed"}
+    assert open_checkpoint(tmp_path / "src").catalog.ties == {"head": "embed"}
 
 
 def test_a_parameter_stays_one(each_rank: Callable[..., None], tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from core.catalog.dropped import dropped_each
 from core.catalog.facets import WeightCopies
 from core.catalog.key_patterns import some_of
-from core.catalog.tensor import Tensor, whole_tensor
+from core.catalog.tensor import Tensor, find_ties, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.facets import ZeroFacts
@@ -106,6 +106,11 @@ def read_model_parallel(
                 )
             weights[name] = weights[name].with_replicas(tensor) if name in weights else tensor
         states = {**stage.states, **states}
+    ties = {name: owner for stage in stages for name, owner in find_ties(stage.weights).items()}
+    for name, owner in ties.items():
+        if weights[name] is not weights[owner]:
+            weights[owner] = weights[owner].with_replicas(weights[name])
+    weights |= {name: weights[owner] for name, owner in ties.items()}
     # What only the files of layers contain: frozen parameters and buffers.
     untrained, plans, others = _untrained(store, layers, weights, rules, plans, head.model)
     notes = [note for stage in stages for note in stage.notes]
@@ -119,7 +124,6 @@ def read_model_parallel(
     return replace(
         head,
         weights=weights | untrained,
-        aliases={name: owner for stage in stages for name, owner in stage.aliases.items()},
         states=states,
         param_groups=groups,
         names_of=names_of,
@@ -219,13 +223,12 @@ def read_model_files(
     trees = [spread(value, model.state) for model, value in zip(models, optimizers, strict=True)]
     has_optimizer = keeps_optimizer and any(value is not None for value in optimizers)
     dp = head.state.root.get("dp_world_size")
-    weights, aliases = with_shared(models[0], weights)
+    weights = with_shared(models[0], weights)
     return PartitionedStates(
         model=head,
         state=head.state,
         facts=ZeroFacts(0, dp if type(dp) is int else 1),
         weights=weights,
-        aliases=aliases,
         states={},
         param_groups=[],
         names_of={},
@@ -475,6 +478,7 @@ def _joined_stage(
             states.setdefault(name, {})[state] = _joined_tensor(
                 store, name, tensors, None if is_value else plan, head.model, is_weight=False
             )
+    weights |= {name: weights[owner] for name, owner in find_ties(head.weights).items()}
     notes = [note for shard in shards for note in shard.notes]
     if n_padded:
         notes.append(
@@ -483,7 +487,6 @@ def _joined_stage(
     return replace(
         head,
         weights=weights,
-        aliases=head.aliases,
         states=states,
         notes=notes,
         dropped=[item for shard in shards for item in shard.dropped],

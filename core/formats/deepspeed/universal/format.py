@@ -167,7 +167,7 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     # Every parameter has a directory with its weights and states.
     parameters = _parameters(store, folder, groups, model, has_states=has_optimizer)
     _check_complete(folder, parameters)
-    weights, aliases = _weights(models, parameters)
+    weights = _weights(models, parameters)
 
     # The tree defines keys and skeleton. Settings are listed separately from the optimizer's other
     # values; facts about the partition of the run that saved are not carried.
@@ -208,7 +208,6 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     return replace(
         catalog,
         iteration=iteration_of(model),
-        aliases=aliases,
         notes=tuple(notes),
         dropped=dropped,
     ).with_facet(facts)
@@ -278,14 +277,14 @@ def _check_complete(folder: str, parameters: Mapping[str, UniversalParameter]) -
 
 def _weights(
     models: Sequence[ModelStates], parameters: Mapping[str, UniversalParameter]
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return all weights, including buffers and frozen parameters, and shared name → owner."""
+) -> dict[str, Tensor]:
+    """Return all weights, including buffers, frozen and shared parameters."""
     from core.formats.deepspeed.weights import buffers, frozen, with_shared
 
     weights = buffers(models[0]) if models else {}
     weights |= {name: parameter.weight for name, parameter in parameters.items()}
     if not models:
-        return weights, {}
+        return weights
     # Frozen parameters are in the model files, unless the tool has given them directories.
     if all(model.fragments for model in models):
         stage = 3 if ZERO_MODEL_FILE in models[0].state.file else 2

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.dropped import left_out
+from core.catalog.optimizer_keys import is_optimizer_key
+from core.catalog.tensor import Tensor
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS
 from core.formats.deepspeed.universal.names import MASTER, STEP, STEP_COPY, state_of
 
@@ -34,13 +36,21 @@ def for_universal(catalog: Catalog) -> Catalog:
         for key in catalog.tensors
         if (state_key := state_of(key, catalog.tensors)) is not None
     }
-    # Master weights take the names of the weights, and stop being states.
+    # Master weights take the names of the weights and of those tied to them, and stop being states.
+    # Of the other states, each is a tensor of its own.
     masters = {name: key for key, (name, state) in state_of_key.items() if state == MASTER}
-    tensors = {
-        key: catalog.tensors[masters[key]] if key in masters else meta
-        for key, meta in catalog.tensors.items()
-        if key not in masters.values()
+    master_of = {
+        id(catalog.tensors[name]): catalog.tensors[key]
+        for name, key in masters.items()
+        if name in catalog.tensors
     }
+    tensors: dict[str, Tensor] = {}
+    for key, tensor in catalog.tensors.items():
+        if key in masters:
+            tensors[key] = catalog.tensors[masters[key]]
+        elif state_of_key.get(key, ("", ""))[1] != MASTER:
+            is_state = is_optimizer_key(key)
+            tensors[key] = replace(tensor) if is_state else master_of.get(id(tensor), tensor)
     # ZeRO-3 reads the step from another file than ZeRO-1 and 2, and the steps of all parameters are
     # equal: write any of them twice.
     step = next((key for key, (_, state) in state_of_key.items() if state == STEP), None)

@@ -84,7 +84,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
     Args:
         target: every tensor is one array; preferably created from a result of ``for_universal``.
-            ``iteration``, ``aliases`` and ``ZeroFacts`` are written as well.
+            ``iteration``, ``ties`` and ``ZeroFacts`` are written as well.
 
     Raises:
         UnsupportedError: a weight is not float32, a tensor or a setting does not belong to a
@@ -93,8 +93,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     # Each parameter has a directory. A release has no iteration.
     number = _iteration(target)
     folder = "universal" if number is None else f"global_step{number}_universal"
-    aliases = _aliases(target)
-    parameters = _parameters(target, aliases)
+    parameters = _parameters(target)
     directory_of = expert_facts(target).directory_of
     images = [
         image
@@ -113,7 +112,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         )
     )
     # The two model files have the same content, except that ZeRO-3's has no tensors.
-    root = _model_root(target, parameters, groups, trained, aliases)
+    root = _model_root(target, parameters, groups, trained)
     images.append(_image(target, f"{folder}/{MODEL_FILE}", root))
     without_tensors = {
         name: value
@@ -131,12 +130,11 @@ def check(target: TargetCatalog) -> None:
     Raises:
         UnsupportedError: see ``lay_out``.
     """
-    aliases = _aliases(target)
-    parameters = _parameters(target, aliases)
+    parameters = _parameters(target)
     trained = _trained(target, parameters)
     groups = param_groups(target, list(parameters), trained)
     stored_groups(target, groups, trained)
-    _model_root(target, parameters, groups, trained, aliases)
+    _model_root(target, parameters, groups, trained)
 
 
 def _iteration(target: TargetCatalog) -> int | None:
@@ -144,25 +142,8 @@ def _iteration(target: TargetCatalog) -> int | None:
     return None if target.write.is_release else target.iteration
 
 
-def _aliases(target: TargetCatalog) -> dict[str, str]:
-    """Return shared name → name of the parameter that is written in its place.
-
-    Parameters of another dtype or shape than their owner's are written themselves.
-    """
-    aliases = {}
-    for key, owner in target.aliases.items():
-        meta, other = target.tensors.get(key), target.tensors.get(owner)
-        if (
-            meta is not None
-            and other is not None
-            and (meta.dtype, meta.shape) == (other.dtype, other.shape)
-        ):
-            aliases[key] = owner
-    return aliases
-
-
-def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, _ParameterFiles]:
-    """Return the directories to write, by parameter.
+def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
+    """Return the directories to write, by parameter; of tied parameters, only the first has one.
 
     Raises:
         UnsupportedError: a tensor does not belong to a parameter, or cannot be stored; or the
@@ -181,7 +162,7 @@ def _parameters(target: TargetCatalog, aliases: Mapping[str, str]) -> dict[str, 
             )
     # Weights and buffers first, as states refer to them. Their keys become names of directories.
     states = [key for key in target.tensors if is_optimizer_key(key)]
-    names = [key for key in target.tensors if key not in aliases and not is_optimizer_key(key)]
+    names = [key for key in target.tensors if key not in target.ties and not is_optimizer_key(key)]
     bad_names = [name for name in names if not _is_directory_name(name)]
     if bad_names:
         others_text = f"; nor can {listed_keys(bad_names[1:])}" if len(bad_names) > 1 else ""
@@ -367,13 +348,11 @@ def _model_root(
     parameters: Mapping[str, _ParameterFiles],
     groups: Sequence[UniversalParamGroup],
     trained: Sequence[str],
-    aliases: Mapping[str, str],
 ) -> dict[object, object]:
     """Return the content of the model files: the entries of the loader, then all other objects.
 
     Args:
         trained: names of the parameters that the optimizer trains.
-        aliases: shared name → name of the owner.
 
     Raises:
         UnsupportedError: an object has the name of an entry of the loader.
@@ -393,7 +372,7 @@ def _model_root(
             for group in groups
         ],
         "frozen_param_shapes": None,
-        "shared_params": dict(aliases),
+        "shared_params": dict(target.ties),
         "frozen_param_fragments": None,
         "lr_scheduler": None,
         "data_sampler": None,
