@@ -29,8 +29,9 @@ class Dropped:
         names: names of the entries: keys, or paths of files; at least one.
         reason: why the destination does not hold them; "" if the name says it.
         line: the line, if it is not that of a single entry.
-        tensors: those of the entries, if their names are not those of the source.
-        is_listed: False for what the user excluded, and for what other entries say as well.
+        tensors: those of the entries, where the names alone do not tell (``core.convert.account``).
+        is_listed: False for what the user excluded, what other entries say as well, and what no
+            reader misses (padding, rounded copies).
     """
 
     names: tuple[str, ...]

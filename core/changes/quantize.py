@@ -47,13 +47,14 @@ from core.catalog.catalog import Catalog
 from core.catalog.dropped import left_out
 from core.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.catalog.optimizer_keys import is_optimizer_key
+from core.catalog.removal import remove_entries
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole, stack
 from core.changes.rename import nest_again
 from core.changes.torchao_weights import dequantize_torchao
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf
-from core.pickle.nesting import REMOVED, ListIndex, entries, map_leaves
+from core.pickle.nesting import ListIndex, entries
 from core.quantize.from_float8 import Dequantized
 from core.quantize.from_mxfp4 import BLOCKS, GROUP, SCALES, DequantizedMxfp4
 from core.quantize.schemes import QuantizedWeight, check_scheme, quantized_weights, refused_scheme
@@ -203,18 +204,14 @@ def dequantize(
         extent = Extent(weight.file, 0, encoding=encoding)
         return StoredArray(key, target.name, weight.shape, extent)
 
-    # Remove the scales, and give the dequantized tensors the new dtype.
-    skeleton = catalog.skeleton
-    if skeleton is not None:
-        skeleton = map_leaves(
-            skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
-        )
-    # Tied weights with the same scales stay tied.
-    tensors = {key: item for key, item in catalog.tensors.items() if key not in removed}
+    # Remove the scales, and give the dequantized tensors the new dtype. Tied weights with the same
+    # scales stay tied.
+    remaining = remove_entries(catalog, removed)
+    tensors = dict(remaining.tensors)
     made: dict[tuple[int, int], Tensor] = {}
-    for key in tensors.keys() & scales_of.keys():
+    for key, scales in scales_of.items():
         weight = tensors[key]
-        pair = id(weight), id(catalog.tensors[scales_of[key]])
+        pair = id(weight), id(catalog.tensors[scales])
         if pair not in made:
             tiling = compute_whole(partial(dequantize_weight, key))
             made[pair] = replace(weight, dtype=target.name, tiling=tiling)
@@ -222,9 +219,8 @@ def dequantize(
     # Without float8 weights, nothing applies the scales of activations.
     unused = {key: catalog.tensors[key] for key in activations if key in removed}
     result = replace(
-        catalog,
+        remaining,
         tensors=tensors,
-        skeleton=skeleton,
         dropped=(*catalog.dropped, *left_out(unused, "scales of activations")),
     )
 

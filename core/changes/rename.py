@@ -320,7 +320,7 @@ def with_parameters(catalog: Catalog, new_of: Mapping[str, Sequence[str]]) -> Ca
 
 
 def rename_entries(catalog: Catalog, new_of: Mapping[str, str]) -> Catalog:
-    """Replace the keys of a catalog in its tensors, objects, skeleton, aliases and facets.
+    """Replace the keys of a catalog in its tensors, objects, skeleton and facets.
 
     Hidden tensors keep theirs, which are not names that users see. Facets of formats with keys in
     them (the true shapes of Megatron-FSDP) were used up when the model was brought into this form.

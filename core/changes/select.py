@@ -16,7 +16,7 @@ from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attr
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
-from core.catalog.removal import find_used_tensors, record_left_out
+from core.catalog.removal import record_left_out, remove_entries, without_unused_tensors
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import owned_entries, with_parameters
@@ -24,7 +24,6 @@ from core.changes.rename import rename as rename
 from core.changes.rename import rename_entries as rename_entries
 from core.changes.rename import strip_prefix as strip_prefix
 from core.errors import UsageError
-from core.pickle.nesting import REMOVED, map_leaves
 from core.values import dataclass
 
 
@@ -105,29 +104,14 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     Raises:
         UsageError: no tensor remains.
     """
-    keys = [*catalog.tensors, *catalog.objects]
-    tensors = {key: meta for key, meta in catalog.tensors.items() if is_kept(key)}
-    if not tensors:
+    left = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
+    remaining = remove_entries(catalog, left.keys())
+    if not remaining.tensors:
         raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
-    objects = {key: item for key, item in catalog.objects.items() if is_kept(key)}
-    skeleton = catalog.skeleton
-    if skeleton is not None:
-        skeleton = map_leaves(skeleton, lambda entry: entry.leaf if is_kept(entry.key) else REMOVED)
-
     # The optimizer's facts remain only as far as their tensors do.
-    remaining = replace(
-        catalog,
-        tensors=tensors,
-        objects=objects,
-        skeleton=skeleton,
-        optimizer=catalog.optimizer if any(map(state_of, tensors)) else None,
-    )
-
-    # Hidden tensors remain if an entry that remains refers to them.
-    hidden_keys = find_used_tensors(remaining)
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key in hidden_keys}
-    remaining = record_left_out(replace(remaining, hidden=hidden), catalog, "as requested")
-    return Selection(remaining, tuple(key for key in keys if not is_kept(key)))
+    if not any(map(state_of, remaining.tensors)):
+        remaining = without_unused_tensors(replace(remaining, optimizer=None), remaining)
+    return Selection(record_left_out(remaining, catalog, "as requested"), tuple(left))
 
 
 def without_optimizer(catalog: Catalog) -> Selection:

@@ -4,9 +4,9 @@
 the original, so the engine compares every byte of both while it copies, and a difference is a
 ``ReplicaMismatchError``.
 
-The optimizer's entries follow. Those of a dropped alias are dropped too, without a comparison: its
-moments come from another use of the parameter and differ from the original's. A new alias gets
-copies of the original's entries, and is added to the same groups.
+The optimizer's entries follow. Those of a dropped tensor are dropped too, without a comparison: its
+moments come from another use of the parameter and differ from the original's. A tensor that is
+added gets copies of the original's entries, and is added to the same groups.
 """
 
 from __future__ import annotations
@@ -14,26 +14,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM
-from core.catalog.removal import record_left_out
+from core.catalog.removal import record_left_out, remove_entries
 from core.catalog.tensor import Tensor
 from core.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
 from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import REMOVED, entries, map_leaves
-
-if TYPE_CHECKING:
-    pass
+from core.pickle.nesting import entries
 
 OUTPUT = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 INPUT = re.compile(r"(^|\.)(embed_tokens|embed_in|word_embeddings|wte)\.weight$")
 """Names of the output layer and the input embedding of a language model in transformers."""
 
 Pair = tuple[str, str]
-"""(alias, original): the tensor that is dropped or added, and the tensor that it equals."""
+"""The tensor that is dropped or added, and the tensor that it equals, its original."""
 
 
 def tie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
@@ -68,37 +64,25 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
 
     # Drop the tensor, with the optimizer's entries for it.
     owned = {key: entry for key, entry in owned_entries(catalog).items() if entry.tensor == alias}
-    removed = {alias, *owned}
     followed = with_parameters(
         catalog, dict.fromkeys([alias, *(entry.parameter for entry in owned.values())], ())
     )
-    skeleton = followed.skeleton
-    if skeleton is not None:
-        skeleton = map_leaves(
-            skeleton, lambda entry: REMOVED if entry.key in removed else entry.leaf
-        )
+    remaining = remove_entries(followed, {alias, *owned})
     both = second.with_replicas(first)
-    tied = replace(
-        followed,
-        tensors={
-            key: both if tensor is second else tensor
-            for key, tensor in catalog.tensors.items()
-            if key not in removed
-        },
-        objects={key: item for key, item in followed.objects.items() if key not in removed},
-        skeleton=skeleton,
-    )
-    return record_left_out(tied, catalog, "tied")
+    tensors = {
+        key: both if tensor is second else tensor for key, tensor in remaining.tensors.items()
+    }
+    return record_left_out(replace(remaining, tensors=tensors), catalog, "tied")
 
 
 def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
     """Store the first tensor of each pair separately, as a copy of the second.
 
-    The first may exist already if it is an alias of the second (in torch files, tensors that share
+    The first may exist already if it is tied to the second (in torch files, tensors that share
     their bytes).
 
     Raises:
-        UsageError: the second tensor is missing, or the first exists and is not its alias.
+        UsageError: the second tensor is missing, or the first exists and is not tied to it.
     """
     for added, original in pairs:
         catalog = _untie_pair(catalog, added, original)

@@ -4,7 +4,7 @@
  1   ``dequantize``, ``dequantize_optim``          float8, int8 and MXFP4 times scales, states too
  2   ``include``, ``exclude``                      selection of entries
  3   ``strip_prefix``, ``add_prefix``, ``rename``  names of entries
- 4   ``untie``, ``tie``                            tied tensors written twice, or once
+ 4   ``untie``, ``tie``                            a tensor written twice, or two equal ones once
  5   ``stack_layers``, ``unstack_layers``          layers along an axis, or one key per layer
  6   ``dtype``                                     casts
  7   ``quantize``                                  float8 weights with scales

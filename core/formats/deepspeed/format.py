@@ -17,7 +17,7 @@ On disk::
 
 Every file is a torch zip. The catalog contains what ``zero_to_fp32.py`` writes, under the same
 names and bit for bit: the fp32 master weights, buffers as float32, frozen parameters as stored,
-shared parameters as aliases of their owners. Its keys are those of
+shared parameters tied to their owners. Its keys are those of
 ``core.formats.deepspeed.tree``; moments have the names of their parameters. For the conversion from
 flat parts to parameters see ``core.formats.deepspeed.partition``; ``param_slice_mappings``, where a
 file has them, must agree with it.

@@ -250,7 +250,7 @@ def _read_file(store: ReadStore, name: str) -> Catalog:
 
 
 def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -> Catalog:
-    """Build the catalog of files with complete tensors and of the aliases in their metadata.
+    """Build the catalog of files with complete tensors and of the further names in their metadata.
 
     Raises:
         CorruptError: a tensor is in two files.
@@ -266,7 +266,7 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
                     hint="pass one of the files, or an index that names the right one",
                 )
             arrays[key] = array
-    # An alias is recorded as metadata: a name that is not a tensor, with the name of one as value.
+    # A further name of a tied tensor is recorded as metadata, with the name of the tensor as value.
     aliases = {
         name: original
         for header in headers

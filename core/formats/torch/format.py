@@ -1,15 +1,15 @@
 """``torch.save`` files: reading one into an inert tree and stored arrays, and planning one.
 
-A file is a torch zip (``torch.zip``): a pickle and one record per storage; or, from before torch
-1.6, a stream of both (``torch.legacy``). Reading it runs nothing: the pickle becomes an inert tree
-(``core.pickle.reader``) with a ``TensorLeaf`` in place of each tensor (``torch.tensors``), whose
-bytes stay in the file. Records that another program deflated, and those from a big-endian machine,
-are decoded (``torch.zip.records``).
+A file is a torch zip (package ``zip`` beside this module): a pickle and one record per storage; or,
+from before torch 1.6, a stream of both (``legacy``). Reading it runs nothing: the pickle becomes an
+inert tree (``core.pickle.reader``) with a ``TensorLeaf`` in place of each tensor (``tensors``),
+whose bytes stay in the file. Records that another program deflated, and those from a big-endian
+machine, are decoded (``zip.records``).
 
 A catalog of this format: every tensor that is reached through mappings and lists has its path,
 dot-joined, as key; where two paths join to one key, dots inside names are written ``\\.``. The
 skeleton is the complete unpickled root; it contains the values that are not tensors, and they are
-listed in ``objects`` too. Pickled modules are read as their state dicts (``torch.object_tensors``).
+listed in ``objects`` too. Pickled modules are read as their state dicts (``object_tensors``).
 Tensors inside other objects are ``hidden``.
 
 Tensors that have the same bytes are tied (``Catalog.ties``). Tensors in ``refused``

@@ -326,7 +326,7 @@ def _parameters(
                 key=name,
                 hint="copy the checkpoint again, with all its files",
             )
-    # A shared parameter is an alias of its owner, also if it has a directory of its own.
+    # A shared parameter is tied to its owner, also if it has a directory of its own.
     is_uncut = model.state.root.get("mp_world_size") == 1
     parameters = {}
     for name in {**dict.fromkeys(shapes), **names}:
