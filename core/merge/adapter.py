@@ -139,6 +139,8 @@ def fold_adapter(
                 f"in the base, or both differently: each is written, and {TIE} is false"
             )
 
+    changed = {*adaptations, *replacements}
+
     # Replaced tensors have the adapter's shape if its vocabulary was resized before training.
     resized = _resized_vocabulary(catalog, tie, replacements, adapter)
     catalog = replace(catalog, tensors={**catalog.tensors, **resized})

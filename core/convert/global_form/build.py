@@ -20,6 +20,7 @@ from dataclasses import replace
 from core.catalog.dropped import dropped_together
 from core.catalog.facets import MegatronModel, WeightDeltas
 from core.catalog.files_beside import ADAPTER_CONFIG, UNREAD
+from core.catalog.tensor import without_ties
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.own_names import form_with_own_names
 from core.convert.global_form.refusals import check_request
@@ -162,6 +163,11 @@ def global_form(
         form = form_as_hf(request, unshard_if_needed(request, catalog, source))
     else:
         form = form_with_own_names(request, unshard_if_needed(request, catalog, source))
+    if request.becomes_megatron or request.becomes_hf:
+        # One tensor may get several names of the other model (the adapter of a fused QKV): each of
+        # them is then stored by itself.
+        tensors = without_ties(form.catalog.tensors)
+        form = replace(form, catalog=replace(form.catalog, tensors=tensors))
     model = form.catalog.facet(MegatronModel)
     if model is not None and model.wrapper is not None:
         from core.megatron.model.cut import without_unused_wrapper

@@ -20,7 +20,7 @@ from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Tensor, without_ties
+from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
@@ -141,7 +141,7 @@ def unshard_global(
     )
     model = replace(
         catalog,
-        tensors=without_ties({name: tensors[name] for name in order if name in tensors}),
+        tensors={name: tensors[name] for name in order if name in tensors},
         objects=objects.by_key,
         hidden={key: catalog.meta(key) for key in entries.tensors | objects.hidden_keys()},
         skeleton=None,

@@ -14,9 +14,11 @@ is not supported yet raises an error with its name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import state_of
+from core.catalog.tensor import without_ties
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
@@ -106,4 +108,6 @@ def unshard(
         model = model.noted(
             [f"no rule matches {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
         )
-    return model
+    # A step may put one tensor under several keys (a weight that is its own master); Megatron ties
+    # none, so each is stored by itself.
+    return replace(model, tensors=without_ties(model.tensors))
