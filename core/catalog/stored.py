@@ -258,11 +258,11 @@ def n_stored_bytes(array: StoredArray) -> int:
 
 def renamed(arrays: Mapping[str, StoredArray], new_of: Mapping[str, str]) -> dict[str, StoredArray]:
     """Return arrays under new keys, which are also their names; what was one array remains one."""
-    made: dict[int, StoredArray] = {}
+    array_of: dict[int, StoredArray] = {}
     for key, array in arrays.items():
-        if id(array) not in made:
-            made[id(array)] = replace(array, name=new_of[key])
-    return {new_of[key]: made[id(array)] for key, array in arrays.items()}
+        if id(array) not in array_of:
+            array_of[id(array)] = replace(array, name=new_of[key])
+    return {new_of[key]: array_of[id(array)] for key, array in arrays.items()}
 
 
 def with_axes(array: StoredArray, axes: Sequence[int | None]) -> StoredArray:

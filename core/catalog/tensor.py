@@ -218,11 +218,11 @@ def compute_whole(compute: Callable[[], ArrayT]) -> Callable[[], tuple[Fragment[
 
 def tensors_of(arrays: Mapping[str, ArrayT]) -> dict[str, Tensor[ArrayT]]:
     """Build tensors that are one array each, by key; tensors of the same array are tied."""
-    made: dict[int, Tensor[ArrayT]] = {}
+    tensor_of: dict[int, Tensor[ArrayT]] = {}
     for array in arrays.values():
-        if id(array) not in made:
-            made[id(array)] = whole_tensor(array)
-    return {key: made[id(array)] for key, array in arrays.items()}
+        if id(array) not in tensor_of:
+            tensor_of[id(array)] = whole_tensor(array)
+    return {key: tensor_of[id(array)] for key, array in arrays.items()}
 
 
 def find_ties(tensors: Mapping[str, AnyTensor]) -> dict[str, str]:

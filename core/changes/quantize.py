@@ -208,14 +208,14 @@ def dequantize(
     # scales stay tied.
     remaining = remove_entries(catalog, removed)
     tensors = dict(remaining.tensors)
-    made: dict[tuple[int, int], Tensor] = {}
+    dequantized_of: dict[tuple[int, int], Tensor] = {}
     for key, scales in scales_of.items():
         weight = tensors[key]
         pair = id(weight), id(catalog.tensors[scales])
-        if pair not in made:
+        if pair not in dequantized_of:
             tiling = compute_whole(partial(dequantize_weight, key))
-            made[pair] = replace(weight, dtype=target.name, tiling=tiling)
-        tensors[key] = made[pair]
+            dequantized_of[pair] = replace(weight, dtype=target.name, tiling=tiling)
+        tensors[key] = dequantized_of[pair]
     # Without float8 weights, nothing applies the scales of activations.
     unused = {key: catalog.tensors[key] for key in activations if key in removed}
     result = replace(

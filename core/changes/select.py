@@ -104,14 +104,14 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     Raises:
         UsageError: no tensor remains.
     """
-    left = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
-    remaining = remove_entries(catalog, left.keys())
+    removed = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
+    remaining = remove_entries(catalog, removed.keys())
     if not remaining.tensors:
         raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
     # The optimizer's facts remain only as far as their tensors do.
     if not any(map(state_of, remaining.tensors)):
         remaining = without_unused_tensors(replace(remaining, optimizer=None), remaining)
-    return Selection(record_left_out(remaining, catalog, "as requested"), tuple(left))
+    return Selection(record_left_out(remaining, catalog, "as requested"), tuple(removed))
 
 
 def without_optimizer(catalog: Catalog) -> Selection:

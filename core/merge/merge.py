@@ -271,14 +271,16 @@ def _with_computed(
         return computed_array(key, first.tensors[key], floats[key], encoding)
 
     # Tensors stay tied where all sources tie them.
-    made: dict[tuple[int, ...], Tensor] = {}
+    merged_of: dict[tuple[int, ...], Tensor] = {}
     tensors = {}
     for key, tensor in first.tensors.items():
         parts = tuple(id(source.catalog.tensors[key]) for source in sources)
-        if parts not in made:
+        if parts not in merged_of:
             is_computed = key in floats
-            made[parts] = replace(tensor, tiling=partial(computed, key)) if is_computed else tensor
-        tensors[key] = made[parts]
+            merged_of[parts] = (
+                replace(tensor, tiling=partial(computed, key)) if is_computed else tensor
+            )
+        tensors[key] = merged_of[parts]
     return replace(first, tensors=tensors)
 
 

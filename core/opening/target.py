@@ -96,8 +96,7 @@ def retyped(catalog: Catalog, dtype_for: Callable[[str, Tensor], str]) -> Catalo
     for key, tensor in catalog.tensors.items():
         dtype = dtype_for(key, tensor)
         if dtype != tensor.dtype:
-            made = changed.get((id(tensor), dtype)) or replace(tensor, dtype=dtype)
-            tensor = changed[id(tensor), dtype] = made
+            tensor = changed.setdefault((id(tensor), dtype), replace(tensor, dtype=dtype))
         tensors[key] = tensor
     return replace(catalog, tensors=tensors)
 

@@ -297,18 +297,18 @@ def _derive_content(
     # Arrays are at the same addresses as in the parsed file, but have other CRCs.
     def placed(tensors: Sequence[tuple[str, StoredArray, str | None]]) -> dict[str, StoredArray]:
         arrays: dict[str, StoredArray] = {}
-        made: dict[int, StoredArray] = {}
+        array_of: dict[int, StoredArray] = {}
         for key, array, record in tensors:
             name = names[key]
-            if id(array) in made:
-                arrays[name] = made[id(array)]
+            if id(array) in array_of:
+                arrays[name] = array_of[id(array)]
                 continue
             extent = array.extent
             if file != form.file:
                 crc = None if record is None else crcs.get(record) or None
                 extent = Extent(file, extent.offset, extent.strides, None, extent.encoding, crc)
-            made[id(array)] = StoredArray(name, array.dtype, array.shape, extent, coords)
-            arrays[name] = made[id(array)]
+            array_of[id(array)] = StoredArray(name, array.dtype, array.shape, extent, coords)
+            arrays[name] = array_of[id(array)]
         return arrays
 
     # Set this rank's arguments and keys; top-level entries that are objects come from the result.
