@@ -17,7 +17,7 @@ from core.arrays.gather import StridedLayout, copy_box, dense_layout, is_dense, 
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore, decoding_bytes
 from core.catalog.stored import StoredArray
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError
 from core.values import dataclass
 
@@ -193,13 +193,18 @@ def join_arrays(*tensors: SourceTensor | None) -> tuple[StoredArray, ...]:
     return tuple(array for tensor in tensors if tensor is not None for array in tensor.arrays)
 
 
-def source_of(
-    catalog: Catalog, key: str, *, part: tuple[Box, Iterable[Fragment]] | None = None
+def source_of(catalog: Catalog, key: str) -> SourceTensor:
+    """Check the fragments of a tensor of the catalog and return it for reading: ``checked``."""
+    return checked(key, catalog.meta(key))
+
+
+def checked(
+    key: str, tensor: Tensor, *, part: tuple[Box, Iterable[Fragment]] | None = None
 ) -> SourceTensor:
-    """Check the fragments of a tensor of the catalog and return it for reading.
+    """Check the fragments of a tensor and return it for reading.
 
     Args:
-        catalog, key: the tensor.
+        key: name of the tensor, for errors.
         part: the box that will be read, and the fragments that overlap it; None for all of the
             tensor.
 
@@ -208,8 +213,7 @@ def source_of(
         MissingShardError: the fragments do not cover what will be read.
     """
     # The same fragment of the same array is no second replica to compare.
-    meta = catalog.meta(key)
-    region, candidates = part or (full_box(meta.shape), catalog.fragments(key))
+    region, candidates = part or (full_box(tensor.shape), tensor.fragments())
     distinct = {
         (fragment.box, fragment.array, fragment.at): fragment
         for fragment in candidates
@@ -220,7 +224,7 @@ def source_of(
     if len(dtypes) > 1:
         raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
     for fragment in fragments:
-        _check_bounds(key, fragment, meta.shape)
+        _check_bounds(key, fragment, tensor.shape)
     hole = first_hole(region, [fragment.box for fragment in fragments])
     if hole is not None:
         raise MissingShardError(
@@ -228,7 +232,7 @@ def source_of(
             key=key,
             hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
         )
-    return SourceTensor(key, dtypes.pop() if dtypes else meta.dtype, meta.shape, fragments)
+    return SourceTensor(key, dtypes.pop() if dtypes else tensor.dtype, tensor.shape, fragments)
 
 
 def _check_bounds(key: str, fragment: Fragment, shape: Shape) -> None:

@@ -63,7 +63,9 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
     if (shift := pair.shift) is not None:
         from core.hf.tensors.shifted import shifted
 
-        return GlobalTensor(shifted(catalog, keys[0], name, -shift), (keys[0],), is_shifted=True)
+        return GlobalTensor(
+            shifted(catalog.tensors[keys[0]], keys[0], name, -shift), (keys[0],), is_shifted=True
+        )
     if pair.is_flat:
         return GlobalTensor(catalog.tensors[keys[0]].select(0, 0), (keys[0],))
     if pair.entry is not None:
@@ -71,7 +73,7 @@ def global_tensor(catalog: Catalog, pair: Pair) -> GlobalTensor:
     elif pair.is_transposed:
         from core.hf.tensors.packed import transpose_tensor
 
-        parts = [transpose_tensor(catalog, key, key) for key in keys]
+        parts = [transpose_tensor(catalog.tensors[key], key, key) for key in keys]
     else:
         parts = [catalog.tensors[key] for key in keys]
     fused = fuse.fuse_parts(pair.strips, parts, pair.shape)

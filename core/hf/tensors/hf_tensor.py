@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_optimizer_key
@@ -45,19 +44,18 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, Tensor]
         if pair.packed is not None:
             packed.setdefault(pair.packed.key, []).append((name, pair))
         elif pair.entry is not None:
-            for key, tensor in _split_tensor(catalog, name, pair).items():
+            for key, tensor in _split_tensor(catalog.tensors[name], name, pair).items():
                 entries.setdefault(key, []).append(tensor)
         else:
-            tensors |= _split_tensor(catalog, name, pair)
+            tensors |= _split_tensor(catalog.tensors[name], name, pair)
     for key, experts in entries.items():
         _check_dtypes(key, experts)
         tensors[key] = stack(experts)
     return tensors | {key: _packed_tensor(catalog, key, group) for key, group in packed.items()}
 
 
-def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, Tensor]:
+def _split_tensor(tensor: Tensor, name: str, pair: Pair) -> dict[str, Tensor]:
     """Return the Hugging Face tensors that a Megatron tensor is split into."""
-    tensor = catalog.tensors[name]
     check_numbers(name, tensor)
     # Only the tensors of the vocabulary may have more rows than the arguments imply: padding.
     if (
@@ -76,7 +74,7 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, Tensor]:
         from core.hf.tensors.shifted import shifted
 
         key = pair.tensors[0].names[0]
-        return {key: shifted(catalog, name, key, shift)}
+        return {key: shifted(tensor, name, key, shift)}
     if pair.is_flat:
         return {pair.tensors[0].names[0]: stack([tensor])}
     if pair.is_swapped:
@@ -93,7 +91,7 @@ def _split_tensor(catalog: Catalog, name: str, pair: Pair) -> dict[str, Tensor]:
         if pair.is_transposed:
             from core.hf.tensors.packed import transpose_tensor
 
-            part = transpose_tensor(replace(catalog, tensors={key: part}), key, key)
+            part = transpose_tensor(part, key, key)
         tensors[key] = part
     return tensors
 
@@ -140,5 +138,9 @@ def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]
             )
     from core.hf.tensors.packed import pack_experts
 
-    experts = [(name, pair.packed) for name, pair in pairs if pair.packed is not None]
-    return pack_experts(catalog, experts, shape)
+    experts = [
+        (name, catalog.tensors[name], pair.packed)
+        for name, pair in pairs
+        if pair.packed is not None
+    ]
+    return pack_experts(experts, shape)

@@ -30,7 +30,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole, stack
-from core.quantize.source import SourceTensor, source_of
+from core.quantize.source import SourceTensor, checked
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def unpack_expert(catalog: Catalog, name: str, expert: PackedExpert, shape: Shap
 
     def compute() -> StoredArray:
         stored = catalog.entry_fragments(expert.key, expert.number)
-        source = source_of(catalog, expert.key, part=(box, stored))
+        source = checked(expert.key, catalog.tensors[expert.key], part=(box, stored))
         encoding = Rearranged(source, box, expert.n_parts, is_packed=False)
         extent = Extent(source.file, 0, encoding=encoding)
         return StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)
@@ -146,19 +146,16 @@ def unpack_expert(catalog: Catalog, name: str, expert: PackedExpert, shape: Shap
     return Tensor(catalog.tensors[expert.key].dtype, shape, compute_whole(compute))
 
 
-def pack_experts(
-    catalog: Catalog, experts: Sequence[tuple[str, PackedExpert]], shape: Shape
-) -> Tensor:
+def pack_experts(experts: Sequence[tuple[str, Tensor, PackedExpert]], shape: Shape) -> Tensor:
     """Return the tensor of all experts.
 
     Args:
-        catalog: the catalog with the tensors of single experts.
-        experts: Megatron's name of each expert's tensor, and where the expert stands.
+        experts: Megatron's name of each expert's tensor, the tensor, and where the expert stands.
         shape: shape of Megatron's tensors.
     """
 
-    def compute(name: str, expert: PackedExpert) -> StoredArray:
-        source = source_of(catalog, name)
+    def compute(name: str, tensor: Tensor, expert: PackedExpert) -> StoredArray:
+        source = checked(name, tensor)
         encoding = Rearranged(source, full_box(shape), expert.n_parts, is_packed=True)
         return StoredArray(
             f"{expert.key}[{expert.number}] of {source.origin}",
@@ -170,11 +167,11 @@ def pack_experts(
     return stack(
         [
             Tensor(
-                catalog.tensors[name].dtype,
+                tensor.dtype,
                 expert.entry_shape(shape),
-                compute_whole(partial(compute, name, expert)),
+                compute_whole(partial(compute, name, tensor, expert)),
             )
-            for name, expert in sorted(experts, key=lambda pair: pair[1].number)
+            for name, tensor, expert in sorted(experts, key=lambda row: row[2].number)
         ]
     )
 
@@ -192,19 +189,17 @@ def transpose_matrix(catalog: Catalog, key: str, number: int) -> Tensor:
     return unpack_expert(catalog, f"{key}[{number}]", matrix, tuple(reversed(shape)))
 
 
-def transpose_tensor(catalog: Catalog, key: str, name: str) -> Tensor:
+def transpose_tensor(matrix: Tensor, key: str, name: str) -> Tensor:
     """Return a matrix, transposed.
 
     Args:
-        catalog: the catalog with the matrix.
-        key: name of the matrix.
-        name: name of the result.
+        key: name of the matrix, for errors.
+        name: name of the result's array.
     """
-    matrix = catalog.tensors[key]
     shape = matrix.shape[::-1]
 
     def compute() -> StoredArray:
-        source = source_of(catalog, key)
+        source = checked(key, matrix)
         encoding = Rearranged(source, full_box(source.shape), 1, is_packed=True)
         extent = Extent(source.file, 0, encoding=encoding)
         return StoredArray(f"{name} of {source.origin}", source.dtype, shape, extent)

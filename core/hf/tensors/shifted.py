@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import full_box
 from core.arrays.cast import cast_of
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole
-from core.quantize.source import SourceTensor, source_of
+from core.quantize.source import SourceTensor, checked
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -99,19 +98,19 @@ class Shifted:
         return result
 
 
-def shifted(catalog: Catalog, key: str, name: str, shift: int) -> Tensor:
+def shifted(tensor: Tensor, key: str, name: str, shift: int) -> Tensor:
     """Return a tensor whose elements are those of another one plus a number.
 
     Args:
-        catalog: the catalog with the other tensor.
-        key: name of the other tensor.
-        name: name of the tensor.
+        tensor: the other tensor.
+        key: its name, for errors.
+        name: name of the result's array.
         shift: the number.
     """
 
     def compute() -> StoredArray:
-        source = source_of(catalog, key)
+        source = checked(key, tensor)
         extent = Extent(source.file, 0, encoding=Shifted(source, shift))
         return StoredArray(f"{name} of {source.origin}", source.dtype, source.shape, extent)
 
-    return replace(catalog.tensors[key], tiling=compute_whole(compute))
+    return replace(tensor, tiling=compute_whole(compute))

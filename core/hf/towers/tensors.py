@@ -55,7 +55,7 @@ def megatron_tensor(catalog: Catalog, tensor: TowerTensor) -> GlobalTensor:
     layers = []
     for name in names:
         if tensor.is_transposed:
-            layers.append(transpose_tensor(catalog, name, tensor.megatron))
+            layers.append(transpose_tensor(catalog.tensors[name], name, tensor.megatron))
         elif strips is None:
             layers.append(catalog.tensors[name])
         else:
@@ -86,7 +86,7 @@ def hf_tower_tensors(catalog: Catalog, tensor: TowerTensor) -> dict[str, Tensor]
     result: dict[str, Tensor] = {}
     for number, name in enumerate(tensor.names()):
         if tensor.is_transposed:
-            result[name] = transpose_tensor(catalog, key, name)
+            result[name] = transpose_tensor(catalog.tensors[key], key, name)
             continue
         layer = stored if tensor.n_layers is None else catalog.entry(key, number)
         result[name] = layer if strips is None else take_apart(strips, 0, layer, shape)
