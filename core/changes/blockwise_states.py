@@ -29,7 +29,7 @@ from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import BITSANDBYTES, is_optimizer_key
 from core.catalog.tensor import Tensor
-from core.changes.rename import nest_again
+from core.changes.rename import nest_again, new_path
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import entries
@@ -165,17 +165,7 @@ def without_parts(
     for entry in entries(skeleton):
         key = key_of.get(entry.key) if isinstance(entry.leaf, TensorLeaf) else None
         if key is not None:
-            # A tensor of torchao was a mapping of its parts; one of bitsandbytes has another name.
-            container = entry.path[:-1]
-            if entry.key.startswith(f"{key}."):
-                path = container
-            else:
-                if container[-1:] == (BITSANDBYTES,):
-                    container = container[:-1]
-                path = (*container, key.rpartition(".")[2])
-            if entry.key == key:
-                path = entry.path
-            leaves[path] = TensorLeaf(key)
+            leaves[new_path(entry, key)] = TensorLeaf(key)
         elif entry.key not in gone and not entry.key.startswith(mappings):
             leaves[entry.path] = entry.leaf
     return nest_again(leaves)

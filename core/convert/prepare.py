@@ -484,11 +484,11 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     ]
     notes += [note for note in target.notes if note not in notes]
     notes += [] if format.notes_of is None else format.notes_of(target)
-    small_files = (*form.catalog.files, *target.files)
-    if CONFIG in form.catalog.documents and job.merge is None:
+    written = {} if is_file else {path: catalog.files[path] for path in target.files}
+    if isinstance(written.get(CONFIG), bytes) and job.merge is None:
         from core.formats.huggingface.tokenizer import has_tokenizer
 
-        if not has_tokenizer(small_files):
+        if not has_tokenizer(written):
             notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
     modules = [path for path in target.files if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
@@ -512,7 +512,6 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         ),
     ]
     dropped += [entry for entry in target.dropped if entry not in dropped]
-    written = {} if is_file else {path: catalog.files[path] for path in target.files}
     dropped += _describe_lost_files(opened, form.catalog, written, dropped)
 
     # Lay out the files.
@@ -696,6 +695,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     from core.convert.report.load_line import WrittenResult
 
     linked = link_data_files(job, source)
+    check_account(source.catalog, linked.catalog, linked.catalog, linked.catalog.dropped)
 
     # The model must load at the requested sizes: plan the layout, without writing it.
     if job.topology is not None:

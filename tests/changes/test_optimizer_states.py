@@ -95,6 +95,44 @@ def test_states_of_torchao_are_dequantized_bit_for_bit(case: str, tmp_path: Path
     assert n_checked == 4
 
 
+def flattened(content: object, path: str = "") -> dict[str, Any]:
+    if not isinstance(content, dict):
+        return {path: content}
+    return {
+        key: value
+        for name, item in content.items()
+        for key, value in flattened(item, f"{path}.{name}" if path else str(name)).items()
+    }
+
+
+@pytest.mark.parametrize("case", ["bitsandbytes", "opt8", "opt4", "optfp8"])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_states_under_dotted_keys_are_those_of_nested_ones(
+    case: str, depth: int, tmp_path: Path
+) -> None:
+    content = adam8bit()
+    if case != "bitsandbytes":
+        source, parts = unpacked("torchao", tmp_path) / f"{case}.pt", tmp_path / "parts.pt"
+        run(Job(src=source, dst=parts, to="torch", fsync=False))
+        content = torch.load(parts)
+    states = content["optimizer"]["state"]
+    (tmp_path / "nested").mkdir()
+    nested = torch.load(converted(tmp_path / "nested", {"optimizer": {"state": states}}))
+
+    flat: dict[str, Any] = [
+        flattened({"optimizer": {"state": states}}),
+        {"optimizer": flattened({"state": states})},
+        {"optimizer": {"state": flattened(states)}},
+    ][depth]
+    result = torch.load(converted(tmp_path, flat))
+    for _ in range(depth):
+        (result,), (nested,) = result.values(), nested.values()
+    expected = flattened(nested)
+    assert list(result) == list(expected)
+    for key, state in expected.items():
+        assert torch.equal(torch.as_tensor(result[key]), torch.as_tensor(state))
+
+
 def test_what_is_not_two_blockwise_states_is_refused_by_name(tmp_path: Path) -> None:
     source = adam8bit()
     del source["optimizer"]["state"]["odd"]["absmax2"]

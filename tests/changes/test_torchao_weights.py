@@ -57,6 +57,16 @@ def test_parts_in_another_format_are_dequantized_the_same(golden: Path, tmp_path
     assert torch.equal(result["0.weight"], torch.load(golden / "intx3_group.wide.pt"))
 
 
+def test_parts_under_dotted_keys_are_dequantized_the_same(golden: Path, tmp_path: Path) -> None:
+    parts = converted(golden / "intx3_group.pt", tmp_path / "parts.pt")
+    weight = parts.pop("0.weight")
+    flat = {f"0.weight.{name}": part for name, part in weight.items()}
+    torch.save({**flat, **parts}, tmp_path / "flat.pt")
+    result = converted(tmp_path / "flat.pt", tmp_path / "wide.pt", dequantize="bfloat16")
+    assert list(result) == ["0.weight", *parts]
+    assert torch.equal(result["0.weight"], torch.load(golden / "intx3_group.wide.pt"))
+
+
 def test_parts_that_do_not_fit_and_weights_that_need_more_are_refused(
     golden: Path, tmp_path: Path
 ) -> None:

@@ -278,6 +278,24 @@ def test_sources_of_several_formats_are_mixed(tmp_path: Path) -> None:
     assert_same_bits(found["wide"], wanted, "wide")
 
 
+@pytest.mark.parametrize("path", ["ocdbt_zarr2", "ocdbt_zarr2_raw", "ocdbt_zarr3"])
+def test_values_inside_the_nodes_of_another_database_are_merged(
+    path: str, golden: Path, tmp_path: Path
+) -> None:
+    # The same values, which no database holds.
+    models = [tmp_path / "first", tmp_path / "values"]
+    run(Job(src=golden / "orbax/plain_zarr2", dst=models[1], to="safetensors", fsync=False))
+    models[0].mkdir()
+    first = {
+        key: changed(value) if value.is_floating_point() else value
+        for key, value in tensors_of(models[1]).items()
+    }
+    save_file(first, models[0] / "model.safetensors")
+    sources = [models[0], golden / "orbax" / path]
+    out = merge(sources, tmp_path / "out", "average", keeps_first=True)
+    assert_computed(out, models, lambda a, b: (a + b) / 2)
+
+
 def _convert(team: Team, job: Job) -> int:
     """One worker of a merge."""
     return run_shared(job, team, sizes=FINE).bytes_verified

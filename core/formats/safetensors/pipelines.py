@@ -15,8 +15,9 @@ On disk (``DiffusionPipeline.save_pretrained``)::
 safetensors are written, every tensor goes back to the directory of its component, under its own
 name, so the result is a pipeline again (``PipelineFacts``).
 
-Not supported: a component with a directory that is a pipeline itself; a pipeline that is written
-with some of its components only (a component alone is a checkpoint: point at its directory).
+Not supported: a component with a directory that is a pipeline itself; objects of a component, which
+are listed as not carried; a pipeline that is written with some of its components only (a component
+alone is a checkpoint: point at its directory).
 Directories that ``model_index.json`` does not list are separate checkpoints.
 
 Source: diffusers 0.42.1 ``pipelines/pipeline_utils.py``, whose pipeline is pinned in tests/golden
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.attributes import ROOT
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import PipelineFacts, WeightFileFacts
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import Tensor
@@ -117,6 +119,7 @@ def read_pipeline(
 
 
 _COPY = "copy the pipeline again, with all its directories"
+_NOT_A_TENSOR = "not a tensor; of a pipeline's models only the tensors are read"
 
 
 def _raise_or_report(error: CheckpointingException, report: Report | None) -> None:
@@ -148,13 +151,21 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         root: the small files of the pipeline's own directory.
     """
     tensors: dict[str, Tensor] = {}
-    hidden = {**root.hidden}
     files = {**root.files}
+    dropped: list[Dropped] = []
     for name, part in parts.items():
         moved = _below(part, name)
         tensors |= {f"{name}.{key}": tensor for key, tensor in moved.tensors.items()}
-        hidden |= {f"{name}.{key}": tensor for key, tensor in moved.hidden.items()}
         files |= {f"{name}/{path}": content for path, content in moved.files.items()}
+        dropped += [
+            replace(
+                entries,
+                names=tuple(f"{name}.{key}" for key in entries.names),
+                line=None if entries.line is None else f"{name}: {entries.line}",
+            )
+            for entries in part.dropped
+        ]
+        dropped += dropped_each((f"{name}.{key}" for key in part.objects), _NOT_A_TENSOR)
     facts = {name: part.facet(WeightFileFacts) for name, part in parts.items() if part.tensors}
     models = {name: fact or WeightFileFacts() for name, fact in facts.items()}
     others = [name for name, part in parts.items() if not part.tensors]
@@ -165,7 +176,6 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         "safetensors",
         None,
         tensors,
-        hidden=hidden,
         attributes={
             name if path == ROOT else f"{name}/{path}": values
             for name, part in parts.items()
@@ -173,6 +183,7 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
         },
         files=files,
         notes=(note, *(f"{name}: {text}" for name, part in parts.items() for text in part.notes)),
+        dropped=tuple(dropped),
     ).with_facet(PipelineFacts(models))
 
 

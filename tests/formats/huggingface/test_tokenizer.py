@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,9 +51,21 @@ def test_the_plan_lists_the_files(golden: Path, tmp_path: Path, folder: Path) ->
     assert not (tmp_path / "out").exists()
 
 
-def test_a_model_without_tokenizer_files_names_the_option(golden: Path, tmp_path: Path) -> None:
-    report = run(Job(src=golden / _MODEL, dst=tmp_path / "out", to="hf", fsync=False))
-    assert any("--tokenizer" in note for note in report.notes)
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [("hf", "out"), ("hf", "a.safetensors"), ("dcp", "out"), ("torch", "a.pt")],
+)
+def test_the_option_is_named_where_it_adds_tokenizer_files(
+    to: str, name: str, folder: Path, golden: Path, tmp_path: Path
+) -> None:
+    job = Job(src=golden / _MODEL, dst=tmp_path / name, to=to, names="hf", optim="drop")
+    with prepare(job) as result:
+        is_named = any("--tokenizer" in note for note in result.notes)
+    try:
+        with prepare(replace(job, tokenizer=folder)):
+            assert is_named
+    except UsageError:
+        assert not is_named
 
 
 @pytest.mark.parametrize("to", ["dcp", "megatron", "safetensors"])

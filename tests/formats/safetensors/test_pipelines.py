@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.checks.level import Level
+from core.convert.prepare import prepare as prepared
 from core.convert.run import Job, run
 from core.diff.run import DiffJob, diff
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
@@ -95,6 +96,19 @@ def test_weights_of_torch_files_are_read_as_well(copy: Path, tmp_path: Path) -> 
     after = load_file(tmp_path / "out/vae/diffusion_pytorch_model.safetensors")
     assert after.keys() == weights.keys()
     assert all(torch.equal(after[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp"])
+def test_objects_of_a_component_are_listed(to: str, copy: Path, tmp_path: Path) -> None:
+    weights = load_file(copy / "vae/diffusion_pytorch_model.safetensors")
+    (copy / "vae/diffusion_pytorch_model.safetensors").unlink()
+    state = {"epoch": 3, "seen": [{"key"}, {"mean": torch.ones(3)}], "fn": torch.nn.Identity}
+    torch.save({**weights, **state}, copy / "vae/diffusion_pytorch_model.bin")
+    job = Job(src=copy, dst=tmp_path / "out", to=to, fsync=False)
+    with prepared(job) as result:
+        names = {name for entries in result.dropped_entries for name in entries.names}
+        assert {"vae.epoch", "vae.seen.0", "vae.fn"} <= names
+        assert set(result.form.tensors) >= {f"vae.{key}" for key in (*weights, "seen.1.mean")}
 
 
 def test_a_complete_pipeline_is_valid_and_damage_names_the_component(copy: Path) -> None:
