@@ -29,7 +29,7 @@ class Dropped:
         names: names of the entries: keys, or paths of files; at least one.
         reason: why the destination does not hold them; "" if the name says it.
         line: the line, if it is not that of a single entry.
-        tensors: those of the entries, if their names are not those of the source.
+        tensors: the tensors among the entries (``core.convert.account``).
         is_listed: False for what the user excluded, and for what other entries say as well.
     """
 
@@ -56,9 +56,19 @@ class Dropped:
         return is_optimizer_key(self.names[0].partition(" ")[0])
 
 
-def dropped_each(names: Iterable[object], reason: str) -> tuple[Dropped, ...]:
-    """Return the record of entries that have a line each: ``name (reason)``."""
-    return tuple(Dropped((str(name),), reason) for name in names)
+def dropped_each(
+    names: Iterable[object], reason: str, tensors: Mapping[str, Tensor[Any]] | None = None
+) -> tuple[Dropped, ...]:
+    """Return the record of entries that have a line each: ``name (reason)``.
+
+    Args:
+        tensors: by name; an entry that is none of them is another value.
+    """
+    tensors = tensors or {}
+    return tuple(
+        Dropped((name,), reason, tensors=(tensors[name],) if name in tensors else ())
+        for name in map(str, names)
+    )
 
 
 def left_out(tensors: Mapping[str, Tensor[Any]], reason: str) -> tuple[Dropped, ...]:

@@ -1,30 +1,32 @@
 """Account for the tensors of a source: each is written, or the record says why it is not.
 
 Many steps lead from an opened source to the tensors that are written: they select, rename, join,
-cut and compute, and a mistake in any of them could forget a tensor. So the arrays that opening the
-source has found are compared with those that the written tensors are made of, whatever their
-names and shapes have become (``core.catalog.stored.find_inputs``). An array that is in none of them
-must be that of an entry in the record (``core.catalog.dropped``).
+cut and compute, and a mistake in any of them could forget a tensor, or a part of it. So the arrays
+that opening the source has found are compared with those that the written tensors are made of,
+whatever their names and shapes have become (``core.catalog.stored.find_inputs``). The bytes of an
+array that are in none of them must be those of a tensor in the record (``core.catalog.dropped``).
 """
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from math import prod
 
+from core.arrays.dtypes import itemsize
 from core.catalog.catalog import AnyCatalog, Catalog
 from core.catalog.dropped import Dropped
-from core.catalog.stored import StoredArray, find_inputs, n_stored_bytes
+from core.catalog.stored import find_inputs, n_stored_bytes
 from core.catalog.tensor import Tensor
 
 
 def check_account(
     opened: Catalog, source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
 ) -> None:
-    """Raise if a tensor is neither written nor recorded as left out.
+    """Raise if a part of a tensor is neither written nor recorded as left out.
 
-    A tensor of which a part is written is accounted for: the rest is padding.
+    Of a tensor of one axis any part is enough: flat buffers have padding.
 
     Args:
         opened: the source as it was opened; of a merge, the first one (``core.merge`` matches the
@@ -39,71 +41,77 @@ def check_account(
     lost = _find_unaccounted(opened, source, target, record)
     if lost:
         raise RuntimeError(
-            f"{len(lost):,} tensors of the source would be neither written nor listed as not "
-            f"carried, such as {lost[0]}; nothing was written"
+            f"{len(lost):,} tensors of the source, or parts of them, would be neither written nor "
+            f"listed as not carried, such as {lost[0]}; nothing was written"
         )
 
 
 def _find_unaccounted(
     opened: Catalog, source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
 ) -> list[str]:
-    """Return the keys of the tensors that are neither written nor recorded as left out."""
+    """Return the keys of the tensors of which a part is neither written nor recorded."""
     written = [source.meta(key) for key, _ in target.all_tensors()]
     recorded = [tensor for entries in record for tensor in entries.tensors]
     # Most tensors only change their name, and are recognized without their fragments. Those of one
     # that is left out may be unreadable.
     unchanged = {id(tensor.tiling) for tensor in (*written, *recorded)}
-    names = {
-        name.partition(" ")[0]
-        for entries in record
-        if not entries.tensors
-        for name in entries.names
-    }
     missing = {
         key: tensor
         for key, tensor in opened.tensors.items()
-        if id(tensor.tiling) not in unchanged
-        # The record has the names of a rank's entries without the rank.
-        and not _is_named(key.partition(":")[2] if opened.is_rank_local else key, names)
+        if tensor.n_elements and id(tensor.tiling) not in unchanged
     }
     if not missing:
         return []
 
-    # Find the others by the places of their arrays.
+    # Find the others by their arrays: of each, as many bytes are written as are in the tensor.
     opened_tilings = {id(tensor.tiling) for tensor in opened.tensors.values()}
     parts = [tensor for tensor in recorded if id(tensor.tiling) not in opened_tilings]
-    places: dict[str, set[int]] = {}
-    for array in _arrays_of([*written, *parts]):
-        for stored in find_inputs(array):
-            places.setdefault(stored.extent.file, set()).add(stored.extent.offset)
-    offsets = {file: sorted(starts) for file, starts in places.items()}
+    used: dict[str, dict[int, int]] = {}
+    for tensor in (*written, *parts):
+        for (file, start, _), n_bytes in _list_uses(tensor):
+            in_file = used.setdefault(file, {})
+            in_file[start] = in_file.get(start, 0) + n_bytes
+    starts = {file: sorted(in_file) for file, in_file in used.items()}
+    sums = {
+        file: [0, *accumulate(in_file[start] for start in starts[file])]
+        for file, in_file in used.items()
+    }
 
-    def is_lost(array: StoredArray) -> bool:
-        extent = array.extent
-        if extent.file in names:
-            return False
-        # A part of an array begins inside of it.
-        starts = offsets.get(extent.file, [])
-        n_bytes = 1 if extent.is_late else max(1, n_stored_bytes(array))
-        number = bisect_left(starts, extent.offset)
-        return number == len(starts) or starts[number] >= extent.offset + n_bytes
+    def n_used(file: str, start: int, end: int) -> int:
+        """Return how many bytes are written or recorded of arrays that begin in a range."""
+        begun, sum_of = starts.get(file, []), sums.get(file, [0])
+        return sum_of[bisect_left(begun, end)] - sum_of[bisect_left(begun, start)]
 
-    lost = []
-    for key, tensor in missing.items():
-        arrays = list(_arrays_of([tensor])) if tensor.n_elements else []
-        if arrays and all(map(is_lost, arrays)):
-            lost.append(key)
-    return lost
+    def is_lost(tensor: Tensor) -> bool:
+        needed: dict[_Place, int] = {}
+        for place, n_bytes in _list_uses(tensor):
+            needed[place] = needed.get(place, 0) + n_bytes
+        if len(tensor.shape) == 1:  # a flat buffer may have padding, even in arrays of its own
+            return not any(n_used(*place) for place in needed)
+        return any(n_used(*place) < n_bytes for place, n_bytes in needed.items())
 
-
-def _arrays_of(tensors: Iterable[Tensor]) -> Iterator[StoredArray]:
-    """Yield the arrays of tensors."""
-    for tensor in tensors:
-        for fragment in tensor.fragments():
-            if fragment.array is not None:
-                yield fragment.array
+    return [key for key, tensor in missing.items() if is_lost(tensor)]
 
 
-def _is_named(key: str, names: Collection[str]) -> bool:
-    """Return whether a name is that of an entry, or of a container that it is in."""
-    return key in names or any(key[: match.start()] in names for match in re.finditer(r"[./]", key))
+_Place = tuple[str, int, int]
+"""File, first byte of an array, and the byte after its last; a part of it begins inside."""
+
+
+def _list_uses(tensor: Tensor) -> Iterator[tuple[_Place, int]]:
+    """Yield the places of the arrays that a tensor is made of, and how many bytes it has of each.
+
+    Values in a node of a database have no bytes of their own in a file, so encoded arrays are known
+    by their names.
+    """
+    for fragment in tensor.fragments():
+        if fragment.array is None:
+            continue
+        for array in find_inputs(fragment.array):
+            # How much of an input is used is known to the computation alone.
+            is_input = array is not fragment.array
+            n_elements = prod(array.shape) if is_input else fragment.box.n_elements
+            extent = array.extent
+            place = extent.file, extent.offset, extent.offset + max(1, n_stored_bytes(array))
+            if extent.encoding is not None:
+                place = f"{extent.file} {array.name.partition('^')[0]}", 0, 1
+            yield place, n_elements * itemsize(array.dtype)

@@ -699,6 +699,7 @@ def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     from core.convert.report.load_line import WrittenResult
 
     linked = link_data_files(job, source)
+    check_account(source.catalog, linked.catalog, linked.catalog, linked.catalog.dropped)
 
     # The model must load at the requested sizes: plan the layout, without writing it.
     if job.topology is not None:

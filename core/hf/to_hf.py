@@ -221,12 +221,14 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
     # Details of an optimizer that was dropped before mean nothing outside Megatron: one line for
     # all.
     of_optimizer = [entry for entry in dropped if entry.is_listed and entry.is_of_optimizer]
+    states = [tensor for key, tensor in catalog.tensors.items() if is_optimizer_key(key)]
+    states += [tensor for entry in of_optimizer for tensor in entry.tensors]
     if catalog.optimizer is not None:
         parts = (f"{name} of the optimizer" for name in catalog.optimizer.entries)
         dropped += dropped_each(parts, "not stored under Hugging Face's names")
-    elif of_optimizer or any(map(is_optimizer_key, catalog.tensors)):
+    elif of_optimizer or states:
         dropped = [
-            Dropped(("optimizer",), NOT_IN_HF),
+            Dropped(("optimizer",), NOT_IN_HF, tensors=tuple(states)),
             *(entry for entry in dropped if entry not in of_optimizer),
         ]
     names = _other_entries(catalog)
@@ -234,7 +236,7 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
         names.remove("args")
         dropped += dropped_each(("args",), f"{CONFIG} describes the model")
     place = "in Hugging Face checkpoints" if has_config else "under Hugging Face's names"
-    return [*dropped, *dropped_each(names, f"not stored {place}")]
+    return [*dropped, *dropped_each(names, f"not stored {place}", catalog.tensors)]
 
 
 def _other_entries(catalog: Catalog) -> list[str]:

@@ -12,25 +12,38 @@ from safetensors.torch import save_file
 
 from ckpt_cli.app import main
 from core.catalog.catalog import Catalog, TargetCatalog
-from core.convert import prepare
+from core.catalog.dropped import Dropped
+from core.catalog.stored import ArrayT
+from core.convert import hard_links, prepare
+from core.convert.account import check_account
 from core.convert.job import Job
 from core.convert.prepare import prepare as prepared
 from core.convert.target_form import cut_form
 from core.formats.format import Format
+from core.opening.open import Checkpoint, open_checkpoint
+from tests.megatron.support.rewritten import rewritten
 
 DENSE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010"
 HF = "hf/llama/safetensors_sharded"
 DCP = "torch_dcp/fsdp2_dp2"
+TORCH_DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
 
 
-def lose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Make a step of each conversion lose the tensors with a text in their name."""
+def lose(monkeypatch: pytest.MonkeyPatch, name: str, *, half: bool = False) -> None:
+    """Make a step of each conversion lose the tensors with a text in their name, or their half."""
+
+    def without(catalog: Catalog[ArrayT]) -> Catalog[ArrayT]:
+        tensors = {
+            key: tensor.narrow(0, 0, tensor.shape[0] // 2) if name in key else tensor
+            for key, tensor in catalog.tensors.items()
+            if half or name not in key
+        }
+        assert tensors != catalog.tensors
+        return replace(catalog, tensors=tensors)
 
     def cut_without(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
         source, target = cut_form(job, catalog, format)
-        kept = {key: tensor for key, tensor in target.tensors.items() if name not in key}
-        assert len(kept) < len(target.tensors)
-        return source, replace(target, tensors=kept)
+        return without(source) if half else source, without(target)
 
     monkeypatch.setattr(prepare, "cut_form", cut_without)
 
@@ -45,6 +58,8 @@ def lose(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
         (DENSE, ["--to", "hf"], "layers.0.self_attn.o_proj", "self_attention.linear_proj.weight"),
         (DENSE, ["--to", "megatron", "--tp-new", "1"], "layers.2.mlp.linear_fc1", "linear_fc1"),
         (DENSE, ["--to", "dcp"], "exp_avg_sq.decoder.layers.0", "optimizer."),
+        # Several values are inside one node of the database.
+        ("orbax/ocdbt_zarr2", ["--to", "dcp"], "params.scale", "params.scale"),
     ],
 )
 def test_a_conversion_that_loses_a_tensor_writes_nothing(
@@ -60,6 +75,78 @@ def test_a_conversion_that_loses_a_tensor_writes_nothing(
     lose(monkeypatch, name)
     assert main(["convert", str(golden / path), str(tmp_path / "dst"), *options]) == 70
     assert lost in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "name"),
+    [
+        (HF, ["--to", "dcp"], "layers.1.mlp.gate_proj"),
+        (HF, ["--to", "dcp", "--dtype", "bf16"], "o_proj"),
+        (DCP, ["--to", "zarr3"], "layers.1.mlp"),
+        (DENSE, ["--to", "torch", "--names", "hf"], "layers.0.self_attn.q_proj"),
+        (TORCH_DIST, ["--to", "hf"], "layers.0.mlp.up_proj"),
+    ],
+)
+def test_a_conversion_that_loses_half_of_a_tensor_writes_nothing(
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    options: Sequence[str],
+    name: str,
+) -> None:
+    lose(monkeypatch, name, half=True)
+    assert (
+        main(["convert", str(golden / path), str(tmp_path / "dst"), *options, "--no-optim"]) == 70
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_state_of_a_module_is_not_excused_by_those_of_other_ranks(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, state = "decoder.layers.0.mlp.linear_fc1._extra_state", torch.arange(9).byte()
+    source = rewritten(
+        golden / "mcore_legacy/dense_gqa/tp2_pp1",
+        tmp_path / "src",
+        lambda folder, name, value: state if name == key else value,
+    )
+    command = ["convert", str(source), str(tmp_path / "dst"), "--to", "dcp"]
+    assert main([*command, "--dry-run"]) == 0
+    lose(monkeypatch, key)
+    assert main(command) == 70
+
+
+def test_a_record_does_not_excuse_what_its_name_begins_like(tmp_path: Path) -> None:
+    save_file(
+        {"w": torch.ones(3), "optimizer.w.exp_avg": torch.ones(3)}, tmp_path / "a.safetensors"
+    )
+    source = open_checkpoint(tmp_path / "a.safetensors")
+    source.store.close()
+    opened = source.catalog
+    weights = replace(opened, tensors={"w": opened.tensors["w"]})
+    for name in ("optimizer", "optimizer state 'state1' of flat group 0"):
+        with pytest.raises(RuntimeError, match=r"optimizer\.w\.exp_avg"):
+            check_account(opened, weights, weights, (Dropped((name,), "no place"),))
+    states = tuple(opened.tensors.values())
+    check_account(opened, weights, weights, (Dropped(("optimizer",), "no place", tensors=states),))
+
+
+def test_links_that_lose_a_tensor_are_not_made(
+    golden: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link_without(job: Job, source: Checkpoint) -> hard_links.LinkedCheckpoint:
+        linked = link_data_files(job, source)
+        key = next(iter(linked.catalog.tensors))
+        tensors = {name: item for name, item in linked.catalog.tensors.items() if name != key}
+        return replace(linked, catalog=replace(linked.catalog, tensors=tensors))
+
+    link_data_files = hard_links.link_data_files
+    command = ["convert", str(golden / DCP), str(tmp_path / "dst"), "--metadata-only"]
+    assert main([*command, "--exclude", "*layers.1*", "--dry-run"]) == 0
+    monkeypatch.setattr(hard_links, "link_data_files", link_without)
+    assert main([*command, "--exclude", "*layers.1*"]) == 70
     assert not list(tmp_path.iterdir())
 
 

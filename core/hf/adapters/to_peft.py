@@ -122,9 +122,11 @@ def adapter_to_peft(
             f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} is one value for all"
         )
 
-    dropped = [entry for entry in catalog.dropped if not entry.is_of_optimizer]
-    if len(dropped) < len(catalog.dropped):
-        dropped.append(Dropped(("optimizer",), NOT_IN_HF))
+    states = [entry for entry in catalog.dropped if entry.is_listed and entry.is_of_optimizer]
+    dropped = [entry for entry in catalog.dropped if entry not in states]
+    if states:
+        of_states = tuple(tensor for entry in states for tensor in entry.tensors)
+        dropped.append(Dropped(("optimizer",), NOT_IN_HF, tensors=of_states))
     objects = [key for key in catalog.objects if "_extra_state" not in key]
     names = dict.fromkeys((*objects, *map(str, common_of(catalog))))
     return Catalog(

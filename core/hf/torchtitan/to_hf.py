@@ -38,7 +38,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
@@ -99,10 +99,10 @@ def from_torchtitan(
     for key, meta in catalog.tensors.items():
         match = IN_LAYER.fullmatch(key)
         if match is not None and BUFFER.fullmatch(match["name"]):
-            dropped.append(Dropped((key,), _NOT_IN_MODEL))
+            dropped += dropped_each((key,), _NOT_IN_MODEL, catalog.tensors)
             continue
         if key.startswith(_TRAINING_STATE):
-            dropped.append(Dropped((key,), _NOT_WEIGHTS))
+            dropped += dropped_each((key,), _NOT_WEIGHTS, catalog.tensors)
             continue
         # A weight, or a state of a parameter.
         head, name, tail, shape = "", key, "", meta.shape

@@ -32,7 +32,7 @@ Source: Megatron-LM d98e8a64 ``training/checkpointing.py`` ``generate_state_dict
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
@@ -56,6 +56,7 @@ from core.pickle.nesting import MAX_DEPTH, LeafEntry, join_path, map_leaves
 from core.values import dataclass
 
 if TYPE_CHECKING:
+    from core.catalog.tensor import Tensor
     from core.megatron.rules.rules import Rules
 
 OPTIMIZER = "optimizer"
@@ -319,11 +320,12 @@ def module_versions(container: object) -> dict[str, object]:
     return {name: value for name, value in metadata.items() if isinstance(name, str)}
 
 
-def note_dropped_optimizer(kind: str, *, optim: str) -> Dropped:
+def record_dropped_optimizer(kind: str, tensors: Iterable[Tensor], *, optim: str) -> Dropped:
     """Return the record that optimizer state is dropped.
 
     Args:
         kind: the form of the state, in words for people.
+        tensors: those of the state.
         optim: the user's request, ``refuse`` or ``drop``.
 
     Raises:
@@ -335,7 +337,8 @@ def note_dropped_optimizer(kind: str, *, optim: str) -> Dropped:
             hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
             "optimizer",
         )
-    return Dropped((OPTIMIZER,), f"{kind}; start Megatron with --no-load-optim")
+    reason = f"{kind}; start Megatron with --no-load-optim"
+    return Dropped((OPTIMIZER,), reason, tensors=tuple(tensors))
 
 
 def common_of(catalog: Catalog) -> Mapping[object, object]:

@@ -31,7 +31,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
@@ -140,9 +140,14 @@ def adapt_expert_states(
     packed = f"packed for the experts of EP {facts.topology.ep}"
     single = "of one expert; files have one state for all experts"
     dropped = [
-        Dropped((key,), f"{packed if key == new else single}; Transformer Engine creates it again")
+        record
         for key, new in new_keys.items()
         if _is_filled(catalog, key)
+        for record in dropped_each(
+            (key,),
+            f"{packed if key == new else single}; Transformer Engine creates it again",
+            catalog.tensors,
+        )
     ]
 
     # Replace each removed state by an empty one, at the same place in the order of the files.

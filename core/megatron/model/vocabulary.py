@@ -18,6 +18,8 @@ from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import ModelFacts
 from core.values import dataclass
 
+PADDING = "padding of the vocabulary"
+"""The reason for which padding is recorded as left out."""
 _TP_SIZES = tuple(1 << bits for bits in range(10))
 
 

@@ -189,5 +189,8 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
         catalog,
         tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed},
         objects={**objects, **single},
-        dropped=(*catalog.dropped, *dropped_each(filled, "packed for the experts of a rank")),
+        dropped=(
+            *catalog.dropped,
+            *dropped_each(filled, "packed for the experts of a rank", catalog.tensors),
+        ),
     )

@@ -92,7 +92,9 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
         dropped=(
             *catalog.dropped,
-            *dropped_each(filled_states, "of the other transformer implementation"),
+            *dropped_each(
+                filled_states, "of the other transformer implementation", catalog.tensors
+            ),
         ),
     ).with_facet(
         replace(

@@ -17,9 +17,11 @@ from itertools import product
 
 from core.arrays.box import Box, Shape
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import Dropped, left_out
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
+from core.megatron.model.vocabulary import PADDING
 from core.megatron.rules.rules import (
     LLAVA_LAYERS,
     LLAVA_PROJECTION,
@@ -227,6 +229,20 @@ def place_tensors(
         name: replace(metas[name], tiling=partial(fragments_at, origin, metas[name].shape))
         for name, origin in origins.items()
     }
+
+
+def record_padding(
+    catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, Tensor]
+) -> tuple[Dropped, ...]:
+    """Record the rows that ``place_tensors`` leaves out: padding of the vocabulary."""
+    stored = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
+    padded = {name: meta for name, meta in stored.items() if meta.shape != metas[name].shape}
+    tensors = place_tensors(catalog, {name: origins[name] for name in padded}, padded)
+    padding = {
+        name: tensor.narrow(0, n_rows := metas[name].shape[0], tensor.shape[0] - n_rows)
+        for name, tensor in tensors.items()
+    }
+    return left_out(padding, PADDING)
 
 
 def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:

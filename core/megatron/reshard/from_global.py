@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import Dropped, left_out
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
@@ -29,7 +29,7 @@ from core.megatron.extras.common_state import (
     check_version,
     common_entries,
     iteration_of,
-    note_dropped_optimizer,
+    record_dropped_optimizer,
     sharded_object,
     unwrap_shard,
 )
@@ -53,6 +53,7 @@ from core.megatron.placement.origins import (
     names_in,
     origins_of,
     place_tensors,
+    record_padding,
     with_stacked_tower,
 )
 from core.megatron.rules.prefixes import numbered_names, prefix_of, without_prefix
@@ -94,7 +95,9 @@ def unshard_global(
     dropped: list[Dropped] = []
     carries_optimizer = entries.has_optimizer and optim == "carry"
     if entries.has_optimizer and not carries_optimizer:
-        dropped.append(note_dropped_optimizer(f"of {catalog.format}", optim=optim))
+        states = (tensor for key, tensor in catalog.tensors.items() if is_optimizer_key(key))
+        kind = f"of {catalog.format}"
+        dropped.append(record_dropped_optimizer(kind, states, optim=optim))
 
     # No version means version 0 only in rank files: other formats need not have the entry. In DCP
     # it may be an object that is not loaded, as in a forecast.
@@ -108,6 +111,15 @@ def unshard_global(
         keys = list(filterfalse(is_random_state, keys))
         dropped.append(Dropped((RNG,), "of one rank; start Megatron with --no-load-rng"))
 
+    # Tensors inside objects, such as random states, are carried or listed with these.
+    of_model = {*keys}
+    in_objects = {
+        key: tensor
+        for key, tensor in catalog.tensors.items()
+        if key not in of_model and not is_optimizer_key(key)
+    }
+    dropped += left_out(in_objects, "in objects")
+
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(
         catalog,
@@ -119,6 +131,7 @@ def unshard_global(
         target_tp=target_tp,
     )
     metas, origins = dict(stored.metas), dict(stored.origins)
+    dropped += record_padding(catalog, origins, metas)
 
     # Extra states go under the names of their layers; some of them are tensors.
     objects = _rename_objects(catalog, entries, prefix, stored.facts, rules)

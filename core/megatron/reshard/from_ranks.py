@@ -57,8 +57,8 @@ from core.megatron.extras.common_state import (
     is_chunk,
     is_ordered,
     iteration_of,
-    note_dropped_optimizer,
     read_rank_extras,
+    record_dropped_optimizer,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
@@ -75,7 +75,7 @@ from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, parts_of, with_sizes
 from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
-from core.megatron.model.vocabulary import cut_vocab, find_true_rows
+from core.megatron.model.vocabulary import PADDING, cut_vocab, find_true_rows
 from core.megatron.reshard.equal_shards import one_of_each_kind, raise_if_equal_shards
 from core.megatron.reshard.rank_model import (
     RankModel,
@@ -218,9 +218,9 @@ def unshard_ranks(
         "not used: with multi-token prediction and tied embeddings, the last stage computes its "
         "output with its copy of the embedding",
     )
-    # The extra states of all ranks become one, or are listed above.
-    extra_states = left_out(
-        _tensors_where(catalog, lambda name: EXTRA_STATE in name), "in the state of another rank"
+    # Of the states that hold tensors none is kept.
+    in_states = left_out(
+        _tensors_where(catalog, lambda name: f"{EXTRA_STATE}." in name), "in extra states"
     )
     unused_head = left_out(_by_name([*model.unused, *optimizer.unused]), "of the unused output")
     megatron = replace(
@@ -254,9 +254,9 @@ def unshard_ranks(
         dropped=(
             *catalog.dropped,
             *record_attributes(_list_lost_attributes(ranks, optim=optim)),
-            *(*extras.dropped, *lost_states, *extra_states),
+            *(*extras.dropped, *lost_states, *in_states),
             *(*unused, *unused_head, *optimizer.dropped),
-            *left_out(_by_name(fragments.list_padding()), "padding of the vocabulary"),
+            *left_out(fragments.list_padding(), PADDING),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
@@ -338,9 +338,10 @@ def _read_optimizer(
             return _RankOptimizer()
         kind = "in model_optim_rng.pt"
     if optim != "carry":
-        record = note_dropped_optimizer(str(kind), optim=optim)
+        # Other tensors than those of the model and the optimizer are in objects.
         of_optimizer = _tensors_where(catalog, lambda name: not is_chunk(name.partition(".")[0]))
-        return _RankOptimizer(dropped=[record, *left_out(of_optimizer, record.reason)])
+        record = record_dropped_optimizer(str(kind), of_optimizer.values(), optim=optim)
+        return _RankOptimizer(dropped=[record])
 
     # Put the states of all ranks under the global names of their parameters.
     from core.megatron.reshard.rank_optimizer import read_states
@@ -429,7 +430,7 @@ def _empty_lost_states(model: RankModel, store: ReadStore | None) -> list[Droppe
         if not name.endswith(EXTRA_STATE):
             problem = reason.partition(";")[0]
             raise UnsupportedError(f"opaque tensors cannot be resharded: {problem}", key=name)
-        dropped.append(Dropped((name,), reason))
+        dropped.append(Dropped((name,), reason, tensors=tuple(map(whole_tensor, arrays))))
         model.tensors.pop(name, None)
         model.extra_states[name] = [None]
     return dropped
@@ -621,15 +622,17 @@ class _RankFragments:
                     fragments += tensor.old_rows.fragments(fragment)
         return tuple(fragments)
 
-    def list_padding(self) -> list[StoredArray]:
-        """Return the shards that have nothing but padding of the vocabulary."""
-        return [
-            part.array
-            for key, tensor in self.tensors.items()
-            if tensor.rule.kind == "vocab"
-            for part in tensor.parts
-            if not self._pieces_of(key, tensor.rule, part)
-        ]
+    def list_padding(self) -> dict[str, Tensor]:
+        """Return the rows of shards that are padding of the vocabulary, by any name."""
+        padding: dict[str, Tensor] = {}
+        for key, tensor in self.tensors.items():
+            for part in tensor.parts if tensor.rule.kind == "vocab" else ():
+                pieces = self._pieces_of(key, tensor.rule, part)
+                n_rows, n_stored = sum(piece.box.shape[0] for piece in pieces), part.array.shape[0]
+                if n_rows < n_stored:
+                    rows = whole_tensor(part.array).narrow(0, n_rows, n_stored - n_rows)
+                    padding[part.array.name] = rows
+        return padding
 
     def _pieces_of(self, key: str, rule: Rule, part: RankPart) -> list[ShardPiece]:
         """Return the pieces of a tensor that a rank's array holds, without padding."""

@@ -33,7 +33,7 @@ from typing import Any
 
 from core.arrays.box import Box
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import param_of
 from core.catalog.stored import Coords, PlannedArray, array_name
@@ -516,7 +516,7 @@ def _extra_states(
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped.append(Dropped((key,), "packed for all experts of a rank"))
+            dropped += dropped_each((key,), "packed for all experts of a rank", catalog.tensors)
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return _ExtraStates(states, dropped)
 
@@ -568,7 +568,7 @@ def _sharded_objects(
         if names.facts.kind is GPT and key == head:
             if value is not None:
                 reason = "cannot be stored in torch_dist checkpoints of GPT models"
-                dropped.append(Dropped((key,), reason))
+                dropped += dropped_each((key,), reason, catalog.tensors)
             continue
         name, tensor = names.of(key)
         offset = ".".join(map(str, tensor.at)) or "0"

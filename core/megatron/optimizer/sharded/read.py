@@ -50,7 +50,13 @@ from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, read_
 from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
-from core.megatron.placement.origins import Origin, meta_of, origins_of, place_tensors
+from core.megatron.placement.origins import (
+    Origin,
+    meta_of,
+    origins_of,
+    place_tensors,
+    record_padding,
+)
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf, walk
 
@@ -160,7 +166,10 @@ def _read_by_parameter(
         first, *others = map(catalog.meta, read.steps)
         hidden[STEP] = first.with_replicas(*others)
     return GlobalStates(
-        place_tensors(catalog, origins, metas), read.optimizer, hidden, dropped=read.dropped
+        place_tensors(catalog, origins, metas),
+        read.optimizer,
+        hidden,
+        dropped=(*read.dropped, *record_padding(catalog, origins, metas)),
     )
 
 

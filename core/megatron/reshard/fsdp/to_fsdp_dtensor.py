@@ -216,7 +216,7 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
     filled += [key for key, meta in catalog.tensors.items() if meta.n_elements]
     states = [key for key in filled if key.endswith(EXTRA_STATE)]
-    dropped += dropped_each(states, "Megatron-FSDP stores no extra states")
+    dropped += dropped_each(states, "Megatron-FSDP stores no extra states", catalog.tensors)
     copies = {
         key: tensor
         for key, tensor in catalog.tensors.items()
