@@ -220,7 +220,7 @@ def to_megatron(
     n_mtp = count_of(fields, "mtp_num_layers", default=0, least=0)
     declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     notes = [
-        *_notes(tensors, ignored, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
+        *_notes(tensors, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
         *_shift_notes(tensors),
         *_building_notes(family, config, model),
         *list_model_notes(family, fields),
@@ -261,20 +261,14 @@ def _is_of_states(catalog: Catalog, key: str) -> bool:
 
 
 def _notes(
-    tensors: Mapping[str, GlobalTensor], ignored: Set[str], *, declared_mtp: object, n_mtp: int
+    tensors: Mapping[str, GlobalTensor], *, declared_mtp: object, n_mtp: int
 ) -> Iterator[str]:
     """Yield the notes about a conversion for the user.
 
     Args:
-        ignored: tensors that can be computed from the configuration.
         declared_mtp, n_mtp: number of multi-token prediction layers in the configuration, and
             number of those with tensors.
     """
-    if ignored:
-        yield (
-            f"{min(ignored)} and similar tensors ({len(ignored)}) are dropped: "
-            f"they follow from {CONFIG}"
-        )
     if declared_mtp != n_mtp:
         yield (
             f"{CONFIG} declares {declared_mtp} multi-token prediction layers, "
@@ -359,13 +353,13 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
     keys = [key for key in catalog.objects if not (has_optimizer and _is_of_states(catalog, key))]
     files = [path for path in catalog.files if path != CONFIG]
     settings: tuple[Dropped, ...] = ()
-    computed = list(ignored)
+    computed: list[str] = []
     if has_optimizer:
         from core.hf.optimizer.groups import record_other_settings
         from core.hf.optimizer.states import STEP
 
         settings = record_other_settings(catalog)
-        computed += [
+        computed = [
             key
             for key in catalog.tensors
             if (state := named_state_of(catalog, key)) is not None and state[1] == STEP
@@ -374,6 +368,7 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
         *catalog.dropped,
         *dropped_each(keys, "Megatron checkpoints cannot store it"),
         *dropped_together(files, FILES_BESIDE),
+        *dropped_each(sorted(ignored), f"follows from {CONFIG}", catalog.tensors),
         *settings,
         *left_out({key: catalog.tensors[key] for key in computed}, "in other entries"),
     )

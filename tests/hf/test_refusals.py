@@ -513,14 +513,11 @@ def test_options_are_checked(folders: Folders) -> None:
         to_hf(to_megatron(catalog, config), model_type="bert")
 
 
-def test_frequencies_that_follow_from_the_configuration_are_left_out_with_a_note(
-    folders: Folders,
-) -> None:
+def test_frequencies_that_follow_from_the_configuration_are_listed(folders: Folders) -> None:
     catalog, config = folders("llama")
-    found = to_megatron(
-        beside(catalog, "model.layers.0.self_attn.rotary_emb.inv_freq", dtype="float32"), config
-    )
-    assert any("inv_freq" in note for note in found.notes)
+    key = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    result = to_megatron(beside(catalog, key, dtype="float32"), config)
+    assert (key,) in [entries.names for entries in result.dropped if entries.is_listed]
 
 
 def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> None:
