@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import filterfalse
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
+from core.catalog.dropped import Dropped, left_out
 from core.catalog.facets import MegatronModel, TorchDistFacts
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor
@@ -110,6 +110,15 @@ def unshard_global(
     if prefix and any(map(is_random_state, keys)):
         keys = list(filterfalse(is_random_state, keys))
         dropped.append(Dropped((RNG,), "of one rank; start Megatron with --no-load-rng"))
+
+    # Tensors inside objects, such as random states, are carried or listed with these.
+    of_model = {*keys}
+    in_objects = {
+        key: tensor
+        for key, tensor in catalog.tensors.items()
+        if key not in of_model and not is_optimizer_key(key)
+    }
+    dropped += left_out(in_objects, "in objects")
 
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(

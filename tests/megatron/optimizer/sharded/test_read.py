@@ -111,7 +111,7 @@ def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None
     assert optimizer.step == (None if "distopt" in name else TensorLeaf(STEP))
     if optimizer.step is not None:
         assert tensor_bytes(found, store, STEP).tobytes() == b"\0\0\x80?"
-    assert not any("optim" in text for text in map(str, found.dropped))
+    assert not any("optim" in str(entry) for entry in found.dropped if entry.is_listed)
 
 
 @pytest.mark.parametrize("name", [name for name in (*PLAIN, RESHARDABLE) if "zarr" not in name])
