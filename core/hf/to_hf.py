@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.dropped import Dropped, dropped_each, left_out
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
@@ -24,7 +24,7 @@ from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, re
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.notes import list_model_notes
-from core.hf.tensors.hf_tensor import hf_tensors, weights_in
+from core.hf.tensors.hf_tensor import hf_tensors, list_padding, weights_in
 from core.hf.ties import TIE
 from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
@@ -32,6 +32,7 @@ from core.hf.value_head import ValueHead, choose_value_head
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 from core.megatron.extras.common_state import common_of
 from core.megatron.model.args import fields_of
+from core.megatron.model.vocabulary import PADDING
 
 _EXTRA = "_extra_state"
 _EMBEDDING = "embedding.word_embeddings.weight"
@@ -90,6 +91,7 @@ def to_hf(
     # Find the weight of every pair. Every weight must be used, so that none is lost silently.
     pairs = _pairs_by_name(family if head is None else head.add_to(family), model, weights)
     tensors = hf_tensors(catalog, pairs)
+    padding = list_padding(catalog.tensors, pairs)
     unused = [key for key in weights if key not in pairs]
     if unused:
         suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
@@ -107,6 +109,7 @@ def to_hf(
         states = hf_states(catalog, catalog.optimizer, pairs)
         tensors |= states.tensors
         objects = states.objects
+        padding |= states.padding
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     files: dict[str, bytes] = {}
@@ -128,7 +131,7 @@ def to_hf(
         iteration=None if catalog.optimizer is None else catalog.iteration,
         files=files,
         notes=tuple(notes),
-        dropped=tuple(_dropped(catalog, has_config=has_config)),
+        dropped=(*_dropped(catalog, has_config=has_config), *left_out(padding, PADDING)),
     ).with_facet(HuggingFaceModel(family.model_type))
     return result if towers is None else towers.joined(result)
 

@@ -19,7 +19,7 @@ from core.hf.optimizer.states import (
     view_of_global_state,
 )
 from core.hf.optimizer.steps import step_of_megatron
-from core.hf.tensors.hf_tensor import hf_tensors
+from core.hf.tensors.hf_tensor import hf_tensors, list_padding
 from core.megatron.model.args import fields_of
 from core.megatron.optimizer.groups import is_muon
 from core.values import dataclass
@@ -27,10 +27,15 @@ from core.values import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HfStates:
-    """The optimizer under Hugging Face's names: its states, and its groups as objects."""
+    """The optimizer under Hugging Face's names: its states, and its groups as objects.
+
+    Args:
+        padding: rows of the states that are those of padding of the vocabulary, by any name.
+    """
 
     tensors: dict[str, Tensor]
     objects: Mapping[str, StoredObject]
+    padding: Mapping[str, Tensor]
 
 
 def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair]) -> HfStates:
@@ -46,6 +51,7 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
             hint="drop the optimizer with --no-optim",
         )
     tensors: dict[str, Tensor] = {}
+    padding: dict[str, Tensor] = {}
     names_of: dict[str, list[str]] = {}
     for state in states_in_global_form(catalog):
         # A moment is not shifted with its weight; a master weight is.
@@ -58,6 +64,8 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
         _check_experts(pairs, used, state)
         for key, tensor in hf_tensors(view, used).items():
             tensors[named_state_key(key, state)] = tensor
+        for name, rows in list_padding(view.tensors, used).items():
+            padding[named_state_key(name, state)] = rows
         for name, pair in used.items():
             keys = [tensor.names[0] for tensor in pair.tensors] if pair.packed is None else []
             names_of[name] = keys or [pair.packed.key if pair.packed else name]
@@ -71,7 +79,7 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
     samples = fields_of(catalog.args).get("consumed_train_samples")
     if type(samples) is int and samples > 0:
         objects["global_samples"] = StoredObject("global_samples", value=samples)
-    return HfStates(tensors, objects)
+    return HfStates(tensors, objects, padding)
 
 
 def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], state: str) -> None:

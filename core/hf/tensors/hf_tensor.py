@@ -54,16 +54,29 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, Tensor]
     return tensors | {key: _packed_tensor(catalog, key, group) for key, group in packed.items()}
 
 
-def _split_tensor(tensor: Tensor, name: str, pair: Pair) -> dict[str, Tensor]:
-    """Return the Hugging Face tensors that a Megatron tensor is split into."""
-    check_numbers(name, tensor)
-    # Only the tensors of the vocabulary may have more rows than the arguments imply: padding.
-    if (
+def list_padding(tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair]) -> dict[str, Tensor]:
+    """Return the rows that ``hf_tensors`` leaves out, by Megatron's name: padding."""
+    return {
+        name: tensor.narrow(0, pair.shape[0], tensor.shape[0] - pair.shape[0])
+        for name, pair in pairs.items()
+        if _is_padded(tensor := tensors[name], name, pair)
+    }
+
+
+def _is_padded(tensor: Tensor, name: str, pair: Pair) -> bool:
+    """Return whether a tensor has more rows than the arguments imply, which the vocabulary may."""
+    return (
         name.startswith(_VOCAB)
         and len(tensor.shape) == len(pair.shape)
         and tensor.shape[1:] == pair.shape[1:]
         and tensor.shape[0] > pair.shape[0]
-    ):
+    )
+
+
+def _split_tensor(tensor: Tensor, name: str, pair: Pair) -> dict[str, Tensor]:
+    """Return the Hugging Face tensors that a Megatron tensor is split into."""
+    check_numbers(name, tensor)
+    if _is_padded(tensor, name, pair):
         tensor = tensor.narrow(0, 0, pair.shape[0])
     if tensor.shape != pair.shape:
         raise CorruptError(
