@@ -110,6 +110,7 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
+from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.catalog.key_patterns import LIST_THEM
 from core.catalog.tensor import Tensor
@@ -122,6 +123,7 @@ from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
 from core.opening.iterations import CHECKPOINTS_BELOW
 from core.opening.open import FILL, Checkpoint
+from core.plan.memory import limit_objects
 from core.progress import Phase, begin_phase, report_bytes
 
 if TYPE_CHECKING:
@@ -148,31 +150,32 @@ def inspect(options: InspectOptions) -> int:
         from ckpt_cli.html_report.page import announce_report, check_html_path
 
         check_html_path(options.report)
-    # A KEY may select something that only one rank has: read every rank file then. So does a
-    # report, which shows every shard.
-    try:
-        with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
-            begin_phase(progress, Phase.OPENING)
-            checkpoint = open_readable_part(
-                options.path,
-                iteration=options.iteration,
-                samples=not (options.all or options.keys or options.stats or options.report),
-                missing_chunks=options.missing_chunks or FILL,
-            )
-    except UnsupportedError as err:
-        if (
-            err.rule != CHECKPOINTS_BELOW
-            or options.keys
-            or options.iteration is not None
-            or options.report
-        ):
-            raise
-        _print_listing(options)
-        return 0
-    try:
-        _print_checkpoint(checkpoint, options)
-    finally:
-        checkpoint.store.close()
+    with limit_objects(options.memory or default_memory()):
+        # A KEY may select something that only one rank has: read every rank file then. So does a
+        # report, which shows every shard.
+        try:
+            with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
+                begin_phase(progress, Phase.OPENING)
+                checkpoint = open_readable_part(
+                    options.path,
+                    iteration=options.iteration,
+                    samples=not (options.all or options.keys or options.stats or options.report),
+                    missing_chunks=options.missing_chunks or FILL,
+                )
+        except UnsupportedError as err:
+            if (
+                err.rule != CHECKPOINTS_BELOW
+                or options.keys
+                or options.iteration is not None
+                or options.report
+            ):
+                raise
+            _print_listing(options)
+            return 0
+        try:
+            _print_checkpoint(checkpoint, options)
+        finally:
+            checkpoint.store.close()
     exit_code = 0
     if checkpoint.problems:
         # The page is the output; whoever reads errors only sees why the exit code is not 0.
@@ -445,8 +448,8 @@ def _measure(
         CheckpointingException: a tensor cannot be read.
     """
     if not options.stats:
-        if options.threads is not None or options.memory is not None:
-            raise UsageError("-j and --memory only apply to --stats", hint="add --stats")
+        if options.threads is not None:
+            raise UsageError("-j only applies to --stats", hint="add --stats")
         return {}
     chosen = tensors if options.keys or options.optim else model_tensors(summary)
     if not chosen:
@@ -457,7 +460,6 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
-    from ckpt_cli.workers.current_team import default_memory
     from core.inspect.stats import measure_layers
 
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:

@@ -225,13 +225,15 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
     """
     from core.inspect.summary import global_view_of, path_of
     from core.opening.damaged import open_readable_part
+    from core.plan.memory import limit_objects
 
-    checkpoint = open_readable_part(
-        options.path,
-        iteration=options.iteration,
-        missing_chunks=options.missing_chunks,
-        on_open=on_open,
-    )
+    with limit_objects(options.memory_bytes):
+        checkpoint = open_readable_part(
+            options.path,
+            iteration=options.iteration,
+            missing_chunks=options.missing_chunks,
+            on_open=on_open,
+        )
     try:
         view = global_view_of(checkpoint)
         split = partial(path_of, view=view)

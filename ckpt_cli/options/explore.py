@@ -30,9 +30,7 @@ class ExploreOptions:
     ] = Path()
     iteration: Annotated[int | None, iteration_option("Options")] = None
     missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
-    memory: Annotated[
-        int | None, memory_option("Memory limit of statistics and comparisons.", None)
-    ] = None
+    memory: Annotated[int | None, memory_option("Memory limit.", None)] = None
     threads: Annotated[
         int | None, threads_option("Number of reading threads. [one per core]", None)
     ] = None

@@ -112,7 +112,7 @@ class InspectOptions:
             "--all", help="Read every rank file (default: one per pipeline stage). Implied by KEY."
         ),
     ] = False
-    memory: Annotated[int | None, memory_option("Memory limit of --stats.", None)] = None
+    memory: Annotated[int | None, memory_option("Memory limit.", None)] = None
     threads: Annotated[
         int | None, threads_option("Number of reading threads of --stats. [one per core]", None)
     ] = None

@@ -100,8 +100,8 @@ def without_attributes(catalog: Catalog) -> Catalog:
     if not removed:
         return catalog
     paths = {attribute.path for attribute in removed}
-    # ``map_leaves`` copies the inert containers, so the catalog's own skeleton does not change.
-    skeleton = map_leaves(catalog.skeleton, lambda entry: entry.leaf)
+    # A copy, so that the catalog's own skeleton does not change.
+    skeleton = map_leaves(catalog.skeleton, lambda entry: entry.leaf, copies=True)
     for path, node in containers(skeleton):
         if isinstance(node, Inert) and path in paths:
             # A class cannot be created without its arguments, so the mapping becomes a dict.

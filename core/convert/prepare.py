@@ -35,7 +35,6 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
-from core.convert.object_memory import estimate_object_bytes, limit_objects
 from core.convert.options import HF_ALIASES, check_merge, has_model_form
 from core.convert.report.dropped import (
     DroppedReason,
@@ -78,6 +77,7 @@ from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source, unread_files, with_files_above
 from core.opening.target import keeps_containers, tensors_only
 from core.pickle.noted import gc_paused
+from core.plan.memory import estimate_object_bytes, limit_objects
 from core.plan.plan import Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
 from core.values import dataclass
@@ -269,7 +269,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
     if merge is not None:
         check_merge(job)
         job = replace(job, optim="drop")
-    with limit_objects(job):
+    with limit_objects(job.memory_bytes, beside_bytes=job.beside_bytes):
         source = open_checkpoint(
             job.src,
             iteration=job.iteration,
@@ -286,7 +286,7 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         if merge is not None:
             from core.merge.sources import open_others, with_joined_store
 
-            with limit_objects(job):
+            with limit_objects(job.memory_bytes, beside_bytes=job.beside_bytes):
                 others += open_others(
                     merge,
                     missing_chunks=job.missing_chunks,
@@ -426,7 +426,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.
     without_state = without_training_state(source.catalog, job, format)
-    with limit_objects(job):
+    with limit_objects(job.memory_bytes, beside_bytes=job.beside_bytes):
         source = with_objects_loaded(
             replace(source, catalog=without_state.catalog), exclude=job.exclude
         )

@@ -32,7 +32,8 @@ from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.experts import transposed
 from core.megatron.rules.rules import Rules
 from core.opening.open import open_checkpoint
-from core.plan.plan import MIB, MIN_BUFFER_BYTES, Plan, make_plan
+from core.plan.memory import MIB
+from core.plan.plan import MIN_BUFFER_BYTES, Plan, make_plan
 from core.progress import OnProgress, Phase, count_steps
 
 if TYPE_CHECKING:

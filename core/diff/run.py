@@ -50,7 +50,8 @@ from core.numbers.difference import Tolerance
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
-from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
+from core.plan.memory import MIB, RUNTIME_BYTES, limit_objects
+from core.plan.plan import DECODER_BYTES
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.scan.share import RankShare, divide_in_order
 from core.team.agreement import require_agreement
@@ -121,6 +122,9 @@ def diff(job: DiffJob, *, progress: OnProgress | None = None, team: Team = ALONE
     """
     begun = time.monotonic()
     with ExitStack() as stack:
+        stack.enter_context(
+            limit_objects(job.memory_bytes, beside_bytes=team.runtime_bytes, n_sources=2)
+        )
         # Open both, and agree on what there is to compare.
         on_open = count_steps(progress, Phase.OPENING, unit="files")
         open_side = partial(

@@ -26,7 +26,8 @@ from core.megatron.rules.tables import load_rules
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.plan import DECODER_BYTES, MIB, RUNTIME_BYTES
+from core.plan.memory import MIB, RUNTIME_BYTES
+from core.plan.plan import DECODER_BYTES
 from core.team.threads import ThreadGroup
 from core.values import dataclass
 

@@ -35,7 +35,8 @@ from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.plan import DECODER_BYTES, RUNTIME_BYTES
+from core.plan.memory import RUNTIME_BYTES, limit_objects
+from core.plan.plan import DECODER_BYTES
 from core.progress import OnProgress, Phase, begin_phase
 from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement
@@ -89,7 +90,8 @@ def fingerprints_of_directory(
         WorkerError: a rank failed, or the ranks find different checkpoints.
     """
     begin_phase(progress, Phase.FINGERPRINTING)
-    opened = open_on_all_ranks(path, team=team)
+    with limit_objects(memory_bytes):
+        opened = open_on_all_ranks(path, team=team)
     try:
         catalog = canonical(opened, rules=rules).catalog
         return shared_fingerprints(

@@ -42,6 +42,7 @@ from core.opening.canonical import Canonical, canonical
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
 from core.opening.source_files import list_files
+from core.plan.memory import limit_objects
 from core.progress import OnProgress, Phase, count_steps, report_bytes
 from core.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.scan.sums import ScanResult, WantedSums
@@ -111,7 +112,7 @@ def read_inventory(
         missing_chunks: treatment of zarr chunks that are not stored (``core.opening.open``).
         fingerprints: compute fingerprints.
         threads: number of reading threads; None for one per available CPU.
-        memory_bytes: maximum memory for decoding and for the second read.
+        memory_bytes: memory limit.
         progress: called with the phase and its amounts on this rank.
         team: divides the reading; every rank calls this with the same arguments.
         device: may compute the fingerprints; None for the CPU path.
@@ -125,18 +126,19 @@ def read_inventory(
     """
     # All ranks open the checkpoint, and compare what they find.
     on_open = count_steps(progress, Phase.OPENING, unit="files")
-    source = require_agreement(
-        team,
-        lambda: _open_source(
-            path,
-            iteration=iteration,
-            rules=rules,
-            missing_chunks=missing_chunks,
-            on_open=on_open,
-        ),
-        _Source.observed_state,
-        subject=str(path),
-    )
+    with limit_objects(memory_bytes):
+        source = require_agreement(
+            team,
+            lambda: _open_source(
+                path,
+                iteration=iteration,
+                rules=rules,
+                missing_chunks=missing_chunks,
+                on_open=on_open,
+            ),
+            _Source.observed_state,
+            subject=str(path),
+        )
     opened = source.opened
     opened.store.on_open = None
     threads = threads or len(allowed_cores())

@@ -1,4 +1,4 @@
-"""Count what a pickle puts into containers without creating any of it.
+"""Count what a pickle puts into containers, and its long strings, without creating any of it.
 
 One pass over the opcodes follows the depth of the stack alone, in a fifth of the machine's time,
 and stores nothing. A pickle that cannot be followed to its end is counted up to there: the
@@ -9,29 +9,46 @@ Source: CPython 3.11 ``pickletools.py``, whose table gives operands and effects 
 
 from __future__ import annotations
 
-import pickletools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 
-_LENGTHS = {
-    pickletools.TAKEN_FROM_ARGUMENT1: 1,
-    pickletools.TAKEN_FROM_ARGUMENT4: 4,
-    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
-    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
-}
+from core.errors import CapacityError
+from core.pickle.inert import LONG_BYTES
+from core.values import dataclass
+
 _FILLING = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "LIST", "DICT", "FROZENSET"}
+_NEW = frozenset(b"]}\x8fld\x91")
+"""EMPTY_LIST, EMPTY_DICT, EMPTY_SET, LIST, DICT, FROZENSET."""
 _TWO_LINES = {"GLOBAL", "INST"}
 
 
-def count_elements(data: bytes, start: int = 0) -> int:
-    """Return how many elements a pickle puts into lists, dicts and sets, keys included.
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """What a pickle contains.
 
-    Elements of tuples, which most arguments of calls are, do not count.
+    Args:
+        n: number of elements in lists, dicts and sets, keys included. Those of tuples, which most
+            arguments of calls are, do not count.
+        n_containers: number of lists, dicts and sets.
+        long_bytes: length of all long strings, in bytes.
+    """
+
+    n: int
+    n_containers: int
+    long_bytes: int
+
+
+def count_elements(data: bytes, start: int = 0) -> Elements:
+    """Count the elements, containers and long strings of a pickle.
 
     Args:
         start: position of the pickle's first byte.
     """
     steps, changes, lengths, lines, to_mark, filling = _tables()
-    n_elements, depth, i = 0, 0, start
+    n_elements = n_containers = long_bytes = depth = 0
+    i = start
     marks: list[int] = []
     try:
         while True:
@@ -45,26 +62,64 @@ def count_elements(data: bytes, start: int = 0) -> int:
             # Skip the operand.
             i += 1
             if op in lengths:
-                size = lengths[op]
-                i += size + int.from_bytes(data[i : i + size], "little")
+                width = lengths[op]
+                size = int.from_bytes(data[i : i + width], "little")
+                i += width + size
+                if LONG_BYTES <= size <= len(data):
+                    long_bytes += size
             for _ in range(lines.get(op, 0)):
                 i = data.index(b"\n", i) + 1
             # Follow the stack.
             if op == 0x28:  # MARK
                 marks.append(depth)
             elif op == 0x2E:  # STOP
-                return n_elements
+                return Elements(n_elements, n_containers, long_bytes)
             elif op in to_mark:
                 base = marks.pop()
                 if op in filling:
                     n_elements += depth - base
+                    n_containers += op in _NEW
                 depth = base + changes[op]
             else:
                 depth += changes[op]
                 if op in filling:
                     n_elements -= changes[op]
+                n_containers += op in _NEW
     except (LookupError, ValueError):
-        return n_elements
+        return Elements(n_elements, n_containers, long_bytes)
+
+
+CheckValues = Callable[[Elements], CapacityError | None]
+"""Returns the error for a pickle that contains so much; None if it may be read."""
+_value_limit: ContextVar[tuple[int, CheckValues] | None] = ContextVar(
+    "limit on values", default=None
+)
+
+
+@contextmanager
+def limiting_values(n_free: int, check: CheckValues) -> Iterator[None]:
+    """Refuse each pickle that this thread reads in the block and that has too many values.
+
+    Args:
+        n_free: bytes of a pickle that is read in any case.
+        check: judges a longer one, whose values are counted before any is created.
+    """
+    token = _value_limit.set((n_free, check))
+    try:
+        yield
+    finally:
+        _value_limit.reset(token)
+
+
+def check_values(data: bytes | memoryview, start: int, *, label: str) -> None:
+    """Raise CapacityError unless ``limiting_values`` allows a pickle."""
+    limit = _value_limit.get()
+    if limit is None or len(data) - start <= limit[0]:
+        return
+    err = limit[1](count_elements(bytes(data), start))
+    if err is not None:
+        err.file = label
+        raise err
 
 
 @cache
@@ -79,6 +134,14 @@ def _tables() -> tuple[list[int], list[int], dict[int, int], dict[int, int], set
         to_mark: the opcodes that take everything down to a mark.
         filling: the opcodes that fill a container.
     """
+    import pickletools
+
+    length_bytes = {
+        pickletools.TAKEN_FROM_ARGUMENT1: 1,
+        pickletools.TAKEN_FROM_ARGUMENT4: 4,
+        pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+        pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+    }
     steps, changes = [0] * 256, [0] * 256
     lengths: dict[int, int] = {}
     lines: dict[int, int] = {}
@@ -95,10 +158,10 @@ def _tables() -> tuple[list[int], list[int], dict[int, int], dict[int, int], set
         if has_mark:
             to_mark.add(op)
         n = 0 if opcode.arg is None else opcode.arg.n
-        if n in _LENGTHS:
-            lengths[op] = _LENGTHS[n]
+        if n in length_bytes:
+            lengths[op] = length_bytes[n]
         elif n < 0:
             lines[op] = 2 if name in _TWO_LINES else 1
-        elif not (has_mark or name in _FILLING or name in ("MARK", "STOP")):
+        elif not (has_mark or name in _FILLING or op in _NEW or name in ("MARK", "STOP")):
             steps[op] = 1 + n
     return steps, changes, lengths, lines, to_mark, filling

@@ -217,6 +217,8 @@ def rebuild(container: object, parts: Mapping[object, object]) -> object:
     return copy
 
 
+LONG_BYTES = 1 << 10
+"""Bytes from which on a string counts as long, where memory is estimated."""
 PLAIN = frozenset((str, int, float, bool, type(None)))
 """Types of values without parts, which name no class or function."""
 

@@ -84,6 +84,8 @@ _FREE_OBJECTS = 1_000_000
 _FREE_COPIES = 250_000
 _MAX_ARGS = 16
 """Number of arguments up to which those of a call are not counted as copies."""
+_LONG = 1 << 20
+"""Bytes from which on a string is not copied before it is decoded."""
 _MISSING = object()
 _float = struct.Struct(">d").unpack_from
 _int4 = struct.Struct("<i").unpack_from
@@ -233,7 +235,9 @@ class Machine:
                     start = i + 4
                     size = _uint4(data, i)[0]
                     i = start + size
-                    push(str(data[start:i], "utf-8", "surrogatepass"))
+                    # Slicing is faster than a view, but copies.
+                    raw = data[start:i] if size < _LONG else memoryview(data)[start:i]
+                    push(str(raw, "utf-8", "surrogatepass"))
                 elif op == 0x28:  # MARK
                     meta.append(stack)
                     stack = []

@@ -158,14 +158,23 @@ def _is_descended(items: list[object] | tuple[object, ...], depth: int) -> bool:
     return False
 
 
-def map_leaves(node: object, change: Callable[[LeafEntry], object], path: Path = ()) -> object:
-    """Return the same containers with every leaf replaced by ``change(entry)``.
+def map_leaves(
+    node: object,
+    change: Callable[[LeafEntry], object],
+    path: Path = (),
+    *,
+    copies: bool = False,
+) -> object:
+    """Return containers with every leaf replaced by ``change(entry)``.
+
+    A container in which no leaf changes is not copied: the result holds the same object.
 
     Args:
         change: returns the new leaf, or ``REMOVED`` to remove the entry. A removed list item
             becomes None, so that the other indexes stay; a container whose entries are all removed
             is removed too, except for a mapping at the root.
         path: path of the node itself, if it is a part of a larger skeleton.
+        copies: copy every container, once for each path that leads to it.
 
     Raises:
         CorruptError: nested deeper than ``MAX_DEPTH``, which includes cycles.
@@ -173,7 +182,13 @@ def map_leaves(node: object, change: Callable[[LeafEntry], object], path: Path =
     parts = None if path and _is_leaf(node) else _parts(node, path)
     if parts is None:
         return change(LeafEntry(path, node))
-    new_parts = {name: map_leaves(item, change, (*path, name)) for name, item in parts}
+    new_parts: dict[object, object] = {}
+    is_same = not copies
+    for name, item in parts:
+        new_parts[name] = new = map_leaves(item, change, (*path, name), copies=copies)
+        is_same = is_same and new is item
+    if is_same:
+        return node
     remaining = {name: item for name, item in new_parts.items() if item is not REMOVED}
     is_sequence = isinstance(node, (list, tuple))
     if not remaining and (path or is_sequence):

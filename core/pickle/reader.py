@@ -22,25 +22,22 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 from traceback import clear_frames
 
 from core.errors import (
     UNLIKE_ANY_WRITER,
-    CapacityError,
     CheckpointingException,
     CorruptError,
     TruncatedError,
     UnsafeError,
 )
+from core.pickle.element_count import check_values
 from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.noted import gc_paused, note_read
 from core.pickle.reduce import Name
-from core.values import dataclass
 
-__all__ = ["DEFAULT_LIMITS", "PickleLimits", "limiting_values", "load", "load_next"]
+__all__ = ["DEFAULT_LIMITS", "PickleLimits", "load", "load_next"]
 
 DEFAULT_LIMITS = PickleLimits()
 
@@ -107,9 +104,7 @@ def load_next(
     Raises:
         CapacityError: it has more values than ``limiting_values`` allows.
     """
-    value_limit = _value_limit.get()
-    if value_limit is not None:
-        value_limit.check(data, start, label=label)
+    check_values(data, start, label=label)
     machine = Machine(persistent_load, hooks or {}, limits)
     value: object = None
     is_read = False
@@ -162,49 +157,6 @@ def load_next(
         # The uses count even if the pickle is malformed: another reader runs the calls before the
         # malformed byte.
         note_read(label, machine.uses, value, is_read=is_read)
-
-
-@dataclass(frozen=True, slots=True)
-class _ValueLimit:
-    """A limit on the values of one pickle.
-
-    Args:
-        most: maximum number of values in its containers.
-        refuse: builds the error for a number of values.
-    """
-
-    most: int
-    refuse: Callable[[int], CapacityError]
-
-    def check(self, data: bytes | memoryview, start: int, *, label: str) -> None:
-        """Raise unless a pickle has few enough values; they are counted before any is created."""
-        if len(data) - start <= self.most:  # a value takes at least a byte
-            return
-        from core.pickle.element_count import count_elements
-
-        n_values = count_elements(bytes(data), start)
-        if n_values > self.most:
-            err = self.refuse(n_values)
-            err.file = label
-            raise err
-
-
-_value_limit: ContextVar[_ValueLimit | None] = ContextVar("limit on values", default=None)
-
-
-@contextmanager
-def limiting_values(most: int, refuse: Callable[[int], CapacityError]) -> Iterator[None]:
-    """Refuse each pickle that this thread reads in the block and that has too many values.
-
-    Args:
-        most: maximum number of values in the containers of one pickle.
-        refuse: builds the error for a number of values.
-    """
-    token = _value_limit.set(_ValueLimit(most, refuse))
-    try:
-        yield
-    finally:
-        _value_limit.reset(token)
 
 
 def _check_depth(value: object, max_depth: int) -> None:

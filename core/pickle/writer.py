@@ -101,7 +101,8 @@ class PickleWriter:
         self._persistent_id = persistent_id
         self._reducers = reducers or {}
         self._protocol = max(protocol, 2)
-        self._out: list[bytes] = []
+        # One buffer: as objects of their own, the opcodes of a number take ten times their bytes.
+        self._out = bytearray()
         self._n_memo = 0
         self._by_id: dict[int, tuple[int, object]] = {}
         """id → memo index, and the object, kept so that no other object gets its id."""
@@ -111,16 +112,18 @@ class PickleWriter:
         """id → the object, kept for the same reason, and the result of its reducer."""
 
     def finish(self) -> bytes:
-        """Return the complete pickle."""
-        return b"".join((b"\x80", bytes([self._protocol]), *self._out, b"."))
+        """Return the complete pickle, after which nothing can be added."""
+        self._by_value.clear()  # the texts of bytes are as long as these
+        self._out += b"."
+        return b"".join((b"\x80", bytes([self._protocol]), self._out))
 
     def emit(self, opcodes: bytes) -> None:
         """Add opcodes as they are."""
-        self._out.append(opcodes)
+        self._out += opcodes
 
     def take(self) -> bytes:
         """Return the opcodes so far and clear them, for callers that order parts themselves."""
-        opcodes = b"".join(self._out)
+        opcodes = bytes(self._out)
         self._out.clear()
         return opcodes
 
@@ -139,7 +142,7 @@ class PickleWriter:
         """
         # Values that are still to be written; the last one is the next.
         todo: list[object] = [tree]
-        emit = self._out.append
+        emit = self._out.extend
         while todo:
             node = todo.pop()
             kind = type(node)
@@ -151,7 +154,7 @@ class PickleWriter:
             elif kind in _SCALARS:
                 emit(_SCALARS[kind](node))
             elif kind is bytes:
-                emit(self._bytes(node))  # type: ignore[arg-type]
+                self._add_bytes(node)  # type: ignore[arg-type]
             elif kind is Global:
                 emit(self._global(node))  # type: ignore[arg-type]
             # Containers and leaves put what follows them onto ``todo``.
@@ -171,16 +174,16 @@ class PickleWriter:
         kind = type(node)
         # Dicts and lists get their memo entry before their parts, which may refer to them.
         if kind is dict:
-            self._out += (b"}", self._memoize(node))
+            self._out += b"}" + self._memoize(node)
             return _batches(node.items(), _SET_ONE, _SET_MANY)
         if kind is list:
-            self._out += (b"]", self._memoize(node))
+            self._out += b"]" + self._memoize(node)
             return _batches(((item,) for item in node), _APPEND_ONE, _APPEND_MANY)
         # Tuples, records and sets exist only after their parts, so their memo entry comes last.
         if kind is tuple:
             if len(node) <= 3:
                 return (*node, _End(node, _TUPLES[len(node)], b"0" * len(node)))
-            self._out.append(b"(")
+            self._out += b"("
             return (*node, _End(node, b"t", b"1"))
         if kind is Inert:
             return self._parts_of_record(node)
@@ -227,9 +230,9 @@ class PickleWriter:
         # A part that contains the value has written it already: drop the parts, and refer to it.
         memoized = self._by_id.get(id(end.value))
         if memoized is not None:
-            self._out += (end.undo, get(memoized[0]))
+            self._out += end.undo + get(memoized[0])
             return ()
-        self._out += (end.opcodes, self._memoize(end.value))
+        self._out += end.opcodes + self._memoize(end.value)
         return end.after
 
     def _memoize(self, node: object) -> bytes:
@@ -245,32 +248,35 @@ class PickleWriter:
             return get(index)
         raw = text.encode("utf-8", "surrogatepass")
         if len(raw) < 1 << 32:
-            opcodes = b"X" + len(raw).to_bytes(4, "little") + raw
+            head = b"X" + len(raw).to_bytes(4, "little")
         else:
             self._protocol = max(self._protocol, 4)
-            opcodes = b"\x8d" + len(raw).to_bytes(8, "little") + raw
+            head = b"\x8d" + len(raw).to_bytes(8, "little")
         index = self._by_value[text] = self.new_memo_index()
-        return opcodes + put(index)
+        return b"".join((head, raw, put(index)))
 
-    def _bytes(self, value: bytes) -> bytes:
-        """Return the opcodes that push bytes; equal bytes share a memo entry."""
+    def _add_bytes(self, value: bytes) -> None:
+        """Add the opcodes that push bytes; equal bytes share a memo entry."""
         index = self._by_value.get((value,))
         if index is not None:
-            return get(index)
+            self._out += get(index)
+            return
         if self._protocol >= 3:
             if len(value) < 256:
-                opcodes = b"C" + bytes([len(value)]) + value
+                self._out += b"C" + bytes([len(value)])
             elif len(value) < 1 << 32:
-                opcodes = b"B" + len(value).to_bytes(4, "little") + value
+                self._out += b"B" + len(value).to_bytes(4, "little")
             else:
                 self._protocol = max(self._protocol, 4)
-                opcodes = b"\x8e" + len(value).to_bytes(8, "little") + value
+                self._out += b"\x8e" + len(value).to_bytes(8, "little")
+            self._out += value
         else:
             # Protocol 2 has no opcode for bytes: CPython calls ``_codecs.encode(text, "latin1")``.
-            encode = self.name(Global("_codecs", "encode"))
-            opcodes = encode + self.text(value.decode("latin-1")) + self.text("latin1") + b"\x86R"
+            self._out += self.name(Global("_codecs", "encode"))
+            self._out += self.text(value.decode("latin-1"))
+            self._out += self.text("latin1") + b"\x86R"
         index = self._by_value[value,] = self.new_memo_index()
-        return opcodes + put(index)
+        self._out += put(index)
 
     def _global(self, node: Global) -> bytes:
         """Return the opcodes that push a name.

@@ -27,13 +27,13 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.file_image import FileImage
 from core.errors import CapacityError
 from core.plan.match import Match, match
+from core.plan.memory import MIB, RUNTIME_BYTES
 from core.plan.positions import ArrayCoverage, Places
 from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.plan.items import Portion
 
-MIB = 1 << 20
 DEFAULT_THREADS = 2
 DEFAULT_BUFFER_BYTES = 24 * MIB
 """Buffer size per thread.
@@ -42,8 +42,6 @@ Runs that are consecutive on both sides use one MiB of it, splits and merges alo
 to four MiB; transposed sources profit from the full size.
 """
 MIN_BUFFER_BYTES = MIB
-RUNTIME_BYTES = 48 * MIB
-"""Memory of the interpreter, its modules and numpy."""
 DECODER_BYTES = 192 * MIB
 """Memory of tensorstore and other codecs, in addition to the units that they decode."""
 TENSOR_BYTES = 4 << 10

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
 from core.opening.open import FILL, Located, locate_checkpoint
 from core.pickle.noted import gc_paused
+from core.plan.memory import limit_objects
 from core.progress import OnProgress, Phase, count_steps
 from core.team.agreement import observe_files, require_agreement
 from core.team.protocol import ALONE, Figures, Team, broadcast_result
@@ -103,7 +104,7 @@ def validate(
         iteration: iteration of a training root to check.
         rules: TOML file with additional layout rules.
         threads: threads for reading data; None for one per processor.
-        memory_bytes: memory limit for reading data.
+        memory_bytes: memory limit.
         progress: called with the phase and its amounts on this rank.
         plan_for: also report whether the checkpoint can be loaded at these sizes.
         against: also compare the tensors, by fingerprint, with this manifest or checkpoint.
@@ -112,6 +113,7 @@ def validate(
         device: accelerator for per-byte work; None for the CPU.
 
     Raises:
+        CapacityError: an object has too many values for the memory limit.
         UsageError: the path does not exist, it holds another iteration, or the manifest of
             ``against`` has no usable fingerprints.
         CheckpointingException: ``rules`` or ``against`` cannot be read.
@@ -127,7 +129,8 @@ def validate(
             from core.megatron.rules.tables import load_rules
 
             table = load_rules(rules)
-        location = locate_checkpoint(path, iteration=iteration)
+        with limit_objects(memory_bytes):
+            location = locate_checkpoint(path, iteration=iteration)
         location.store.on_open = on_open
         subject = Subject(
             path=location.path,
@@ -160,7 +163,7 @@ def validate(
 
     # All ranks must see the same checkpoint before any of them reads data.
     subject = require_agreement(team, open_subject, _observed_state, subject=str(path))
-    try:
+    with closing(subject.store), limit_objects(memory_bytes):
         if against is not None:
             from core.checks.comparison import read_reference
 
@@ -176,8 +179,6 @@ def validate(
         # A single process reads data during the checks; a team does so before, all ranks together.
         figures = _read_together(subject) if team.size > 1 else ()
         return broadcast_result(team, lambda: _run_checks(subject, begun, figures))
-    finally:
-        subject.store.close()
 
 
 def _other_iterations(location: Located) -> tuple[str, ...]:

@@ -23,7 +23,8 @@ from core.copy.run import execute
 from core.errors import CapacityError, CorruptError
 from core.files.store import MemoryStore, ReadStore
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
-from core.plan.plan import MIB, make_plan
+from core.plan.memory import MIB
+from core.plan.plan import make_plan
 from core.stage.files import StageStore
 from tests.support.fragments import replace_fragments, with_fragments
 

@@ -141,13 +141,9 @@ def test_ranks_with_equal_lists_of_their_own_share_a_pickle() -> None:
 
     first, second = (plans.plan(tree(rank, 200), _array) for rank in range(2))
     other = plans.plan(tree(2, 201), _array)
-    assert second.payloads is first.payloads
+    assert second.pickle is first.pickle
     assert [placed.array.name for placed in second.arrays] == ["1:weight"]
-    assert (
-        other.payloads
-        == plan_tree(tree(2, 201), _array, prefix="archive").payloads
-        != first.payloads
-    )
+    assert other.pickle == plan_tree(tree(2, 201), _array, prefix="archive").pickle != first.pickle
 
 
 def test_a_deep_tree_is_planned_as_others_are() -> None:
@@ -158,7 +154,7 @@ def test_a_deep_tree_is_planned_as_others_are() -> None:
         TreePlans("archive").plan({"deep": deep, "weight": TensorLeaf("w")}, _array)
         for _ in range(2)
     ]
-    assert plans[0].payloads == plans[1].payloads
+    assert plans[0].pickle == plans[1].pickle
 
 
 def _array(key: str) -> PlannedArray:

@@ -104,3 +104,19 @@ def test_cycles_are_an_error_not_a_hang() -> None:
     tree["self"] = tree
     with pytest.raises(CorruptError, match="nested deeper"):
         list(entries(tree))
+
+
+def test_containers_in_which_no_leaf_changes_are_not_copied() -> None:
+    kept = {"list": [1, {"x": 2}], "counts": make_ordered_dict({"y": 1})}
+    tree = {"kept": kept, "changed": {"a": TensorLeaf("a"), "b": {"c": 1}}}
+    assert map_leaves(tree, lambda entry: entry.leaf) is tree
+
+    def change(entry: LeafEntry) -> object:
+        return TensorLeaf("new") if isinstance(entry.leaf, TensorLeaf) else entry.leaf
+
+    result = map_leaves(tree, change)
+    assert isinstance(result, dict)
+    assert result["kept"] is kept
+    assert result["changed"] == {"a": TensorLeaf("new"), "b": {"c": 1}}
+    assert tree["changed"]["a"] == TensorLeaf("a")
+    assert map_leaves(tree, lambda entry: entry.leaf, copies=True) is not tree

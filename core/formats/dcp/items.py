@@ -437,6 +437,9 @@ class _Literals:
             if pending and not (is_next and len(pending) + len(data) <= _JOINED_BYTES):
                 yield start, bytes(pending)
                 pending = bytearray()
+            if len(data) > _JOINED_BYTES:  # joining would copy it
+                yield offset, data
+                continue
             if not pending:
                 start = offset
             pending += data

@@ -106,7 +106,15 @@ class TensorHooks:
         self._count = 0
         self.locations: dict[str, Location] = {}
         self.attributes: dict[str, tuple[str, ...]] = {}
-        self.hooks: Mapping[tuple[str, str], Hook] = {
+        self._more_hooks = hooks or {}
+
+    @property
+    def hooks(self) -> dict[tuple[str, str], Hook]:
+        """The hooks, by module and name of the callable.
+
+        They are not kept: 10⁵ small pickles would leave as many cycles while the collector pauses.
+        """
+        return {
             ("torch._utils", "_rebuild_tensor"): self._tensor,
             ("torch._utils", "_rebuild_tensor_v2"): self._tensor_v2,
             ("torch._utils", "_rebuild_tensor_v3"): self._tensor_v3,
@@ -115,7 +123,7 @@ class TensorHooks:
             ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): self._device_tensor,
             ("torch._tensor", "_rebuild_from_type_v2"): self._from_type,
             ("torch", "Size"): _size,
-            **(hooks or {}),
+            **self._more_hooks,
         }
 
     def _leaf(

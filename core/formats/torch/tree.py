@@ -430,7 +430,7 @@ class _TreeBuilder:
             # An object stays in the tree if its path leads to its key.
             return leaf if path_key == plain_key and entry.path else ObjectLeaf(key)
 
-        value = map_leaves(root, leaf_with_key)
+        value = map_leaves(root, leaf_with_key, copies=True)
         # Tensors inside objects keep the keys that the hooks gave them.
         hidden = {
             node.key: self.array(node.key, self._reader.locations[node.key])
@@ -617,6 +617,44 @@ def _module_notes(classes: Sequence[str]) -> tuple[str, ...]:
     return (note,)
 
 
+def _count_paths(node: object, depth: int, sizes: dict[int, int]) -> int:
+    """Return the number of paths from a node, and add those of each container to ``sizes``.
+
+    Args:
+        depth: levels of containers above the node.
+        sizes: id of a container → number of paths from it, _OPEN until its children have been
+            counted; _ENDLESS is in it if containers contain themselves.
+
+    Raises:
+        CorruptError: the containers are nested too deeply.
+    """
+    children: list[object] | tuple[object, ...]
+    if type(node) in PLAIN or type(node) is TensorLeaf or not node:
+        return 1
+    if isinstance(node, (list, tuple)):
+        children = node
+    else:
+        mapping = as_mapping(node)
+        if not mapping:
+            return 1
+        children = list(mapping.values())
+    # Count each container once, and mark it as open meanwhile to detect cycles.
+    n_paths_below = sizes.get(id(node))
+    if n_paths_below is None:
+        if depth > MAX_DEPTH:
+            raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
+        sizes[id(node)] = _OPEN
+        n_paths_below = 1 + (
+            len(children)
+            if is_flat(children)
+            else sum(_count_paths(child, depth + 1, sizes) for child in children)
+        )
+        sizes[id(node)] = n_paths_below
+    if n_paths_below == _OPEN:
+        sizes[_ENDLESS] = 1
+    return n_paths_below
+
+
 def _check_unfolded_size(root: object) -> bool:
     """Return whether containers contain themselves; if not, check that they have few paths.
 
@@ -627,39 +665,9 @@ def _check_unfolded_size(root: object) -> bool:
         UnsafeError: there are too many paths.
         CorruptError: the containers are nested too deeply.
     """
-    # id of a container → number of paths from it; _OPEN until its children have been counted.
     sizes: dict[int, int] = {}
-    is_endless = False
-
-    def count_paths(node: object, depth: int) -> int:
-        nonlocal is_endless
-        children: list[object] | tuple[object, ...]
-        if type(node) in PLAIN or type(node) is TensorLeaf or not node:
-            return 1
-        if isinstance(node, (list, tuple)):
-            children = node
-        else:
-            mapping = as_mapping(node)
-            if not mapping:
-                return 1
-            children = list(mapping.values())
-        # Count each container once, and mark it as open meanwhile to detect cycles.
-        n_paths_below = sizes.get(id(node))
-        if n_paths_below is None:
-            if depth > MAX_DEPTH:
-                raise CorruptError(f"containers are nested deeper than {MAX_DEPTH} levels")
-            sizes[id(node)] = _OPEN
-            n_paths_below = 1 + (
-                len(children)
-                if is_flat(children)
-                else sum(count_paths(child, depth + 1) for child in children)
-            )
-            sizes[id(node)] = n_paths_below
-        is_endless |= n_paths_below == _OPEN
-        return n_paths_below
-
-    n_paths = count_paths(root, 0)
-    if is_endless:
+    n_paths = _count_paths(root, 0, sizes)
+    if _ENDLESS in sizes:
         return True
     # Compare with the number of entries only if there are many paths, as counting them takes long.
     if n_paths > 1_000_000:
@@ -676,3 +684,5 @@ def _check_unfolded_size(root: object) -> bool:
 
 _OPEN = 0
 """Number of paths of a container whose children are being counted; any other has at least one."""
+_ENDLESS = -1
+"""No container's id."""

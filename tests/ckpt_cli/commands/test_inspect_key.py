@@ -189,7 +189,7 @@ def test_statistics_need_a_tensor_and_their_options_need_statistics(
     golden: Path, refused: Run
 ) -> None:
     assert "KEY selects only objects" in refused(golden / RANKS, "args", "--stats")
-    assert "-j and --memory only apply to --stats" in refused(golden / RANKS, "-j", "2")
+    assert "-j only applies to --stats" in refused(golden / RANKS, "-j", "2")
 
 
 def test_a_damaged_tensor_ends_the_statistics(

@@ -96,7 +96,13 @@ class ArchivePlan:
             if payload is not None:
                 assert len(payload) == n_bytes
                 crcs[number] = zlib.crc32(payload)
-                yield header, head + payload + self._descriptor(number, crcs[number])
+                descriptor = self._descriptor(number, crcs[number])
+                if n_bytes < _JOINED_BYTES:
+                    yield header, head + payload + descriptor
+                else:  # joining would copy it
+                    yield header, head
+                    yield self.data[number], payload
+                    yield self.data[number] + n_bytes, descriptor
                 continue
             yield header, head
             # The descriptor follows the data that others write.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
@@ -30,18 +31,21 @@ class TreePlan:
     """The layout of a torch zip, before its data is known.
 
     Args:
-        size: bytes of the zip.
         arrays: the arrays in the storages, in file order.
         records: the storages, in file order.
         archive: the positions of the zip's records, relative to its beginning.
-        payloads: the contents of all other records, by name.
+        pickle: the content of ``data.pkl``.
     """
 
-    size: int
     arrays: list[PlacedArray]
     records: list[PlannedArray | JoinedArray]
     archive: ArchivePlan
-    payloads: dict[str, bytes]
+    pickle: bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the zip."""
+        return self.archive.size
 
     def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
         """Yield all bytes of the zip except the arrays, by increasing offset.
@@ -56,7 +60,21 @@ class TreePlan:
                 return _combine_crcs(record, crc_of)
             return crc_of(record.name)
 
-        return self.archive.literals(self.payloads, crc_of_record)
+        # The serialization id is 40 digits that depend on the content. torch hashes the records'
+        # names and CRCs; the CRCs are not known before the data, so pickle and sizes are hashed.
+        digest = hashlib.sha256(self.pickle)
+        for record in self.records:
+            digest.update(record.n_bytes.to_bytes(8, "little"))
+        serialization_id = b"%040d" % (int.from_bytes(digest.digest(), "little") % 10**40)
+        payloads = {
+            "data.pkl": self.pickle,
+            ".format_version": b"1",
+            ".storage_alignment": b"64",
+            "byteorder": b"little",
+            "version": b"3\n",
+            ".data/serialization_id": serialization_id,
+        }
+        return self.archive.literals(payloads, crc_of_record)
 
 
 def _combine_crcs(record: JoinedArray, crc_of: CrcOf) -> int:
@@ -124,28 +142,28 @@ def plan_tree(
 
     with gc_paused():
         pickle = dumps(value, persistent_id=persistent_id, reducers={TensorLeaf: reduce})
-    # The serialization id is 40 digits that depend on the content. torch hashes the records' names
-    # and CRCs; the CRCs are not known yet, so pickle and sizes are hashed here.
-    sizes = [array.n_bytes for array in arrays]
-    digest = hashlib.sha256(pickle)
-    for size in sizes:
-        digest.update(size.to_bytes(8, "little"))
-    serialization_id = b"%040d" % (int.from_bytes(digest.digest(), "little") % 10**40)
-    # Lay out the records in torch's order.
-    payloads = {
-        "data.pkl": pickle,
-        ".format_version": b"1",
-        ".storage_alignment": b"64",
-        "byteorder": b"little",
-        "version": b"3\n",
-        ".data/serialization_id": serialization_id,
-    }
-    names = list(payloads)
-    records = [(name, len(payloads[name])) for name in names[:4]]
-    records += [(f"data/{number}", n_bytes) for number, n_bytes in enumerate(sizes)]
-    records += [(name, len(payloads[name])) for name in names[4:]]
-    archive = plan_archive(prefix, records)
-    return TreePlan(archive.size, placed_records(archive, arrays), arrays, archive, payloads)
+    storage_bytes = tuple(array.n_bytes for array in arrays)
+    archive = (
+        _plan_records(prefix, len(pickle), storage_bytes)
+        if storage_bytes
+        else _plan_object(prefix, len(pickle))
+    )
+    return TreePlan(placed_records(archive, arrays), arrays, archive, pickle)
+
+
+def _plan_records(prefix: str, pickle_bytes: int, storage_bytes: tuple[int, ...]) -> ArchivePlan:
+    """Lay out the records in torch's order."""
+    storages = [(f"data/{number}", n_bytes) for number, n_bytes in enumerate(storage_bytes)]
+    return plan_archive(
+        prefix, [("data.pkl", pickle_bytes), *_AFTER_PICKLE, *storages, *_AFTER_STORAGES]
+    )
+
+
+_plan_object = lru_cache(maxsize=1024)(partial(_plan_records, storage_bytes=()))
+"""A checkpoint may have 10⁵ objects without tensors, in few sizes."""
+_AFTER_PICKLE = ((".format_version", 1), (".storage_alignment", 2), ("byteorder", 6))
+_AFTER_STORAGES = (("version", 2), (".data/serialization_id", 40))
+"""Names and bytes of the other records; ``TreePlan.literals`` has their contents."""
 
 
 def placed_records(
