@@ -16,7 +16,7 @@ from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attr
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
-from core.catalog.removal import record_left_out, remove_entries, without_unused_tensors
+from core.catalog.removal import find_used_tensors, record_left_out, remove_entries
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
 from core.changes.rename import owned_entries, with_parameters
@@ -108,9 +108,13 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     remaining = remove_entries(catalog, removed.keys())
     if not remaining.tensors:
         raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
-    # The optimizer's facts remain only as far as their tensors do.
+    # The optimizer's facts remain only as far as their tensors do, and hidden tensors as far as
+    # something refers to them.
     if not any(map(state_of, remaining.tensors)):
-        remaining = without_unused_tensors(replace(remaining, optimizer=None), remaining)
+        remaining = replace(remaining, optimizer=None)
+    used = find_used_tensors(remaining)
+    hidden = {key: tensor for key, tensor in remaining.hidden.items() if key in used}
+    remaining = replace(remaining, hidden=hidden)
     return Selection(record_left_out(remaining, catalog, "as requested"), tuple(removed))
 
 

@@ -34,6 +34,7 @@ from math import prod
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import left_out
 from core.catalog.facets import TorchDistFacts
 from core.catalog.optimizer_keys import (
     MASTER,
@@ -162,6 +163,8 @@ def _read_by_parameter(
 
     # The number of steps may be a tensor, with copies of equal content.
     hidden = {key: catalog.meta(key) for key in _leaf_keys(read.optimizer.entries)}
+    read_keys = {*hidden, *read.steps, *(key for keys in stored.values() for key in keys)}
+    unread = {key: catalog.meta(key) for key in leaves if key not in read_keys}
     if read.steps:
         first, *others = map(catalog.meta, read.steps)
         hidden[STEP] = first.with_replicas(*others)
@@ -169,7 +172,11 @@ def _read_by_parameter(
         place_tensors(catalog, origins, metas),
         read.optimizer,
         hidden,
-        dropped=(*read.dropped, *record_padding(catalog, origins, metas)),
+        dropped=(
+            *read.dropped,
+            *left_out(unread, "steps that the groups hold"),
+            *record_padding(catalog, origins, metas),
+        ),
     )
 
 
