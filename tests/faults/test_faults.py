@@ -15,13 +15,14 @@ from tests.faults.target import KINDS
 
 BOTH = ("torch", "dcp", SAVE.name)
 """Of these, also new destinations are disturbed."""
-OTHERS = ("safetensors", "zarr3", "torch_dist")
+OTHERS = ("safetensors", "zarr3", "megatron", "torch_dist")
 """Of these, only with ``--long``: they are replaced as the directories of the others are."""
 RUNS = {
     "new": ("new", BOTH),
     "force": ("force", [kind.name for kind in (*KINDS, SAVE) if kind.name not in OTHERS]),
     "force-others": ("force", OTHERS),
-    "workers": ("workers", ("torch", "zarr", "verified")),
+    "workers": ("workers", ("torch", "verified")),
+    "workers-others": ("workers", ("zarr",)),
     "s3": ("s3", ("s3 → directory", "reshard in s3", "save to s3")),
 }
 """What a process tries that has imported everything once: a mode and targets."""
@@ -31,7 +32,7 @@ IN_S3 = ("SIGKILL", "500", "503 SlowDown", "slow", "cut")
 
 @pytest.mark.parametrize(
     "run",
-    [pytest.param(run, marks=pytest.mark.long if run == "force-others" else ()) for run in RUNS],
+    [pytest.param(run, marks=pytest.mark.long if "others" in run else ()) for run in RUNS],
 )
 def test_nothing_is_lost_whatever_happens(
     run: str, golden: Path, tmp_path: Path, repo_dir: Path
