@@ -30,6 +30,7 @@ def make_source(path: Path, form: str) -> Path:
     return path / "in.pt"
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("form", ["torch", "torch of before 1.6", "dcp"])
 @pytest.mark.parametrize("to", ["torch", "dcp"])
 def test_objects_that_take_too_much_memory_are_refused_before_they_are_read(
