@@ -65,9 +65,9 @@ def flip(file: Path, at: int, bit: int = 0) -> None:
 
 
 CHECKED = (
-    "mcore_legacy/dense_gelu/tp2_pp2",
+    pytest.param("mcore_legacy/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
-    "mcore_torch_dist/dense_gqa/tp2_pp2",
+    pytest.param("mcore_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
     pytest.param("mcore0121_torch_dist/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     "mcore0121_zarr/dense_gqa/tp2_pp2",
     "torch_dcp/fsdp2_dp2",

@@ -87,6 +87,7 @@ def n_calls(path: Path, level: Level, *, of: Callable[..., object] | None = None
     return count
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "level", [Level.METADATA, Level.HEADERS], ids=lambda level: level.name.lower()
 )

@@ -21,7 +21,7 @@ from tests.support.rounds import rounds
 CHECKPOINTS = (
     *("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_torch_dist/dense_gqa/tp2_pp2"),
     *(
-        "mcore0161_torch_dist/dense_gqa/tp2_pp2",
+        pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
         "mcore0121_zarr/dense_gqa/tp2_pp2",
         "torch_dcp/fsdp2_dp2",
     ),

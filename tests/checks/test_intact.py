@@ -61,6 +61,7 @@ def alarms(path: Path, level: Level) -> list[tuple[str, str | None, str]]:
     ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("level", Level, ids=lambda level: level.name.lower())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_intact_checkpoints_have_no_findings(

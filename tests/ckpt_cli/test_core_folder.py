@@ -30,6 +30,7 @@ def run(
     )
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("on_path", [False, True], ids=["in the directory", "on PYTHONPATH"])
 @pytest.mark.parametrize("program", [(CKPT,), (sys.executable, "-m", "ckpt_cli")], ids=str)
 def test_commands_start(
@@ -43,6 +44,7 @@ def test_commands_start(
 
 
 @pytest.mark.dist
+@pytest.mark.long  # starts three processes that import torch
 @pytest.mark.slow
 def test_workers_start(project: Path, golden: Path) -> None:
     checkpoint = golden / "mcore_legacy/dense_gqa/tp2_pp2"

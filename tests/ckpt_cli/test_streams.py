@@ -92,7 +92,7 @@ def in_a_terminal(*arguments: str, repo_dir: Path, columns: int, **environ: str)
     return b"".join(pieces).decode()
 
 
-@pytest.mark.parametrize("columns", [80, 140])
+@pytest.mark.parametrize("columns", [80, pytest.param(140, marks=pytest.mark.long)])
 def test_a_terminal_gets_colors_and_wrapped_facts(
     columns: int, golden: Path, repo_dir: Path
 ) -> None:

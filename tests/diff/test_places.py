@@ -47,6 +47,7 @@ STATES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "to"),
     [

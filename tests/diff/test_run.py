@@ -91,7 +91,8 @@ def only(found: Diff) -> TensorDiff:
             ]
         ),
         lambda case, other: {
-            "what": (case, other.partition("/")[0], "distopt" in other, "optim" in other)
+            "case": case,
+            "other": (other.partition("/")[0], "distopt" in other, "optim" in other),
         },
     ),
 )

@@ -614,7 +614,8 @@ def load_strict(api: Any, place: Place, folder: str) -> Any:
             has_unexpected = "c" in names
             if has_unexpected and strict.value in ("assume_ok_unexpected", "ignore_all"):
                 continue  # nobody says what happens then
-            for given in (strict, strict.value):
+            # Its text is a value, too.
+            for given in (strict, strict.value) if names == "aA" else (strict,):
                 found[str(given), names] = attempted(
                     api,
                     lambda names=names, given=given: api.load(

@@ -114,8 +114,9 @@ def _saved_twice(
         (1, False, False),
         (2, False, True),
         (4, False, False),
-        pytest.param(1, True, False, marks=pytest.mark.long),  # the last, with fewer ranks
-        (2, True, True),
+        # A process that is kept imports torch, on each rank.
+        (1, True, False),
+        pytest.param(2, True, True, marks=pytest.mark.long),
     ],
 )
 def test_an_asynchronous_save_makes_the_files_of_a_synchronous_one(
@@ -197,7 +198,10 @@ def _killed_writer(rank: int, world: int, folder: Path, persistent: bool, overwr
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("persistent", "overwrite"), [(False, False), (True, True)])
+@pytest.mark.parametrize(
+    ("persistent", "overwrite"),
+    [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.long)],
+)
 def test_a_killed_writer_leaves_the_checkpoint_before_it_and_nothing_else(
     tmp_path, persistent, overwrite
 ):

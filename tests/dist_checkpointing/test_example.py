@@ -15,13 +15,12 @@ import pytest
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.long  # starts three jobs; kills, saves and other layouts have tests of their own
 @pytest.mark.parametrize(
     ("options", "resumed"),
     [
-        pytest.param(
-            ["--kill-after=10"], "tp 1, pp 4: goes on from step_000008", marks=pytest.mark.long
-        ),
-        # In the save of step 8. Most of the time goes into starting ranks.
+        (["--kill-after=10"], "tp 1, pp 4: goes on from step_000008"),
+        # In the save of step 8.
         (
             ["--kill-after=8", "--async-save", "--layouts", "2,1", "1,2"],
             "tp 1, pp 2: goes on from step_00000[48]",

@@ -252,7 +252,16 @@ def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 2), (8, 2), (8, 1)])
+@pytest.mark.parametrize(
+    ("world", "tp"),
+    [
+        (1, 1),
+        (2, 1),
+        (4, 2),
+        pytest.param(8, 2, marks=pytest.mark.long),
+        pytest.param(8, 1, marks=pytest.mark.long),
+    ],
+)
 def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, world, tp):
     found = run_ranks(world, _saved_and_loaded, str(tmp_path), tp)
     names = sorted(path.name.split("@")[0] for path in tmp_path.iterdir())

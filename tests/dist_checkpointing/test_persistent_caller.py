@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -51,10 +52,17 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_one_process_executes_all_calls_in_order(tmp_path):
-    queue = AsyncCallsQueue(persistent=True)
+@pytest.fixture(scope="module")
+def queue() -> Iterator[AsyncCallsQueue]:
+    """A queue for tests that leave its process alive, which takes seconds to import torch."""
+    made = AsyncCallsQueue(persistent=True)
+    yield made
+    made.close()
+
+
+def test_one_process_executes_all_calls_in_order(tmp_path, queue):
     pids, go, log = tmp_path / "pids", tmp_path / "go", tmp_path / "log"
-    queue.schedule_async_request(
+    first = queue.schedule_async_request(
         AsyncRequest(_write_when, (go, tmp_path / "a", 1), [partial(_append, log, "0")])
     )
     queue.schedule_async_request(AsyncRequest(None, (), [partial(_append, log, "1")]))
@@ -62,15 +70,12 @@ def test_one_process_executes_all_calls_in_order(tmp_path):
     queue.schedule_async_request(AsyncRequest(_write_pid, (pids,), [], preload_fn=None))
     assert queue.maybe_finalize_async_calls() == [] and not log.exists()
     go.touch()
-    assert queue.maybe_finalize_async_calls(blocking=True) == [0, 1, 2, 3]
+    assert queue.maybe_finalize_async_calls(blocking=True) == [*range(first, first + 4)]
     assert log.read_text() == "012" and len(set(pids.read_text().split())) == 1
     assert queue.maybe_finalize_async_calls(blocking=True, no_dist=True) == []
-    queue.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pids.read_text().split()[0]), 0)
 
 
-def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path):
+def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path, queue):
     plain = torch.arange(1000, dtype=torch.float32)
     staged = POOL.copy_tensors([plain * 2, plain.to(torch.bfloat16)])
     value = {
@@ -86,12 +91,11 @@ def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path):
     }
     expected = {key: ([t.clone() for t in v] if key == "staged" else v) for key, v in value.items()}
     expected |= {key: v.detach().clone() for key, v in value.items() if isinstance(v, torch.Tensor)}
-    queue = AsyncCallsQueue(persistent=True)
     go, out = tmp_path / "go", tmp_path / "out"
     queue.schedule_async_request(AsyncRequest(_write_when, (go, out, value), []))
     plain.zero_()
     go.touch()
-    queue.close()
+    queue.maybe_finalize_async_calls(blocking=True)
     found = torch.load(out)
     assert found.keys() == expected.keys() and found["other"] == expected["other"]
     for key in expected.keys() - {"staged", "other"}:
@@ -100,10 +104,8 @@ def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path):
     assert all(map(torch.equal, found["staged"], expected["staged"]))
 
 
-@pytest.mark.long
-def test_what_preload_returns_is_sent(tmp_path):
+def test_what_preload_returns_is_sent(tmp_path, queue):
     live = torch.arange(10)
-    queue = AsyncCallsQueue(persistent=True)
     go = tmp_path / "go"
     request = AsyncRequest(
         _write_when,
@@ -114,7 +116,7 @@ def test_what_preload_returns_is_sent(tmp_path):
     )
     queue.schedule_async_request(request)
     go.touch()
-    queue.close()
+    queue.maybe_finalize_async_calls(blocking=True)
     assert (tmp_path / "45").exists()
 
 
@@ -136,9 +138,11 @@ def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(t
         queue.maybe_finalize_async_calls(blocking=True)
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         queue.maybe_finalize_async_calls(blocking=True)
-    queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "c", "c"), []))
+    queue.schedule_async_request(AsyncRequest(_write_pid, (tmp_path / "c",), []))
     queue.close()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "c").read_text()), 0)
 
 
 @pytest.mark.long
@@ -153,13 +157,12 @@ def test_a_process_killed_between_calls_is_replaced(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-@pytest.mark.long
-def test_what_cannot_be_pickled_is_a_failure_of_its_call(tmp_path):
-    queue = AsyncCallsQueue(persistent=True)
+def test_what_cannot_be_pickled_is_a_failure_of_its_call(tmp_path, queue):
     queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
     queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "a", "a"), []))
     with pytest.raises(WorkerError, match="lambda"):
-        queue.close()
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.maybe_finalize_async_calls(blocking=True)
     assert (tmp_path / "a").exists()
 
 
@@ -204,7 +207,12 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    ("kind", "end"), [("persistent", "returns"), ("persistent", "killed"), ("temporal", "killed")]
+    ("kind", "end"),
+    [
+        pytest.param("persistent", "returns", marks=pytest.mark.long),
+        ("persistent", "killed"),
+        ("temporal", "killed"),
+    ],
 )
 def test_no_process_outlives_its_rank(tmp_path, kind, end):
     script = tmp_path / "job.py"
@@ -246,6 +254,7 @@ def _on_ranks(rank: int, world: int, folder: Path) -> object:
 
 
 @pytest.mark.dist
+@pytest.mark.long  # each of three processes imports torch
 def test_the_death_of_one_process_is_raised_on_every_rank(tmp_path):
     for text, rest in run_ranks(2, _on_ranks, tmp_path):
         assert "SIGKILL" in text and "rank 1" in text and rest == [2]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from _pytest.mark import ParameterSet
 
 from core.opening.open import open_checkpoint
 from tests.dist_checkpointing.ranks import run_ranks
@@ -111,9 +113,9 @@ class Runs:
 
     def loaded(self, package: str, world: int) -> list[dict[Any, Any]]:
         """Observations by rank, of the loads by so many ranks."""
-        for name, scenario in SCENARIOS.items():
+        for name in dict.fromkeys(name for name, *_ in self._loads):
             for each in writers(name):
-                self.saved(each, scenario.saved.world)
+                self.saved(each, SCENARIOS[name].saved.world)
         cases: dict[tuple[str, Layout, str], None] = {}
         for name, layout, reader, writer in self._loads:
             if layout.world != world:
@@ -152,6 +154,19 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Runs(tmp_path_factory.mktemp("scenarios"), loads)
 
 
+MOST_RANKS = 4
+"""Without ``--long``: layouts of two axes, but not of all three."""
+
+
+def _marks(*layouts: Layout) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.long] if any(layout.world > MOST_RANKS for layout in layouts) else []
+
+
+def _saves(names: Iterable[str]) -> list[ParameterSet]:
+    """Return the scenarios for ``parametrize``."""
+    return [pytest.param(name, marks=_marks(SCENARIOS[name].saved)) for name in names]
+
+
 LOADS = covering_cases(
     (
         pytest.param(
@@ -160,6 +175,7 @@ LOADS = covering_cases(
             reader,
             writer,
             id=f"{name}-tp{layout.tp}pp{layout.pp}dp{layout.dp}-{reader}-{writer}",
+            marks=_marks(layout, scenario.saved),
         )
         for name, scenario in SCENARIOS.items()
         for layout in scenario.loads
@@ -170,7 +186,7 @@ LOADS = covering_cases(
 )
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("name", _saves(SCENARIOS))
 def test_saving_is_observed_alike(runs: Runs, name: str) -> None:
     world = SCENARIOS[name].saved.world
     found = [[rank[name] for rank in runs.saved(package, world)] for package in writers(name)]
@@ -178,7 +194,7 @@ def test_saving_is_observed_alike(runs: Runs, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint]
+    "name", _saves(name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint)
 )
 def test_both_write_the_same_tensors_and_objects(runs: Runs, name: str) -> None:
     found = []

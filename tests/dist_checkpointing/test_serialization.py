@@ -470,6 +470,7 @@ def _moved(rank: int, world: int, target: str, backend: str) -> list[Any]:
 
 
 @pytest.mark.dist
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_several_ranks_save_is_loaded_by_them_in_any_cut(tmp_path, world, backend):
@@ -567,7 +568,7 @@ def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[st
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path, world):
     ranks = run_ranks(world, _failing, str(tmp_path))
     told = {
@@ -754,7 +755,12 @@ def test_a_coordinator_that_is_killed_leaves_a_hidden_stage_that_the_next_save_r
 # -- other software
 
 
-GOLDEN = ("mcore0121_torch_dist", "mcore0121_zarr", "mcore0161_torch_dist", "mcore_torch_dist")
+GOLDEN = (
+    "mcore0121_torch_dist",
+    "mcore0121_zarr",
+    pytest.param("mcore0161_torch_dist", marks=pytest.mark.long),
+    "mcore_torch_dist",
+)
 """megatron-core 0.12.1, 0.16.1 and HEAD, which keeps its common state in an object."""
 
 

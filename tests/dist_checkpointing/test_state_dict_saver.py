@@ -112,7 +112,13 @@ def _saves(rank: int, world: int, folder: Path, way: str) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("n", "way"), [(1, "sync"), (2, "sync"), (2, "temporal"), (2, "persistent")]
+    ("n", "way"),
+    [
+        (1, "sync"),
+        (2, "sync"),
+        (2, "temporal"),
+        pytest.param(2, "persistent", marks=pytest.mark.long),
+    ],
 )
 def test_a_strategy_of_the_documented_steps_saves_what_everybody_loads(
     n: int, way: str, tmp_path: Path

@@ -89,7 +89,7 @@ def _save_cut(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("mesh_shape", [(2,), pytest.param((4,), marks=pytest.mark.long), (2, 2)])
 def test_ranks_with_dtensors_write_one_checkpoint_in_any_format(
     tmp_path: Path, mesh_shape: tuple[int, ...]
 ):
@@ -137,7 +137,9 @@ def _save_fsdp(rank: int, world: int, paths: dict[str, str], tp: int, plain: boo
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world", "tp"), [(1, 1), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "tp"), [(1, 1), pytest.param(2, 1, marks=pytest.mark.long), (4, 2)]
+)
 def test_fsdp2_and_tensor_parallel_save_model_and_optimizer(tmp_path: Path, world: int, tp: int):
     paths = {format: str(tmp_path / format) for format in FORMATS}
     true = run_ranks(world, _save_fsdp, paths, tp, False)[0]

@@ -155,11 +155,11 @@ def test_megatron_core_removes_what_we_kept_apart_and_leaves_what_we_leave(tmp_p
 
 
 GOLDEN = (
-    "mcore0161_torch_dist/dense_gqa/tp2_pp2",
+    pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
     pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2_optim", marks=pytest.mark.long),
-    "mcore0121_torch_dist/dense_gelu/tp2_pp2",
+    pytest.param("mcore0121_torch_dist/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     "mcore0121_torch_dist/moe_seq/tp2_pp2_ep2",
-    "mcore_torch_dist/dense_gqa/tp2_pp2",
+    pytest.param("mcore_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
     "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
 )
 

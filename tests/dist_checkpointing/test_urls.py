@@ -347,7 +347,7 @@ def _fail(*args: Any) -> None:
     raise CorruptError("the disk of this rank is gone")
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_asynchronous_saves_upload_what_the_tensors_were(s3: Any, persistent: bool) -> None:
     prefix = f"saved/async{persistent}"
     run_ranks(2, _save, store_environment(), f"s3://runs/{prefix}-sync", {})

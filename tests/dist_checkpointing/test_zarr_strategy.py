@@ -79,7 +79,10 @@ def _load(rank: int, world: int, root: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("savers", "loaders"), [(1, 2), (2, 4), (4, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("savers", "loaders"),
+    [(1, 2), (4, 1), *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 4), (4, 4)])],
+)
 def test_what_ranks_save_other_ranks_load(tmp_path: Path, savers: int, loaders: int) -> None:
     run_ranks(savers, save, str(tmp_path))
     run_ranks(loaders, _load, str(tmp_path))

@@ -68,7 +68,14 @@ def end_when(
     return process.returncode, told
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "phase",
+    [
+        # Each starts the program; others of its commands wait for the same kinds of requests.
+        pytest.param(phase, marks=pytest.mark.long if phase in ("checking", "comparing") else ())
+        for phase in PHASES
+    ],
+)
 def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
     store: S3Server, tmp_path: Path, phase: str
 ) -> None:
@@ -80,9 +87,20 @@ def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("operation", "number"),
+    [
+        ("UploadPart", signal.SIGTERM),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [
+                ("UploadPart", signal.SIGINT),
+                ("CreateMultipartUpload", signal.SIGINT),
+                ("CreateMultipartUpload", signal.SIGTERM),
+            ]
+        ),
+    ],
+)
 def test_a_silent_store_does_not_keep_an_upload_alive(
     store: S3Server, tmp_path: Path, operation: str, number: signal.Signals
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,17 +18,20 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_cli.app import main
-from core.convert.job import Job
+from core.convert.job import Job, TopologyChange
 from core.convert.run import run as run_job
+from core.convert.workers.run import run_shared
 from core.files.multipart.ordered import OrderedUploads
 from core.files.object_client import put_object
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
 from core.files.requests.traffic import traffic_so_far
 from core.stage.bucket.stage import BucketStage
+from core.team.protocol import Team
 from tests.support.object_stores import mounted_store
 from tests.support.s3.client import S3Server
 from tests.support.s3.rules import SLOW_DOWN, Rule
+from tests.support.teams import run_team
 
 CONVERSIONS = {
     "mcore_legacy/dense_gqa/tp2_pp1": ["--to", "torch_dist"],
@@ -61,8 +65,8 @@ def contents(server: S3Server, prefix: str, *, bucket: str = "runs") -> dict[str
 @pytest.mark.parametrize(
     "name",
     [
-        # Other tests read such a source, and write such directories of many files.
-        pytest.param(name, marks=pytest.mark.long if name.startswith("mcore_torch_dist/") else ())
+        # Of each kind of source and destination one: other tests read from stores, too.
+        pytest.param(name, marks=pytest.mark.long if name.startswith("mcore") else ())
         for name in CONVERSIONS
     ],
 )
@@ -275,14 +279,40 @@ def test_another_writer_is_not_overwritten(
     assert_nothing_remains(store)
 
 
+def _reshard(team: Team, job: Job, environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # a server forks the workers
+    run_shared(job, team)
+
+
+def test_several_workers_write_to_s3(store: S3Server, golden: Path, tmp_path: Path) -> None:
+    source = "mcore_legacy/dense_gqa/tp2_pp1"
+    store.mount("few", golden / source, f"{source}/")
+    job = Job(
+        src=golden / source,
+        dst=tmp_path / "out",
+        topology=TopologyChange(tp=4),
+        keeps_layout=True,
+        verify=True,
+        fingerprint=True,
+    )
+    run_job(job)
+    expected = {
+        path.relative_to(tmp_path / "out").as_posix(): sha256(path.read_bytes()).hexdigest()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
+    src, dst = location_of(f"s3://few/{source}"), location_of("s3://few/out")
+    run_team(2, _reshard, replace(job, src=src, dst=dst), store.environment())
+    assert without_manifest(contents(store, "out", bucket="few")) == without_manifest(expected)
+    assert run("validate", "--deep", "s3://few/out") in (0, 1)
+    assert_nothing_remains(store, "few")
+
+
+@pytest.mark.long  # starts processes that import torch
 @pytest.mark.parametrize(
-    ("bucket", "words"),
-    [
-        pytest.param("runs", [], marks=pytest.mark.long),
-        ("few", ["--verify", "--fingerprint"]),
-    ],
+    ("bucket", "words"), [("runs", []), ("few", ["--verify", "--fingerprint"])]
 )
-def test_several_workers_write_to_s3(
+def test_launched_workers_write_to_s3(
     store: S3Server, golden: Path, tmp_path: Path, bucket: str, words: list[str]
 ) -> None:
     source = "mcore_legacy/dense_gqa/tp2_pp1"

@@ -55,6 +55,10 @@ OF_A_FORM_ABOVE = {
     "deepspeed/zero2_dp2_bf16/global_step10",
     "deepspeed/zero2_dp2_fp32/global_step10",
     "torch_dcp/hf_storage_consolidated_dp2",
+    "mcore0121_torch_dist/dense_gelu/tp2_pp2",
+    "orbax/manager/10",
+    "hf/qwen2_tied/safetensors_single",
+    "deepspeed/zero0_dp2_bf16/global_step10",
 }
 """Other models in the same kinds of files: damage is tried on them with ``--long``."""
 

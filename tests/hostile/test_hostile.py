@@ -10,7 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -173,14 +173,23 @@ def _axes(case: str) -> dict[str, str]:
     return {"place": case, "what": case}
 
 
-def _covering(cases: Iterable[str]) -> list[ParameterSet]:
+_RUNNING = [
+    name for name in CASES if ": a call" in name or "runs code" in name or "unpickle" in name
+]
+
+
+def _covering(cases: Iterable[str], *, others: Container[str] = ()) -> list[ParameterSet]:
+    """Return the cases of which few run without ``--long``, and none of ``others``."""
     return covering_cases(
-        (pytest.param(name, marks=pytest.mark.long if name in _LONG else ()) for name in cases),
+        (
+            pytest.param(name, marks=pytest.mark.long if name in _LONG or name in others else ())
+            for name in cases
+        ),
         _axes,
     )
 
 
-@pytest.mark.parametrize("case", _covering(CASES))
+@pytest.mark.parametrize("case", _covering(CASES, others=_RUNNING))
 def test_a_hostile_checkpoint_ends_every_command_in_order(
     case: str, server: Server, folder: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -225,11 +234,6 @@ def _follow(server: Server, source: Path, folder: Path) -> None:
 def test_there_are_more_than_a_hundred() -> None:
     assert len(CASES) > 300
     assert set(CASES) >= _LONG
-
-
-_RUNNING = [
-    name for name in CASES if ": a call" in name or "runs code" in name or "unpickle" in name
-]
 
 
 @pytest.mark.parametrize("case", _covering(_RUNNING))

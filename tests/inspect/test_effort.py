@@ -94,11 +94,12 @@ def count_calls(folder: Path) -> int:
 @pytest.mark.parametrize(
     ("name", "is_quantized"),
     [
-        ("gpt_oss_groups", False),
         ("gpt_oss_groups", True),
-        ("qwen3_moe", False),
-        ("mixtral", False),
         ("deepseek_v3", False),
+        *(
+            pytest.param(name, False, marks=pytest.mark.long)
+            for name in ("gpt_oss_groups", "qwen3_moe", "mixtral")
+        ),
     ],
 )
 def test_the_calls_grow_with_the_number_of_experts(

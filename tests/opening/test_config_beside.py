@@ -95,7 +95,10 @@ def assert_equal(result: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert_same_bits(result[name], tensor, name)
 
 
-@pytest.mark.parametrize("place", ["verl", f"verl/{STEP}", V2])
+@pytest.mark.parametrize(
+    "place",
+    ["verl", *(pytest.param(place, marks=pytest.mark.long) for place in (f"verl/{STEP}", V2))],
+)
 def test_separate_directories_of_a_model_are_one_checkpoint(place: str, runs: Path) -> None:
     checkpoint = open_checkpoint(runs / place)
     assert checkpoint.path == runs / V2

@@ -14,6 +14,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("docs/**/*.md"), ROOT / "README.md"])
+OTHERS = [ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 DECISIONS = sorted(ROOT.glob("docs/decisions/[0-9]*.md"))
 
 _FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
@@ -54,7 +55,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
     broken = []
     for match in _LINK.finditer(_FENCED.sub("", text_of(page))):
@@ -71,7 +72,7 @@ def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
 def test_files_and_scripts_that_a_page_names_exist(page: Path) -> None:
     named = {match["path"].rstrip(".,") for match in _PATH.finditer(text_of(page))}
     assert (

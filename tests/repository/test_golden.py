@@ -8,11 +8,8 @@ import sys
 import tarfile
 from pathlib import Path
 
-from tests.conftest import GOLDEN_ARCHIVE
 
-
-def test_the_archive_is_small_and_holds_every_family(golden: Path) -> None:
-    assert GOLDEN_ARCHIVE.stat().st_size <= 12 << 20
+def test_the_archive_holds_every_family(golden: Path) -> None:
     families = {path.name for path in golden.iterdir()}
     assert families >= {
         "deepspeed",

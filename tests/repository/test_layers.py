@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -49,27 +50,28 @@ class Import:
         return f"{self.importer}:{self.line} imports {self.imported}"
 
 
-@cache
-def modules() -> dict[str, Path]:
-    """Return dotted name → file, for all of core and ckpt_cli."""
-    paths = {}
-    for package in ("core", "ckpt_cli"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            parts = path.relative_to(ROOT).with_suffix("").parts
-            paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return paths
+def _module_name(path: str) -> str:
+    """Return the dotted name of a module of the program."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-@cache
-def imports() -> tuple[Import, ...]:
+@pytest.fixture(scope="module")
+def modules(trees: dict[str, ast.Module]) -> dict[str, ast.Module]:
+    """Return dotted name → syntax tree, for all of core and ckpt_cli."""
+    return {_module_name(path): tree for path, tree in trees.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(modules: dict[str, ast.Module]) -> tuple[Import, ...]:
+    """Return every import statement of them."""
     return tuple(
         statement
-        for name, path in modules().items()
-        for statement in _imports_of(name, ast.parse(path.read_text()))
+        for name, tree in modules.items()
+        for statement in _imports_of(name, tree, modules.keys())
     )
 
 
-def _imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
+def _imports_of(importer: str, tree: ast.Module, known: Collection[str]) -> Iterator[Import]:
     def visit(node: ast.AST, is_run: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -79,9 +81,7 @@ def _imports_of(importer: str, tree: ast.Module) -> Iterator[Import]:
                 base = child.module or ""
                 for alias in child.names:
                     whole = f"{base}.{alias.name}"
-                    yield Import(
-                        importer, whole if whole in modules() else base, is_run, child.lineno
-                    )
+                    yield Import(importer, whole if whole in known else base, is_run, child.lineno)
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from visit(child, False)
             elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
@@ -116,28 +116,32 @@ def test_packages_import_only_from_those_below() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def test_what_is_imported_of_ours_exists() -> None:
+def test_what_is_imported_of_ours_exists(
+    modules: dict[str, ast.Module], imports: tuple[Import, ...]
+) -> None:
     assert [
-        str(item)
-        for item in imports()
-        if _is_ours(item.imported) and item.imported not in modules()
+        str(item) for item in imports if _is_ours(item.imported) and item.imported not in modules
     ] == []
 
 
-def test_no_circle_of_files_counting_late_and_type_only_imports() -> None:
-    graph: dict[str, set[str]] = {name: set() for name in modules()}
-    for item in imports():
+def test_no_circle_of_files_counting_late_and_type_only_imports(
+    modules: dict[str, ast.Module], imports: tuple[Import, ...]
+) -> None:
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for item in imports:
         if _is_ours(item.imported) and item.imported != item.importer:
             graph[item.importer].add(item.imported)
     TopologicalSorter(graph).prepare()
 
 
-def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with() -> None:
+def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with(
+    modules: dict[str, ast.Module], imports: tuple[Import, ...]
+) -> None:
     engine = ("core.catalog.", "core.copy.", "core.live.", "core.plan.")
     used: dict[str, set[str]] = {
-        name: set() for name in modules() if name.startswith("core.dist_checkpointing")
+        name: set() for name in modules if name.startswith("core.dist_checkpointing")
     }
-    for item in imports():
+    for item in imports:
         if item.is_run and item.importer in used:
             used[item.importer].add(item.imported)
     mapping = "core.dist_checkpointing.mapping"
@@ -148,9 +152,9 @@ def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_wi
     ] == ["core.dist_checkpointing._engine.bridge"]
 
 
-def test_heavy_modules_are_imported_inside_functions_only() -> None:
+def test_heavy_modules_are_imported_inside_functions_only(imports: tuple[Import, ...]) -> None:
     wrong = []
-    for item in imports():
+    for item in imports:
         top = item.imported.split(".")[0]
         if not item.is_run or _is_ours(top) or top in sys.stdlib_module_names:
             continue
@@ -163,12 +167,14 @@ def test_heavy_modules_are_imported_inside_functions_only() -> None:
     assert wrong == []
 
 
-def test_core_neither_prints_nor_exits_nor_reads_the_environment() -> None:
+def test_core_neither_prints_nor_exits_nor_reads_the_environment(
+    modules: dict[str, ast.Module],
+) -> None:
     wrong = []
-    for module, path in modules().items():
+    for module, tree in modules.items():
         if not module.startswith("core"):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             what = None
             if isinstance(node, ast.Call):
                 what = {

@@ -9,11 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-REPO = Path(__file__).parents[2]
 _NOUN_CLAUSE = """
 The A An Whether What Where Which How Every All Who Why See As One Those That Bytes Number Several
 Names
@@ -24,18 +20,6 @@ found made one ones said seen mine here there held what which everybody known le
 """
 VAGUE = frozenset(_VAGUE.split())
 PRONOUN_ONLY = re.compile(r"^ +(?:\w+, )*\w+: (?:it|they|them|one)\.$", re.MULTILINE)
-
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[list[tuple[str, ast.Module]]]:
-    """Every module of the program: (name, syntax tree). Parsed once, and not while tests are
-    collected, which every worker does; forgotten after the last test of this file.
-    """
-    paths = sorted([*(REPO / "core").rglob("*.py"), *(REPO / "ckpt_cli").rglob("*.py")])
-    trees = [(str(path.relative_to(REPO)), ast.parse(path.read_text("utf-8"))) for path in paths]
-    assert trees
-    yield trees
-    trees.clear()
 
 
 def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -49,9 +33,9 @@ def is_property(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return "property" in names or "cached_property" in names
 
 
-def test_docstrings_of_functions_begin_with_a_verb(modules: list[tuple[str, ast.Module]]) -> None:
+def test_docstrings_of_functions_begin_with_a_verb(trees: dict[str, ast.Module]) -> None:
     wrong = []
-    for name, tree in modules:
+    for name, tree in trees.items():
         for function in functions(tree):
             text = ast.get_docstring(function) or ""
             first = text.split()[0].strip("`.,:;") if text.split() else ""
@@ -60,12 +44,10 @@ def test_docstrings_of_functions_begin_with_a_verb(modules: list[tuple[str, ast.
     assert wrong == [], "\n".join(wrong)
 
 
-def test_arguments_are_described_by_more_than_a_pronoun(
-    modules: list[tuple[str, ast.Module]],
-) -> None:
+def test_arguments_are_described_by_more_than_a_pronoun(trees: dict[str, ast.Module]) -> None:
     wrong = [
         f"{name}:{node.lineno} {node.name}: {match[0]}"
-        for name, tree in modules
+        for name, tree in trees.items()
         for node in ast.walk(tree)
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         for match in PRONOUN_ONLY.finditer(ast.get_docstring(node) or "")
@@ -73,9 +55,9 @@ def test_arguments_are_described_by_more_than_a_pronoun(
     assert wrong == [], "\n".join(wrong)
 
 
-def test_variables_are_named_after_their_role(modules: list[tuple[str, ast.Module]]) -> None:
+def test_variables_are_named_after_their_role(trees: dict[str, ast.Module]) -> None:
     wrong = []
-    for name, tree in modules:
+    for name, tree in trees.items():
         nodes = list(ast.walk(tree))
         fields = {
             id(node.target)
@@ -95,9 +77,9 @@ def test_variables_are_named_after_their_role(modules: list[tuple[str, ast.Modul
     assert wrong == [], "\n".join(wrong)
 
 
-def test_a_class_name_stands_for_one_class(modules: list[tuple[str, ast.Module]]) -> None:
+def test_a_class_name_stands_for_one_class(trees: dict[str, ast.Module]) -> None:
     places: dict[str, list[str]] = {}
-    for name, tree in modules:
+    for name, tree in trees.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(f"{name}:{node.lineno}")

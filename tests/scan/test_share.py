@@ -123,29 +123,30 @@ def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_files_that_are_hashed_as_a_whole(hashed: Path) -> None:
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 3])
+def test_files_that_are_hashed_as_a_whole(hashed: Path, n: int) -> None:
     expected = said(alone([hashed], level=Level.DEEP))
     assert [(one.code, one.file) for one in expected[0].findings if one.code == "CK812"] == [
         ("CK812", "__1_0.distcp")
     ]
-    for n in (2, 5):
-        assert said(together(n, [hashed], level=Level.DEEP)) == expected
+    assert said(together(n, [hashed], level=Level.DEEP)) == expected
 
 
+@pytest.mark.long  # as the damaged ones, of which most files are whole
 def test_golden_checkpoints(golden: Path) -> None:
     paths = [golden / name for name in GOLDEN]
     expected = said(alone(paths, level=Level.DEEP))
     assert said(together(3, paths, level=Level.DEEP)) == expected
 
 
-def test_damaged_checkpoints(damaged: list[Path]) -> None:
+@pytest.mark.parametrize("n", [2, pytest.param(5, marks=pytest.mark.long)])
+def test_damaged_checkpoints(damaged: list[Path], n: int) -> None:
     expected = said(alone(damaged, level=Level.DEEP))
     codes = {finding.code for one in expected for finding in one.findings}
     assert {"CK701", "CK710", "CK103"} <= codes
-    for n in (2, 5):
-        found = said(together(n, damaged, level=Level.DEEP))
-        for one, other in zip(found, expected, strict=True):
-            assert one == other, n
+    found = said(together(n, damaged, level=Level.DEEP))
+    for one, other in zip(found, expected, strict=True):
+        assert one == other
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,8 @@ def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFact
     return found, observer.facts
 
 
-def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 5])
+def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path, n: int) -> None:
     as_zip = tmp_path / "model.pt"
     matrix = torch.arange(2_000_000.0).reshape(1000, 2000)
     views = {"w": matrix, "turned": matrix.t(), "every_third": matrix[:, ::3], "row": matrix[500]}
@@ -209,14 +211,13 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
     for path in (large, as_zip):
         expected, facts = scanned(ALONE, path)
         assert expected.problems == []
-        for n in (2, 5):
-            every = run_team(n, scanned, path)
-            found, found_facts = every[0]
-            read = [one.read_bytes for one in found.figures]
-            assert replace(found, figures=()) == replace(expected, figures=()), n
-            assert found_facts == facts
-            assert sum(read) == expected.read_bytes + expected.separate_bytes
-            assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
+        every = run_team(n, scanned, path)
+        found, found_facts = every[0]
+        read = [one.read_bytes for one in found.figures]
+        assert replace(found, figures=()) == replace(expected, figures=())
+        assert found_facts == facts
+        assert sum(read) == expected.read_bytes + expected.separate_bytes
+        assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
     assert {
         key: (one.nan.n, one.nan.first)
         for key, one in scanned(ALONE, large)[1].items()
@@ -224,7 +225,12 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path) 
     } == {"a.weight": (3, 3 * 1777 + 5)}
 
 
-def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], large: Path) -> None:
+@pytest.mark.parametrize(
+    "level", [pytest.param(Level.HEADERS, marks=pytest.mark.long), Level.DEEP], ids=str
+)
+def test_other_checkpoints_to_compare_with(
+    golden: Path, damaged: list[Path], large: Path, level: Level
+) -> None:
     """Tensors that the scan does not sum up, because they are computed from others, are read by all
     ranks.
     """
@@ -237,23 +243,19 @@ def test_other_checkpoints_to_compare_with(golden: Path, damaged: list[Path], la
         (damaged[5], golden / GOLDEN[5]),
         (large, large),
     ]
-    for level in (Level.HEADERS, Level.DEEP):
-        expected = [compared(ALONE, *case, level) for case in cases]
-        assert {
-            finding.code
-            for one in expected
-            if isinstance(one, Validation)
-            for finding in one.findings
-        } & {"CK824"}
-        every = run_team(3, compared_all, cases, level)
-        for one in every:
-            assert [bare(found) for found in one] == [bare(found) for found in expected]
-        read = [
-            sum(one.read_bytes for one in found.figures)
-            for found in every[0]
-            if isinstance(found, Validation)
-        ]
-        assert all(read), read
+    expected = [compared(ALONE, *case, level) for case in cases]
+    assert {
+        finding.code for one in expected if isinstance(one, Validation) for finding in one.findings
+    } & {"CK824"}
+    every = run_team(3, compared_all, cases, level)
+    for one in every:
+        assert [bare(found) for found in one] == [bare(found) for found in expected]
+    read = [
+        sum(one.read_bytes for one in found.figures)
+        for found in every[0]
+        if isinstance(found, Validation)
+    ]
+    assert all(read), read
 
 
 def compared_all(team: PipeTeam, cases: list[tuple[Path, Path]], level: Level) -> list[object]:

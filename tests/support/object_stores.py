@@ -15,7 +15,7 @@ import pytest
 
 from core.files.object_client import set_storage_options
 from core.files.object_listing import forget_listings
-from tests.support.s3.client import S3Server, started_server
+from tests.support.s3.client import S3Server, shared_server, started_server
 from tests.support.s3.server import LoggedRequest
 
 
@@ -59,7 +59,8 @@ def mounted_store(
     Args:
         certificate: file with a certificate and its key, for TLS; None for plain HTTP.
     """
-    with started_server(certificate=certificate) as server:
+    lent = started_server(certificate=certificate) if certificate else shared_server()
+    with lent as server:
         server.mount("runs", folder)
         for name in ("AWS_PROFILE", "HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.delenv(name, raising=False)
@@ -73,7 +74,7 @@ def mounted_store(
 @contextmanager
 def web_server(folder: Path) -> Iterator[S3Server]:
     """Serve a directory as ``/files`` to whoever asks as of a web server: nothing is listed."""
-    with started_server() as server:
+    with shared_server() as server:
         server.mount("files", folder)
         set_storage_options({})
         forget_listings()

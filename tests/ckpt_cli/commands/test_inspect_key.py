@@ -79,7 +79,7 @@ def test_a_wrong_name_suggests_the_nearest(
 ARGS = [
     RANKS,
     "mcore_torch_dist/dense_gqa/tp2_pp2",
-    "mcore0121_zarr/dense_gqa/tp2_pp2",
+    pytest.param("mcore0121_zarr/dense_gqa/tp2_pp2", marks=pytest.mark.long),
     pytest.param("mcore0161_torch_dist/dense_gelu/tp2_pp2", marks=pytest.mark.long),
     pytest.param("mcore0121_torch_dist/dense_gqa/tp2_pp2_optim", marks=pytest.mark.long),
 ]

@@ -245,6 +245,7 @@ def test_what_a_killed_host_leaves_is_finished_by_the_other(
 
 @pytest.mark.dist
 @pytest.mark.slow
+@pytest.mark.long
 def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: Path) -> None:
     with permitted_hosts(2, private_dirs={place: place.with_name("places")}) as found:
         job = Launched(found, source, place / "out", is_by_hand=True)

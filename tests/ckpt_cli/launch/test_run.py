@@ -67,6 +67,7 @@ def test_a_job_goes_on_after_a_worker_was_killed(
     assert json.loads(found.output)["launch"]["restarts"] == 1
 
 
+@pytest.mark.long  # a killed host is named, too, and its work is finished by hand
 def test_without_restarts_a_killed_worker_is_named_and_torchrun_goes_on(
     source: Path, wanted: dict[str, str], tmp_path: Path
 ) -> None:

@@ -161,7 +161,7 @@ def test_a_missing_file_is_named(
     assert caught.value.file == name
 
 
-@pytest.mark.parametrize("case", ["moe_zero1", "moe_zero0"])
+@pytest.mark.parametrize("case", ["moe_zero1", pytest.param("moe_zero0", marks=pytest.mark.long)])
 def test_damage_is_an_error_of_ours(deepspeed_parallel: Path, tmp_path: Path, case: str) -> None:
     check_reading(
         deepspeed.FORMAT,

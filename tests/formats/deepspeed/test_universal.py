@@ -119,6 +119,7 @@ def test_the_contract_is_kept(check: Callable[..., None], tmp_path: Path) -> Non
     check(deepspeed_universal.FORMAT, tmp_path, Sample(tensors, SAMPLE.objects))
 
 
+@pytest.mark.long  # tests/formats/test_contract.py damages another one
 def test_a_damaged_checkpoint_never_crashes(golden: Path, tmp_path: Path) -> None:
     check_reading(
         deepspeed_universal.FORMAT,

@@ -66,6 +66,7 @@ DIST = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("model", "case"), CASES)
 def test_every_piece_lies_where_megatron_recorded_it(golden: Path, model: str, case: str) -> None:
     _, catalog = global_form(golden, model, case, keep_padded_vocab=True)
@@ -114,6 +115,7 @@ def test_the_global_tensors_are_the_true_ones(golden: Path, model: str, case: st
         assert (found_bytes == true[fused(key)]).all(), key
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("family", "model", "case"), DIST)
 def test_stacked_keys_give_the_same_global_tensors(
     golden: Path, family: str, model: str, case: str

@@ -104,6 +104,7 @@ def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: 
     ] == []
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("family", "model", "case", "b"),
     [
@@ -168,6 +169,7 @@ def test_grouped_experts_stay_those_that_megatron_saved(
         assert args.moe_grouped_gemm is True, folder
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("a", GROUPED)
 @pytest.mark.parametrize("b", EXPERTS["moe_seq"])
 def test_grouped_experts_become_the_single_ones_that_megatron_saved(

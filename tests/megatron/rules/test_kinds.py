@@ -112,6 +112,7 @@ def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) ->
             assert arrays[fragment.array.name].tobytes() == array[region].tobytes(), key
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("name", "sizes"), [(name, sizes) for name, kind in KINDS.items() for sizes in kind.layouts]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import ssl
@@ -11,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,14 @@ class S3Server:
         """Delete the objects and unfinished uploads below a prefix."""
         self._control("delete", [bucket, prefix])
 
+    def reset(self) -> bool:
+        """Forget all buckets, rules and requests.
+
+        Returns:
+            Whether every request has an answer; one that never gets any would disturb others.
+        """
+        return bool(self._control("reset", None))
+
     def settle(self, timeout_s: float = 30.0) -> bool:
         """Wait until all clients are gone, and what they asked for has been done.
 
@@ -157,3 +167,28 @@ def started_server(**settings: Any) -> Iterator[S3Server]:
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def shared_server() -> Iterator[S3Server]:
+    """Lend the server with the usual settings of this process, empty."""
+    server = _server_of(os.getpid())
+    try:
+        yield server
+    finally:
+        if not server.reset():
+            _server_of.cache_clear()
+            server.stop()
+
+
+@cache
+def _server_of(owner: int) -> S3Server:
+    """Start the server of a process, which ends with it; a fork has one of its own."""
+    server = S3Server()
+
+    @atexit.register
+    def stop() -> None:
+        if os.getpid() == owner:
+            server.stop()
+
+    return server

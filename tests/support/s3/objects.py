@@ -205,6 +205,14 @@ class Objects:
         tag = opaque_tag if self.are_tags_opaque else None
         return StoredObject((blob,), tag, {}, status.st_mtime_ns)
 
+    def clear(self) -> None:
+        """Forget every bucket, with what is in it."""
+        with self.lock:
+            for bucket in self.buckets:
+                self.delete_below(bucket, "")
+            self.buckets.clear()
+            self._order.clear()
+
     def bucket(self, name: str) -> dict[str, StoredObject]:
         """Return key → object of a bucket.
 

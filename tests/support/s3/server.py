@@ -120,6 +120,12 @@ class Service:
             case "mount":
                 bucket, prefix, folder = argument
                 self.objects.mount(bucket, prefix, Path(folder))
+            case "reset":
+                self.rules.replace([])
+                self.objects.clear()
+                with self._changed:
+                    self._log = []
+                    return self._changed.wait_for(lambda: self._n_active == 0, timeout=1)
             case "delete":
                 self.objects.delete_below(*argument)
             case "keys":

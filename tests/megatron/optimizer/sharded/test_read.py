@@ -317,7 +317,13 @@ def test_zarr_and_back(golden: Path, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
+@pytest.mark.parametrize(
+    "to",
+    [
+        *("dcp", "zarr3"),
+        *(pytest.param(to, marks=pytest.mark.long) for to in ("torch", "safetensors")),
+    ],
+)
 @pytest.mark.parametrize("name", [PLAIN[0], MODEL_SPACE[0]])
 def test_formats_without_a_layout_and_back(
     golden: Path, tmp_path: Path, name: str, to: str
@@ -375,7 +381,13 @@ def test_rank_files_become_what_megatron_saves_as_torch_dist(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "zarr3"])
+@pytest.mark.parametrize(
+    "to",
+    [
+        *("torch", "safetensors"),
+        *(pytest.param(to, marks=pytest.mark.long) for to in ("dcp", "zarr3")),
+    ],
+)
 @pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp2_pp1_dp2_distopt"])
 def test_rank_files_by_way_of_a_format_without_a_layout(
     golden: Path, tmp_path: Path, case: str, to: str
