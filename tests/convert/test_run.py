@@ -580,3 +580,13 @@ def test_rank_files_keep_the_sizes_of_their_source(
     change = TopologyChange(tp=4)
     run(Job(src=golden / source, dst=tmp_path / "tp4", to="megatron", topology=change, fsync=False))
     assert len(list((tmp_path / "tp4").glob("*/*"))) == 8
+
+
+@pytest.mark.parametrize("changes", [{"stack_layers": True}, {"exclude": ("*norm*",)}])
+def test_a_model_that_the_options_make_incomplete_is_no_damaged_one(
+    changes: dict[str, Any], golden: Path, tmp_path: Path
+) -> None:
+    source = golden / "mcore_legacy/dense_gqa/tp2_pp2"
+    with pytest.raises(UsageError) as caught:
+        run(Job(src=source, dst=tmp_path / "out", to="hf", **changes))
+    assert caught.value.key is not None and "norm" in caught.value.key

@@ -43,7 +43,7 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
             "Face",
             hint="keep the names: --to safetensors",
         )
-    with blaming_options(first, "Megatron"):
+    with blaming_options(job, first, "Megatron"):
         catalog = to_hf(
             with_named_groups(first.catalog, request.rules),
             model_type=request.model_type,

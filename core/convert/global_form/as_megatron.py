@@ -63,7 +63,7 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
     # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
     config = config_after(cast.catalog, request.config)
     divisor = job.vocab_divisor or VOCAB_DIVISOR
-    with blaming_options(first, "Hugging Face"):
+    with blaming_options(job, first, "Hugging Face"):
         tabled = (*model_types(), *composite_types())
         if request.family is None and config.get("model_type") in tabled:
             check_model(

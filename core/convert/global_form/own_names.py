@@ -33,7 +33,7 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
 
         assert request.config is not None
         config = config_after(result.catalog, request.config)
-        with blaming_options(result, "Hugging Face"):
+        with blaming_options(job, result, "Hugging Face"):
             notes += check_model(
                 result.catalog,
                 config,

@@ -82,20 +82,21 @@ def apply_checked(
 
 
 @contextmanager
-def blaming_options(result: ChangedCatalog, family: str) -> Iterator[None]:
+def blaming_options(job: Job, result: ChangedCatalog, family: str) -> Iterator[None]:
     """Turn a missing tensor into a usage error if the user's options dropped or renamed any.
 
     Args:
+        job: the options.
         result: the catalog after the user's changes.
         family: family of the model, ``Megatron`` or ``Hugging Face``.
     """
     try:
         yield
     except MissingShardError as err:
-        if not (result.left_out or result.renamed):
+        if not (result.left_out or result.renamed or job.stacking is not None):
             raise
         raise UsageError(
-            "--include, --exclude or the new names leave "
+            "--include, --exclude, --stack-layers or the new names leave "
             f"an incomplete {family} model: {err.message}",
             key=err.key,
             hint="to write part of a model, keep its names and omit --config: "
