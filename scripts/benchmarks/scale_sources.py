@@ -446,16 +446,16 @@ class Stage:
         width, base, other = (1, 200, 209) if number < 256 else (2, 512, 521)
         if width not in self._patterns:
             plan = self._planned(base)
-            one, two = plan.payloads["data.pkl"], self._planned(other).payloads["data.pkl"]
+            one, two = plan.pickle, self._planned(other).pickle
             differing = [place for place, (a, b) in enumerate(zip(one, two, strict=True)) if a != b]
             names = list(fields_of(self._args))
             assert len(differing) == 2 and names.index("local_rank") < names.index("rank")
             self._patterns[width] = plan, differing
         plan, (local_at, rank_at) = self._patterns[width]
-        pickle = bytearray(plan.payloads["data.pkl"])
+        pickle = bytearray(plan.pickle)
         pickle[local_at] = number % 8
         pickle[rank_at : rank_at + width] = number.to_bytes(width, "little")
-        return replace(plan, payloads={**plan.payloads, "data.pkl": bytes(pickle)})
+        return replace(plan, pickle=bytes(pickle))
 
     def _planned(self, number: int) -> TreePlan:
         tree = Tree()
