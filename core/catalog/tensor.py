@@ -88,8 +88,8 @@ def _no_fragments() -> tuple[Any, ...]:
 class Tensor(Generic[ArrayT_co]):
     """A tensor of a checkpoint.
 
-    Two tensors are equal if their dtypes and shapes are, and both or neither are flexible. Whether
-    they are *one* tells if they are tied: ``replace(tensor)`` is a tensor of its own.
+    Two tensors are equal if their dtypes and shapes are, and both or neither are flexible. Tied
+    tensors are the same object; ``replace(tensor)`` makes an equal one that is not tied to it.
 
     Args:
         dtype: canonical dtype name (``core.arrays.dtypes``).

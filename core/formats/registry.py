@@ -27,7 +27,7 @@ _GROUP = "ckpt.formats"
 
 
 class Stores(Enum):
-    """What a format can hold, besides models of which Megatron's parallel layout is known."""
+    """What a format can store of a checkpoint whose parallel layout is not known."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""

@@ -26,7 +26,7 @@ _TWO_LINES = {"GLOBAL", "INST"}
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """What a pickle contains.
+    """The numbers of elements and containers in a pickle, and the length of its long strings.
 
     Args:
         n: number of elements in lists, dicts and sets, keys included. Those of tuples, which most

@@ -56,11 +56,13 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, Tensor]
 
 def list_padding(tensors: Mapping[str, Tensor], pairs: Mapping[str, Pair]) -> dict[str, Tensor]:
     """Return the rows that ``hf_tensors`` leaves out, by Megatron's name: padding."""
-    return {
-        name: tensor.narrow(0, pair.shape[0], tensor.shape[0] - pair.shape[0])
-        for name, pair in pairs.items()
-        if _is_padded(tensor := tensors[name], name, pair)
-    }
+    padding: dict[str, Tensor] = {}
+    for name, pair in pairs.items():
+        tensor = tensors[name]
+        if _is_padded(tensor, name, pair):
+            n_rows = pair.shape[0]
+            padding[name] = tensor.narrow(0, n_rows, tensor.shape[0] - n_rows)
+    return padding
 
 
 def _is_padded(tensor: Tensor, name: str, pair: Pair) -> bool:
