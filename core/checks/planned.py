@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,7 @@ if TYPE_CHECKING:
     from core.checks.finding import Finding
     from core.checks.plan_request import PlanRequest
     from core.checks.subject import Subject
-    from core.convert.job import Job
     from core.convert.prepare import Prepared
-    from core.formats.format import Format
 
 IMPOSSIBLE = Code(
     "CK901",
@@ -59,9 +56,22 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
     if format is None:
         yield IMPOSSIBLE.finding("no plan is possible: the checkpoint cannot be read")
         return
+    from core.checks.plan_request import SIZES
+    from core.convert.job import Job, TopologyChange
     from core.convert.prepare import prepare  # heavy, and seldom needed
 
-    job = _job_of(request, subject.path, format)
+    # By default, keep the source's format if it can hold another layout.
+    keeps_format = format.lay_out is not None and format.has_layout
+    tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
+    job = Job(
+        src=subject.path,
+        dst=subject.path.parent / f".{subject.path.name}.ckpt-plan",
+        to=request.to or (format.name if keeps_format else "megatron"),
+        topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
+        keeps_layout=True,
+        rules=request.rules,
+        memory_bytes=request.memory_bytes,
+    )
     # The first attempt carries the optimizer. If it fails, a second one without the optimizer shows
     # whether the optimizer is the obstacle. A lack of space or memory (CapacityError) is final.
     optim_error: CheckpointingException | None = None
@@ -79,25 +89,6 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
                 yield _refusal(optim_error or err, request, without_optim=False)
                 return
             optim_error = err
-
-
-def _job_of(request: PlanRequest, path: Path, format: Format) -> Job:
-    """Build the job that a request describes for a checkpoint in some format."""
-    from core.checks.plan_request import SIZES
-    from core.convert.job import Job, TopologyChange
-
-    # By default, keep the source's format if it can hold another layout.
-    keeps_format = format.lay_out is not None and format.has_layout
-    tp, pp, vpp, ep, etp = map(request.sizes.get, SIZES)
-    return Job(
-        src=path,
-        dst=path.parent / f".{path.name}.ckpt-plan",
-        to=request.to or (format.name if keeps_format else "megatron"),
-        topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
-        keeps_layout=True,
-        rules=request.rules,
-        memory_bytes=request.memory_bytes,
-    )
 
 
 def _refusal(err: CheckpointingException, request: PlanRequest, *, without_optim: bool) -> Finding:

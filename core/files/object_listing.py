@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import field
 from typing import Any, TypeAlias
@@ -233,7 +233,17 @@ def list_all(root: Address) -> dict[str, Folder]:
     tree = _begun.pop(key, None) or _TreeListing(root)
     while not tree.is_complete:
         tree.go_on()
-    folders = _sort_into_folders(tree.objects)
+    # Sort the objects into directories: directory → content.
+    folders = {"": Folder()}
+    for name, entry in tree.objects.items():
+        folder, _, last = name.rpartition("/")
+        folders.setdefault(folder, Folder()).objects[last] = entry
+    # Enter every directory into the one above it, which may have no objects of its own.
+    for folder in list(filter(None, folders)):
+        while folder:
+            above, _, last = folder.rpartition("/")
+            folders.setdefault(above, Folder()).folders.add(last)
+            folder = above
     _trees[key] = time.monotonic(), folders
     return folders
 
@@ -252,22 +262,6 @@ def _find_tree_above(root: Address) -> dict[str, Folder] | None:
             # What is missing there may have been written since.
             return below or None
     return None
-
-
-def _sort_into_folders(objects: Mapping[str, StoredFile]) -> dict[str, Folder]:
-    """Sort objects into directories: directory → content."""
-    folders = {"": Folder()}
-    for name, entry in objects.items():
-        folder, _, last = name.rpartition("/")
-        folders.setdefault(folder, Folder()).objects[last] = entry
-
-    # Enter every directory into the one above it, which may have no objects of its own.
-    for folder in list(filter(None, folders)):
-        while folder:
-            above, _, last = folder.rpartition("/")
-            folders.setdefault(above, Folder()).folders.add(last)
-            folder = above
-    return folders
 
 
 def find_object(path: Address) -> StoredFile | None:

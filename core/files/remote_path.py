@@ -143,7 +143,19 @@ def location_of(path: str | PathLike[str]) -> Path:
     text = fspath(path)
     url = _URL.fullmatch(text)
     if url is not None:
-        _refuse_secrets(url[1], url[2])
+        # An address of a web server may have parts that no message may show: a password, or a
+        # query, which may be a signature.
+        scheme = url[1]
+        host, slash, key = url[2].partition("/")
+        name, has_query, query = key.partition("?")
+        has_password = "@" in host
+        if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
+            raise UsageError(
+                f"URLs of web servers with a {'password' if has_password else 'query'} are refused",
+                file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
+                hint="messages would show it; use s3://, gs:// or az:// with credentials in the "
+                "environment, or download the file",
+            )
         remote = RemotePath(text)
         # Stores know no directories: "..", which clients refuse, would be part of a name.
         if ".." in remote.parts or any(ord(character) < 32 for character in text):
@@ -154,24 +166,3 @@ def location_of(path: str | PathLike[str]) -> Path:
         return remote
     local = _FILE_URL.fullmatch(text)
     return Path(path) if local is None else Path("/" + unquote(local[1]))
-
-
-def _refuse_secrets(scheme: str, rest: str) -> None:
-    """Raise if an address of a web server has parts that no message may show.
-
-    Args:
-        rest: what follows ``https://``.
-
-    Raises:
-        UsageError: it has a password, or a query, which may be a signature.
-    """
-    host, slash, key = rest.partition("/")
-    name, has_query, query = key.partition("?")
-    has_password = "@" in host
-    if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
-        raise UsageError(
-            f"URLs of web servers with a {'password' if has_password else 'query'} are refused",
-            file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
-            hint="messages would show it; use s3://, gs:// or az:// with credentials in the "
-            "environment, or download the file",
-        )

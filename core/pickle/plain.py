@@ -234,23 +234,18 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
         return content
     try:
         if tag in _HOWS:
-            return _inert_from_plain(_HOWS[tag], content[tag], content)
+            record = Inert(_HOWS[tag], content[tag], tuple(_of_type(content["args"], list)))
+            if "kwargs" in content:
+                record.kwargs = {str(key): item for key, item in _pairs_of(content["kwargs"])}
+            if "state" in content:
+                record.state = content["state"]
+            record.items = _of_type(content.get("items", []), list)
+            record.entries = _pairs_of(content.get("entries", []))
+            return record
         (argument,) = content.values()
         return _FROM_TAG[tag](argument, guard)
     except (KeyError, ValueError, TypeError, AttributeError) as err:
         raise CorruptError(f"malformed value under tag {tag[:40]!r}") from err
-
-
-def _inert_from_plain(how: str, fn: object, content: dict[str, Any]) -> Inert:
-    """Build a record from the values of its dict; ``_from_plain`` translates the errors."""
-    record = Inert(how, fn, tuple(_of_type(content["args"], list)))
-    if "kwargs" in content:
-        record.kwargs = {str(key): item for key, item in _pairs_of(content["kwargs"])}
-    if "state" in content:
-        record.state = content["state"]
-    record.items = _of_type(content.get("items", []), list)
-    record.entries = _pairs_of(content.get("entries", []))
-    return record
 
 
 def _of_type(value: object, kind: type[_T]) -> _T:

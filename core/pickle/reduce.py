@@ -81,22 +81,18 @@ class KeyGuard:
                 else:
                     self.check(item)
             if not below:
-                self._count_hash(hash(key))
+                # Tuples of numbers are hashed without a secret seed, so a file can choose their
+                # hashes.
+                key_hash = hash(key)
+                n_equal = self._hashes.get(key_hash, 0) + 1
+                self._hashes[key_hash] = n_equal
+                if n_equal > MAX_EQUAL_HASHES and n_equal > 0.1 * len(self._hashes):
+                    raise UnsafeError("many dict keys have the same hash")
                 return
             level = below
         raise UnsafeError(
             f"a dict key has more than {MAX_KEY_DEPTH} levels or {MAX_KEY_ELEMENTS:,} elements"
         )
-
-    def _count_hash(self, key_hash: int) -> None:
-        """Raise UnsafeError if too many keys have the same hash.
-
-        Tuples of numbers are hashed without a secret seed, so a file can choose their hashes.
-        """
-        n_equal = self._hashes.get(key_hash, 0) + 1
-        self._hashes[key_hash] = n_equal
-        if n_equal > MAX_EQUAL_HASHES and n_equal > 0.1 * len(self._hashes):
-            raise UnsafeError("many dict keys have the same hash")
 
 
 PLAIN_KEYS = frozenset({str, bool, float, bytes, type(None), Inert, Global, TensorLeaf, ObjectLeaf})

@@ -91,7 +91,12 @@ def uses_of_call(
     yield Use(fn, "called" if is_called else "made")
     keyword_values = tuple((kwargs or {}).values())
     if fn == LOAD_FROM_BYTES:
-        yield from _uses_of_streams(fn, args + keyword_values)
+        # torch's function loads another pickle from its argument.
+        for arg in args + keyword_values:
+            if isinstance(arg, (bytes, bytearray)):
+                yield Use(fn, "called", bytes(arg))
+            else:
+                yield Use(fn, "unread")
     if fn.module in _CONTAINERS and _calls_methods_of(fn, args):
         yield Use(fn, "changed")
     # Arguments that the function calls or instantiates, by the table. One that is absent by
@@ -99,15 +104,6 @@ def uses_of_call(
     for position, argument_how in argument_uses(fn.module, fn.name):
         for value in args[position : position + 1] or keyword_values:
             yield from _uses_of_value(value, argument_how)
-
-
-def _uses_of_streams(fn: Global, args: tuple[object, ...]) -> Iterator[Use]:
-    """Yield the uses of torch's function that loads another pickle from its argument."""
-    for arg in args:
-        if isinstance(arg, (bytes, bytearray)):
-            yield Use(fn, "called", bytes(arg))
-        else:
-            yield Use(fn, "unread")
 
 
 def _calls_methods_of(fn: Global, args: tuple[object, ...]) -> bool:

@@ -186,32 +186,24 @@ class PickleWriter:
             self._out += b"("
             return (*node, _End(node, b"t", b"1"))
         if kind is Inert:
-            return self._parts_of_record(node)
+            # The values and opcodes that create a record.
+            # As CPython orders them: the items, then the entries, the state last.
+            after: list[object] = _batches(
+                ((item,) for item in node.items), _APPEND_ONE, _APPEND_MANY
+            )
+            after += _batches(node.entries, _SET_ONE, _SET_MANY)
+            if node.state is not NO_STATE:
+                after += (node.state, _Raw(b"b"))
+            if node.how == "newobj_ex":
+                self._protocol = max(self._protocol, 4)
+                return (node.fn, node.args, node.kwargs or {}, _End(node, b"\x92", b"000", after))
+            opcode = b"\x81" if node.how == "newobj" else b"R"
+            return (node.fn, node.args, _End(node, opcode, b"00", after))
         if kind in _REDUCED:
             fn, args = _REDUCED[kind](node)
             call = b"\x85R" if len(args) == 1 else b"\x86R"
             return (fn, *args, _End(node, call, b"0" * (1 + len(args))))
-        return self._replacement_of_leaf(node)
-
-    def _parts_of_record(self, node: Inert) -> Sequence[object]:
-        """Return the values and opcodes that create a record."""
-        # As CPython orders them: the items, then the entries, the state last.
-        after: list[object] = _batches(((item,) for item in node.items), _APPEND_ONE, _APPEND_MANY)
-        after += _batches(node.entries, _SET_ONE, _SET_MANY)
-        if node.state is not NO_STATE:
-            after += (node.state, _Raw(b"b"))
-        if node.how == "newobj_ex":
-            self._protocol = max(self._protocol, 4)
-            return (node.fn, node.args, node.kwargs or {}, _End(node, b"\x92", b"000", after))
-        opcode = b"\x81" if node.how == "newobj" else b"R"
-        return (node.fn, node.args, _End(node, opcode, b"00", after))
-
-    def _replacement_of_leaf(self, node: object) -> Sequence[object]:
-        """Return the values and opcodes that represent a leaf: a persistent id, or a reduced value.
-
-        Raises:
-            TypeError: the leaf has neither a persistent id nor a reducer.
-        """
+        # The values and opcodes that represent a leaf: a persistent id, or a reduced value.
         pid = self._persistent_id(node) if self._persistent_id is not None else None
         if pid is not None:
             return (pid, _Raw(b"Q"))

@@ -131,7 +131,12 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         )
         return
     # Compare the names, then the fingerprints of the common tensors.
-    hint = _diff_hint(subject)
+    assert subject.against is not None
+    other = subject.against.path
+    if other is None:
+        hint = "see what differs: ckpt diff with the checkpoint that the manifest describes"
+    else:
+        hint = f"see what differs: ckpt diff {quote(str(other))} {quote(str(subject.root))}"
     yield from _compare_names(subject, form, hint)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)
@@ -156,15 +161,6 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
                 found=f"{actual.text[:16]}…",
                 hint=hint,
             )
-
-
-def _diff_hint(subject: Subject) -> str:
-    """Return the command that shows what differs, with the paths of both checkpoints."""
-    assert subject.against is not None
-    other = subject.against.path
-    if other is None:
-        return "see what differs: ckpt diff with the checkpoint that the manifest describes"
-    return f"see what differs: ckpt diff {quote(str(other))} {quote(str(subject.root))}"
 
 
 def _canonical_form(subject: Subject) -> Canonical | None:

@@ -19,7 +19,7 @@ from core.errors import CheckpointingException
 
 if TYPE_CHECKING:
     from core.checks.watch import Watch
-    from core.manifest.file import FileSum, Manifest, ManifestArray
+    from core.manifest.file import Manifest, ManifestArray
     from core.scan.sums import Sum
 
 _AGAIN = (
@@ -74,31 +74,26 @@ def check_files(subject: Subject) -> Iterator[Finding]:
         # Files in folders of a directory that is examined without them belong to another subject.
         is_elsewhere = not subject.has_folders and "/" in file.path
         if not is_elsewhere and not subject.is_covered_by_finding(file.path):
-            yield from _check_listed_file(subject, file, record.name)
+            size = subject.files.get(file.path)
+            if size is None:
+                is_other = file.path in subject.tree.irregular
+                yield MISSING.finding(
+                    f"{record.name} lists the file, but it is missing",
+                    file=file.path,
+                    expected=f"{file.n_bytes} bytes",
+                    found="not a regular file" if is_other else "no such file",
+                )
+            elif size != file.n_bytes:
+                yield SIZE.finding(
+                    f"the size differs from {record.name}",
+                    file=file.path,
+                    expected=f"{file.n_bytes} bytes",
+                    found=f"{size} bytes",
+                )
     listed = {file.path for file in record.manifest.files}
     for name in subject.files:
         if name not in listed and not is_manifest(name) and not subject.is_covered_by_finding(name):
             yield EXTRA.finding(f"{record.name} does not list the file", file=name)
-
-
-def _check_listed_file(subject: Subject, file: FileSum, manifest_name: str) -> Iterator[Finding]:
-    """Check that one listed file exists and has the recorded size."""
-    size = subject.files.get(file.path)
-    if size is None:
-        is_other = file.path in subject.tree.irregular
-        yield MISSING.finding(
-            f"{manifest_name} lists the file, but it is missing",
-            file=file.path,
-            expected=f"{file.n_bytes} bytes",
-            found="not a regular file" if is_other else "no such file",
-        )
-    elif size != file.n_bytes:
-        yield SIZE.finding(
-            f"the size differs from {manifest_name}",
-            file=file.path,
-            expected=f"{file.n_bytes} bytes",
-            found=f"{size} bytes",
-        )
 
 
 def check_contents(subject: Subject) -> Iterator[Finding]:

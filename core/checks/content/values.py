@@ -124,36 +124,30 @@ def check_values(subject: Subject) -> Iterator[Finding]:
         # Only matrices are checked for a single value: norms and biases often have one.
         if tensor.is_padding or not _is_matrix(tensor.meta.shape):
             continue
-        value = _only_value(tensor)
+        # The bits that all elements share; None if they differ or were not all read.
+        distinct = {facts.value if facts.is_read else None for _, facts in tensor.parts}
+        value = distinct.pop() if len(distinct) == 1 else None
         if value is None:
             continue
         # Negative zero has the sign bit set.
         is_zero = value in (0, 1 << (8 * KINDS[tensor.meta.dtype].n_bytes - 1))
         if not _STATE.search(tensor.key):
-            yield from _report_constant_weight(tensor, value, is_zero=is_zero)
+            # Some weights begin as zeros.
+            key, n_elements = tensor.key, tensor.meta.n_elements
+            array = tensor.parts[0][0].array
+            file = None if array is None else array.extent.file
+            if not is_zero:
+                yield CONSTANT.finding(
+                    f"all {n_elements} elements have the bits {value:#x}", key=key, file=file
+                )
+            elif not _BEGINS_AS_ZEROS.search(key):
+                yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
         elif is_zero:
             zero_states.append(tensor.key)
     if zero_states:
         yield ZERO_STATES.finding(
             f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states
         )
-
-
-def _report_constant_weight(tensor: _Tensor, value: int, *, is_zero: bool) -> Iterator[Finding]:
-    """Report a weight matrix that holds a single value, unless such weights begin as zeros.
-
-    Args:
-        value: the bits of every element.
-    """
-    key, n_elements = tensor.key, tensor.meta.n_elements
-    array = tensor.parts[0][0].array
-    file = None if array is None else array.extent.file
-    if not is_zero:
-        yield CONSTANT.finding(
-            f"all {n_elements} elements have the bits {value:#x}", key=key, file=file
-        )
-    elif not _BEGINS_AS_ZEROS.search(key):
-        yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
 
 
 def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor]:
@@ -288,12 +282,6 @@ def _index_in_tensor(fragment: Fragment, number: int) -> Shape:
     rank = fragment.box.rank
     aligned = ([0] * rank + inside_box)[-rank:] if rank else []
     return tuple(o + i for o, i in zip(fragment.box.offset, aligned, strict=True))
-
-
-def _only_value(tensor: _Tensor) -> int | None:
-    """Return the bits that all elements share; None if they differ or were not all read."""
-    distinct = {facts.value if facts.is_read else None for _, facts in tensor.parts}
-    return distinct.pop() if len(distinct) == 1 else None
 
 
 def is_zero_unusual(key: str, meta: Tensor) -> bool:

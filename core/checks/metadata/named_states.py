@@ -110,8 +110,17 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         owner = name if tensor is None else tensor
         yield from _check_shapes(catalog, keys, owner, meta, states.shapes)
 
-        # The states must be complete, unless entries of the metadata were lost anyway.
-        missing = _missing_states(states, keys, meta)
+        # The states must be complete, unless entries of the metadata were lost anyway. A parameter
+        # with other moments has another optimizer.
+        missing = (
+            states.usual - keys.keys() if MOMENTS & keys.keys() <= states.usual else frozenset()
+        )
+        # Only parameters in half precision need a master weight.
+        if states.has_masters and meta is not None and not MASTERS & keys.keys():
+            from core.megatron.optimizer.groups import HALF
+
+            if meta.dtype in HALF:
+                missing |= {"master weight"}
         if missing and not problems:
             from core.checks.metadata.optimizer import STATES
 
@@ -194,26 +203,6 @@ def _match_model_tensors(
             n_rows = sum(meta.shape[0] for meta in metas)
             joined[name] = replace(metas[0], shape=(n_rows, *metas[0].shape[1:]))
     return tensors, joined, 2 * n_matches > len(keys_of)
-
-
-def _missing_states(
-    states: _NamedStates, keys: Mapping[str, str], meta: Tensor | None
-) -> frozenset[str]:
-    """Return the states that a parameter should have and lacks.
-
-    Args:
-        keys: state name → tensor name, of the states that the parameter has.
-        meta: the parameter's tensor in the model; None if unknown.
-    """
-    # A parameter with other moments has another optimizer.
-    missing = states.usual - keys.keys() if MOMENTS & keys.keys() <= states.usual else frozenset()
-    # Only parameters in half precision need a master weight.
-    if states.has_masters and meta is not None and not MASTERS & keys.keys():
-        from core.megatron.optimizer.groups import HALF
-
-        if meta.dtype in HALF:
-            missing |= {"master weight"}
-    return missing
 
 
 def _check_shapes(

@@ -83,7 +83,13 @@ def with_retries(
             with suppress(Exception):  # it is only a question; the request itself is repeated
                 pause_s = call_interruptibly(ask_retry_after)
         if pause_s is not None:
-            _hold_back(limiter, pause_s)
+            # Send nothing for as long as the store asks, unless that is too long.
+            if pause_s > _LONGEST_PAUSE_S:
+                raise StorageError(
+                    f"the store is throttling requests, and asks to wait {pause_s:,.0f} s",
+                    hint="run again later, or with fewer -j",
+                )
+            limiter.pause_until(monotonic() + pause_s)
             give_up_at += pause_s
         pause(back_off_s(n_failures))
 
@@ -94,17 +100,3 @@ def _is_worth_repeating(kind: FailureKind, n_failures: int, limiter: RequestLimi
     is_unknown = kind is FailureKind.UNREACHABLE and not limiter.has_answered
     most = MOST_RETRIES_UNREACHED if is_unknown else MOST_RETRIES
     return kind is not FailureKind.LASTING and n_failures <= most
-
-
-def _hold_back(limiter: RequestLimiter, seconds: float) -> None:
-    """Send nothing for as long as the store asks.
-
-    Raises:
-        StorageError: that is too long.
-    """
-    if seconds > _LONGEST_PAUSE_S:
-        raise StorageError(
-            f"the store is throttling requests, and asks to wait {seconds:,.0f} s",
-            hint="run again later, or with fewer -j",
-        )
-    limiter.pause_until(monotonic() + seconds)

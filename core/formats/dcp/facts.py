@@ -67,27 +67,23 @@ def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
         CheckpointingException: the entry cannot be read.
     """
     if key in catalog.tensors:
-        return _single_integer(catalog, store, key)
+        # The element of a one-element integer tensor; None for other tensors.
+        meta = catalog.tensors[key]
+        fragments = catalog.fragments(key)
+        dtype = dtype_of(meta.dtype)
+        if meta.n_elements != 1 or dtype.kind not in ("int", "uint") or len(fragments) < 1:
+            return None
+        array = fragments[0].array
+        assert array is not None
+        extent = array.locate(store).extent
+        if extent.encoding is not None:
+            data = bytes(extent.encoding.decode(store, array, 0))
+        else:
+            data = store.read(extent.file, extent.offset, dtype.itemsize)
+        return int.from_bytes(data, "little", signed=dtype.kind == "int")
     item = catalog.objects.get(key)
     if item is None or item.raw_key is None:
         return None if item is None else item.value
     stream = catalog.fragments(item.raw_key)[0].array
     assert stream is not None
     return load_object(store, stream, key=key)[0]
-
-
-def _single_integer(catalog: Catalog, store: ReadStore, key: str) -> int | None:
-    """Return the element of a one-element integer tensor; None for other tensors."""
-    meta = catalog.tensors[key]
-    fragments = catalog.fragments(key)
-    dtype = dtype_of(meta.dtype)
-    if meta.n_elements != 1 or dtype.kind not in ("int", "uint") or len(fragments) < 1:
-        return None
-    array = fragments[0].array
-    assert array is not None
-    extent = array.locate(store).extent
-    if extent.encoding is not None:
-        data = bytes(extent.encoding.decode(store, array, 0))
-    else:
-        data = store.read(extent.file, extent.offset, dtype.itemsize)
-    return int.from_bytes(data, "little", signed=dtype.kind == "int")

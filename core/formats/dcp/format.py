@@ -78,7 +78,6 @@ from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 if TYPE_CHECKING:
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
-    from core.formats.dcp.metadata import DcpMetadata
 
 
 def sniff(store: ReadStore) -> bool:
@@ -110,7 +109,17 @@ def read(store: ReadStore) -> Catalog:
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
     if any("/shard_" in key for key in metadata.objects):
-        _refuse_common_object(metadata)
+        from core.formats.mcore.objects import COMMON_OBJECT
+
+        if COMMON_OBJECT in metadata.objects:
+            from core.formats.mcore.metadata_json import CONFIG
+
+            raise MissingShardError(
+                f"the directory contains Megatron's {COMMON_OBJECT}, but {CONFIG} is missing; "
+                "Megatron writes it last, so the save did not finish",
+                file=CONFIG,
+                hint="use an older checkpoint",
+            )
     catalog = catalog_of(metadata, format="dcp", store=store)
     catalog = with_meta(with_parts(catalog, metadata, store), store)
     catalog = with_run_facts(catalog, store)
@@ -121,25 +130,6 @@ def read(store: ReadStore) -> Catalog:
 
     catalog = with_training_state(catalog, store, is_ordered=False)
     return catalog.noted([_JOINED.format(", ".join(folders))])
-
-
-def _refuse_common_object(metadata: DcpMetadata) -> None:
-    """Raise if the entries are those of Megatron, whose metadata.json is missing.
-
-    Raises:
-        MissingShardError: they are.
-    """
-    from core.formats.mcore.objects import COMMON_OBJECT
-
-    if COMMON_OBJECT in metadata.objects:
-        from core.formats.mcore.metadata_json import CONFIG
-
-        raise MissingShardError(
-            f"the directory contains Megatron's {COMMON_OBJECT}, but {CONFIG} is missing; Megatron "
-            "writes it last, so the save did not finish",
-            file=CONFIG,
-            hint="use an older checkpoint",
-        )
 
 
 _JOINED = "{} are read as one checkpoint (Accelerator.load_state loads only separate directories)"

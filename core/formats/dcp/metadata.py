@@ -410,7 +410,13 @@ class _ColumnBuilder:
         if type(entry) is TensorRecord:
             return self._read_tensor(key, _state(entry, key))
         if type(entry) is BytesRecord:
-            return self._read_object(key)
+            item = self.object_items.get(key)
+            if item is None:
+                raise MissingShardError("the object has no item in any file", key=key)
+            if item[2] == 0:
+                raise CorruptError("the object has an item of 0 bytes", key=key)
+            self.objects[key] = DcpItem(self.names[item[0]], item[1], item[2])
+            return 1
         class_name = getattr(entry, "class_name", type(entry).__name__)
         raise UnsupportedError(f"the entry is a {class_name}, not a tensor or bytes", key=key)
 
@@ -467,7 +473,14 @@ class _ColumnBuilder:
         shape, chunks = state.get("size"), state.get("chunks")
         if type(shape) is not tuple or type(chunks) is not list:
             raise CorruptError("malformed tensor: size or chunks are missing", key=key)
-        _check_shape(key, shape)
+        # The shape must be valid, and not too large for any file.
+        n_elements = 1
+        for extent in shape:
+            if type(extent) is not int or extent < 0:
+                raise CorruptError(f"the shape {_short(shape)} is invalid", key=key)
+            n_elements *= max(extent, 1)
+            if n_elements >= _MAX_EXTENT:
+                raise CorruptError("the shape has more elements than any file could hold", key=key)
         first, start = len(self.item_offset), len(self.offsets)
         used_offsets = set()
         for chunk in chunks:
@@ -542,16 +555,6 @@ class _ColumnBuilder:
             err = CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key)
         rule = "dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"
         self._report(err.breaking(rule))
-
-    def _read_object(self, key: str) -> int:
-        """Add an object; return the number of distinct items that it uses."""
-        item = self.object_items.get(key)
-        if item is None:
-            raise MissingShardError("the object has no item in any file", key=key)
-        if item[2] == 0:
-            raise CorruptError("the object has an item of 0 bytes", key=key)
-        self.objects[key] = DcpItem(self.names[item[0]], item[1], item[2])
-        return 1
 
     def _planner_data(self) -> tuple[dict[str, tuple[str | int, ...]] | None, bool]:
         """Return the paths in planner_data, and whether its structure is known.
@@ -718,14 +721,3 @@ def _properties(key: str, record: object) -> tuple[str, bool]:
         err.key = key
         raise
     return dtype.name, requires_grad is True
-
-
-def _check_shape(key: str, shape: tuple[object, ...]) -> None:
-    """Raise CorruptError if a shape is invalid or too large for any file."""
-    n_elements = 1
-    for extent in shape:
-        if type(extent) is not int or extent < 0:
-            raise CorruptError(f"the shape {_short(shape)} is invalid", key=key)
-        n_elements *= max(extent, 1)
-        if n_elements >= _MAX_EXTENT:
-            raise CorruptError("the shape has more elements than any file could hold", key=key)

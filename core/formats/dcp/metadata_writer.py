@@ -113,7 +113,16 @@ class _MetadataWriter:
             + pickle.text("state_dict_metadata")
             + b"}"
         )
-        self._prepare_names()
+        # Prepare the opcodes that occur in every chunk; the first use of each memoises it.
+        self._size_class = self._memoised(_global_opcode("torch", "Size"))
+        self._chunk_class = self._memoised(_global_opcode(_METADATA, "ChunkStorageMetadata"))
+        self._offsets_name = self._memoised(_text_opcode("offsets"))
+        self._sizes_name = self._memoised(_text_opcode("sizes"))
+        self._index_class = self._memoised(_global_opcode(_METADATA, "MetadataIndex"))
+        self._storage_class = self._memoised(
+            _global_opcode("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+        )
+        self._item_names = [self._memoised(_text_opcode(name)) for name in _ITEM_NAMES]
 
         # One pass over the entries fills both lists. SETITEMS adds 1,000 items at a time, as
         # Python's pickler does, so that a reader's stack stays small.
@@ -153,18 +162,6 @@ class _MetadataWriter:
         pickle.emit(b"".join(parts))
         pickle.emit(b"ub")
         return pickle.finish()
-
-    def _prepare_names(self) -> None:
-        """Prepare the opcodes that occur in every chunk; the first use of each memoises it."""
-        self._size_class = self._memoised(_global_opcode("torch", "Size"))
-        self._chunk_class = self._memoised(_global_opcode(_METADATA, "ChunkStorageMetadata"))
-        self._offsets_name = self._memoised(_text_opcode("offsets"))
-        self._sizes_name = self._memoised(_text_opcode("sizes"))
-        self._index_class = self._memoised(_global_opcode(_METADATA, "MetadataIndex"))
-        self._storage_class = self._memoised(
-            _global_opcode("torch.distributed.checkpoint.filesystem", "_StorageInfo")
-        )
-        self._item_names = [self._memoised(_text_opcode(name)) for name in _ITEM_NAMES]
 
     def _memoised(self, opcodes: bytes) -> _MemoisedOpcodes:
         """Return opcodes with a memo entry that no other part of the pickle uses."""

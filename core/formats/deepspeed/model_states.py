@@ -76,7 +76,12 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
-        _refuse_autoep(state)
+        if any(root.get(name) for name in _AUTOEP):
+            raise UnsupportedError(
+                "experts that are sharded among ranks (AutoEP) are not supported",
+                file=state.file,
+                hint=UNIVERSAL_HINT,
+            )
     # Parameters and buffers of the module, which may also have entries that are not tensors.
     entries = mapping_or_empty(root["module"])
     module = {
@@ -142,20 +147,6 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
         )
     }
     return dropped_each((f"{name} of other ranks" for name in names), "that of the first is kept")
-
-
-def _refuse_autoep(state: StateFile) -> None:
-    """Raise if the file is that of a model with sharded experts.
-
-    Raises:
-        UnsupportedError: the model has layers of AutoEP.
-    """
-    if any(state.root.get(name) for name in _AUTOEP):
-        raise UnsupportedError(
-            "experts that are sharded among ranks (AutoEP) are not supported",
-            file=state.file,
-            hint=UNIVERSAL_HINT,
-        )
 
 
 def version_of(model: ModelStates) -> str | None:

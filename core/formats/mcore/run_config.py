@@ -76,7 +76,15 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
     if catalog.args is not None or not store.exists(RUN_CONFIG):
         return catalog
     try:
-        content = _read_sections(store)
+        content = {
+            str(section): {str(name): value for name, value in fields.items()}
+            for section, fields in read_yaml(store, RUN_CONFIG).items()
+            if section in (_MODEL, _PEFT) and isinstance(fields, dict)
+        }
+        if not content.get(_MODEL):
+            raise CorruptError(
+                "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
+            )
         fields = arguments_of(content[_MODEL])
         fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
@@ -135,25 +143,6 @@ def _has_local_norms(names: Iterable[str]) -> bool:
         name.endswith(_FUSED_NORM) and name.removesuffix(_FUSED_NORM) + _FUSED not in present
         for name in present
     )
-
-
-def _read_sections(store: ReadStore) -> Mapping[str, Mapping[str, object]]:
-    """Return the sections ``model`` and, for adapters, ``peft`` of the file.
-
-    Raises:
-        CorruptError: the file is not YAML, or has no section ``model``.
-        UnsupportedError: the file uses aliases or merge keys, or is too large.
-    """
-    sections = {
-        str(section): {str(name): value for name, value in fields.items()}
-        for section, fields in read_yaml(store, RUN_CONFIG).items()
-        if section in (_MODEL, _PEFT) and isinstance(fields, dict)
-    }
-    if not sections.get(_MODEL):
-        raise CorruptError(
-            "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
-        )
-    return sections
 
 
 def read_yaml(

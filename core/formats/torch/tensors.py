@@ -275,7 +275,19 @@ def locate(
 
     # Check all values from the pickle before any arithmetic with them.
     kind, key, numel = storage_of(storage)
-    first, shape, strides = _check_geometry(offset, size, stride)
+    if (
+        not isinstance(size, (tuple, list))
+        or not isinstance(stride, (tuple, list))
+        or len(size) != len(stride)
+    ):
+        raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
+    for value in (offset, *size, *stride):
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            raise CorruptError(f"a tensor has an invalid offset, size or stride: {value!r:.80}")
+    assert isinstance(offset, int)
+    if len(size) > MAX_RANK:
+        raise CorruptError(f"a tensor has {len(size)} axes, more than {MAX_RANK}")
+    first, shape, strides = offset, tuple(size), tuple(stride)
     # The element type comes from the storage's class, or (v3) from an argument of its own.
     storage_dtype = _STORAGES.get(kind.name)
     if dtype is None:
@@ -315,28 +327,6 @@ def locate(
     if location.n_bytes > max(storage_bytes, MAX_EXPANDED_BYTES):
         return None
     return location
-
-
-def _check_geometry(offset: object, size: object, stride: object) -> tuple[int, Shape, Shape]:
-    """Return offset, shape and strides of a tensor, in elements, after checking their types.
-
-    Raises:
-        CorruptError: they are not integers from 0 to 2⁶³ − 1, one per axis, or there are more axes
-            than ``MAX_RANK``.
-    """
-    if (
-        not isinstance(size, (tuple, list))
-        or not isinstance(stride, (tuple, list))
-        or len(size) != len(stride)
-    ):
-        raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
-    for value in (offset, *size, *stride):
-        if type(value) is not int or not 0 <= value < 1 << 63:
-            raise CorruptError(f"a tensor has an invalid offset, size or stride: {value!r:.80}")
-    assert isinstance(offset, int)
-    if len(size) > MAX_RANK:
-        raise CorruptError(f"a tensor has {len(size)} axes, more than {MAX_RANK}")
-    return offset, tuple(size), tuple(stride)
 
 
 _STORAGES = {
@@ -428,7 +418,18 @@ def unsupported_kind(value: object) -> str | None:
         return None
     name, args = value.fn.name, value.args
     if name in ("_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_tensor"):
-        return _kind_of_dense(args)
+        # ``locate`` refused it. The metadata, {"conj": True} or {"neg": True}, is the last argument
+        # if it is present.
+        flags = next((part for part in reversed(args) if isinstance(part, dict) and part), None)
+        if flags is not None:
+            return f"view with the {' and '.join(str(name)[:40] for name in flags)} bit"
+        dtype = args[6] if len(args) > 6 else None
+        kind = storage_of(args[0])[0] if args and isinstance(args[0], Persistent) else None
+        if isinstance(dtype, Global) and dtype.name not in DTYPES:
+            return f"tensor of dtype {dtype.name}"
+        if kind is not None and kind.name not in _STORAGES:
+            return f"tensor of {kind.name}"
+        return f"expanded view of more than {MAX_EXPANDED_BYTES >> 30} GiB"
     # A parameter is unsupported because of the tensor that it wraps.
     if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         return unsupported_kind(args[0]) if args else "malformed parameter"
@@ -442,18 +443,3 @@ def unsupported_kind(value: object) -> str | None:
                 return inner
         return f"tensor of the class {args[1]}"
     return _KINDS.get(name)
-
-
-def _kind_of_dense(args: tuple[object, ...]) -> str:
-    """Return the kind of tensor that a ``_rebuild_tensor`` call builds if ``locate`` refuses it."""
-    # The metadata, {"conj": True} or {"neg": True}, is the last argument if it is present.
-    flags = next((part for part in reversed(args) if isinstance(part, dict) and part), None)
-    if flags is not None:
-        return f"view with the {' and '.join(str(name)[:40] for name in flags)} bit"
-    dtype = args[6] if len(args) > 6 else None
-    kind = storage_of(args[0])[0] if args and isinstance(args[0], Persistent) else None
-    if isinstance(dtype, Global) and dtype.name not in DTYPES:
-        return f"tensor of dtype {dtype.name}"
-    if kind is not None and kind.name not in _STORAGES:
-        return f"tensor of {kind.name}"
-    return f"expanded view of more than {MAX_EXPANDED_BYTES >> 30} GiB"

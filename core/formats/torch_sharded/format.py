@@ -104,7 +104,11 @@ def read(store: ReadStore) -> Catalog:
     }
     catalog = _catalog(merged)
     root = as_mapping(catalog.skeleton) or {}
-    iteration = _plain_int(root.get("iteration"), catalog)
+    # The iteration is an object that a leaf of the skeleton stands for.
+    key = getattr(root.get("iteration"), "key", None)
+    item = catalog.objects.get(key) if isinstance(key, str) else None
+    value = None if item is None else item.value
+    iteration = value if type(value) is int else None
     n_files = sum(len(files) for _, files in contents)
     notes = list(catalog.notes)
     if n_files == 1 and missing:
@@ -201,14 +205,6 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
         notes=tuple(note for family in merged for note in family.notes),
         dropped=tuple(entry for family in merged for entry in family.dropped),
     )
-
-
-def _plain_int(leaf: object, catalog: Catalog) -> int | None:
-    """Return the integer that an entry of the skeleton stands for, or None."""
-    key = getattr(leaf, "key", None)
-    item = catalog.objects.get(key) if isinstance(key, str) else None
-    value = None if item is None else item.value
-    return value if type(value) is int else None
 
 
 FORMAT = Format(

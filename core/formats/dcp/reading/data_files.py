@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import chain, repeat
 from operator import add
 from posixpath import join
@@ -40,7 +40,15 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
     for file, end in _item_ends(metadata):
         ends[file] = max(ends[file], end)
 
-    sizes = _sizes_of(store, metadata.files)
+    # The sizes of the files in bytes, None for missing ones. Listing directories is faster than a
+    # look-up per file: 10⁵ of them may be missing.
+    folders = {name.rpartition("/")[0] for name in metadata.files}
+    existing = {join(folder, name) for folder in folders for name in store.files(folder)}
+    # A web server lists nothing, and is asked for each file.
+    sizes = [
+        store.size(name) if name in existing or store.exists(name) else None
+        for name in metadata.files
+    ]
     short_files = {
         file: size for file, size in enumerate(sizes) if size is None or size < ends[file]
     }
@@ -63,15 +71,6 @@ def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = rai
             )
         error.file, error.key = metadata.files[file], lost_keys.get(file)
         report(error)
-
-
-def _sizes_of(store: ReadStore, names: Sequence[str]) -> list[int | None]:
-    """Return the sizes of files in bytes, None for missing ones."""
-    # Listing directories is faster than a look-up per file: 10⁵ of them may be missing.
-    folders = {name.rpartition("/")[0] for name in names}
-    existing = {join(folder, name) for folder in folders for name in store.files(folder)}
-    # A web server lists nothing, and is asked for each file.
-    return [store.size(name) if name in existing or store.exists(name) else None for name in names]
 
 
 def _first_lost_keys(metadata: DcpMetadata, sizes: Mapping[int, int]) -> dict[int, str]:

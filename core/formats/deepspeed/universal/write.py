@@ -48,7 +48,6 @@ from core.values import dataclass
 if TYPE_CHECKING:
     from core.catalog.catalog import TargetCatalog
     from core.catalog.stored import PlannedArray
-    from core.catalog.tensor import AnyTensor
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({
@@ -173,7 +172,17 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         )
     parameters: dict[str, _ParameterFiles] = {}
     for name in names:
-        _check_weight(name, target.tensors[name])
+        # The tensor must be the master weights of a parameter, or a buffer.
+        meta = target.tensors[name]
+        kind = DTYPES[meta.dtype].kind
+        if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
+            hint = f"cast it: --dtype float32 (or --dtype '{name}=float32')"
+            raise UnsupportedError(
+                f"the weights are {meta.dtype} without master weights, but a universal checkpoint "
+                "contains float32 master weights",
+                key=name,
+                hint=hint if kind == "float" else "skip it with --exclude",
+            )
         parameters[name] = _ParameterFiles(name)
     # Assign each state to its parameter. A factor of a square matrix would pass for a state of its
     # elements.
@@ -205,23 +214,6 @@ def _is_directory_name(key: str) -> bool:
     except UnsafeError:
         return False
     return "/" not in key and len(key.encode("utf-8", "replace")) <= 255
-
-
-def _check_weight(key: str, meta: AnyTensor) -> None:
-    """Raise unless the tensor can be the master weights of a parameter, or a buffer.
-
-    Raises:
-        UnsupportedError: the tensor is of a floating-point type other than float32, or packed.
-    """
-    kind = DTYPES[meta.dtype].kind
-    if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
-        hint = f"cast it: --dtype float32 (or --dtype '{key}=float32')"
-        raise UnsupportedError(
-            f"the weights are {meta.dtype} without master weights, but a universal checkpoint "
-            "contains float32 master weights",
-            key=key,
-            hint=hint if kind == "float" else "skip it with --exclude",
-        )
 
 
 def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None:
