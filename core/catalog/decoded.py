@@ -29,7 +29,7 @@ from core.files.store import ReadStore
 
 if TYPE_CHECKING:
     from core.catalog.stored import Encoding
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
 
 DEFAULT_CACHE_BYTES = 64 << 20
 

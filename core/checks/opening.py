@@ -38,7 +38,7 @@ def find_endless_containers(subject: Subject) -> Iterator[Finding]:
     refused = {} if subject.catalog is None else subject.catalog.refused
     if not refused:
         return
-    from core.pickle.cycles import ENDLESS, endless_error
+    from core.pickle.nesting import ENDLESS, endless_error
 
     for key, kind in refused.items():
         if kind == ENDLESS:

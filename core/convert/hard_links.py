@@ -19,9 +19,9 @@ from core.convert.apply_changes import apply_changes
 from core.convert.job import Job
 from core.errors import UnsupportedError, UsageError
 from core.formats.dcp.lightning_meta import META, meta_keys
+from core.formats.dcp.metadata_image import linked_metadata
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_files
-from core.formats.dcp.writing.linked_metadata import linked_metadata
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.opening.open import Checkpoint
 from core.values import dataclass

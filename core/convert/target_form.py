@@ -43,8 +43,8 @@ from core.convert.sizes import target_topology
 from core.errors import UnsupportedError, UsageError
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
-from core.formats.torch.refused import names_importable
 from core.formats.torch.stream import has_pickled_name
+from core.formats.torch.weights_only import names_importable
 from core.opening.code_in_pickles import list_dangerous_names
 from core.opening.objects import check_safety, load_attributes, refuse_in_ranks
 from core.opening.open import Checkpoint

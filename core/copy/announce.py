@@ -16,7 +16,7 @@ from core.plan.addresses import Source
 from core.plan.items import Comparison, Item, ItemNumber, Move
 
 if TYPE_CHECKING:
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
 
 _BATCH_BYTES = 32 << 20
 _BATCH_ITEMS = 256

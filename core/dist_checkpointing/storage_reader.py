@@ -63,8 +63,8 @@ from core.files.remote_path import is_remote, location_of
 from core.files.source_store import SourceStore
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
+from core.formats.dcp.metadata_image import paths_of
 from core.formats.dcp.metadata_writer import DCP_VERSION
-from core.formats.dcp.writing.key_paths import paths_of
 from core.live.tensors import Chunk
 from core.opening.objects import state_dict
 from core.opening.open import open_checkpoint

@@ -27,10 +27,8 @@ from core.errors import (
     UsageError,
 )
 from core.files.requests.client_settings import sort_options, unusable_setting
-from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS
-from core.files.requests.limiter import RequestLimiter
-from core.files.requests.repeat import with_retries
-from core.files.requests.retry_after import ask_retry_after
+from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS, ask_retry_after
+from core.files.requests.repeat import RequestLimiter, with_retries
 from core.files.requests.waiting import call_interruptibly
 
 if TYPE_CHECKING:

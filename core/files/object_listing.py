@@ -19,7 +19,7 @@ from core.files.object_client import (
     send_request,
     storage_options,
 )
-from core.files.ranges.kept_pages import KeptPages
+from core.files.ranges import KeptPages
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in, wait_for
 from core.values import dataclass

@@ -25,9 +25,14 @@ from core.files.object_listing import (
     list_all,
     list_root,
 )
-from core.files.ranges.kept_pages import KeptPages
-from core.files.ranges.memory import MAX_PART_BYTES, divide_memory
-from core.files.ranges.read_ahead import MERGE_BYTES, FileRange, ReadAhead
+from core.files.ranges import (
+    MAX_PART_BYTES,
+    MERGE_BYTES,
+    FileRange,
+    KeptPages,
+    ReadAhead,
+    divide_memory,
+)
 from core.files.remote_path import RemotePath
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in

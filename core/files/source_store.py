@@ -23,7 +23,7 @@ from core.files.remote_path import is_remote
 from core.files.store import LocalStore, ReadStore, override
 
 if TYPE_CHECKING:
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
     from core.files.remote_store import RemoteStore
 
 

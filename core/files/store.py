@@ -31,7 +31,7 @@ from core.errors import (
 if TYPE_CHECKING:
     from typing_extensions import override as override
 
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
 else:
 
     def override(method):

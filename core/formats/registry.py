@@ -151,7 +151,7 @@ BUILT_IN = (
     BuiltIn(("nemo",), "nemo", as_file=r".*\.nemo"),
     BuiltIn(
         ("flax", "msgpack"),
-        "flax.format",
+        "flax",
         r"flax_model\.msgpack(\.index\.json)?",
         r".*\.msgpack|(.*_)?checkpoint_\d+",
     ),

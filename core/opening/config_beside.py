@@ -51,8 +51,12 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
     """
     if not lacks_arguments(catalog):
         return catalog
-    from core.formats.mcore.nemo_config import MODEL_WEIGHTS, with_nemo_config
-    from core.formats.mcore.nemo_context import WEIGHTS, with_nemo_context
+    from core.formats.mcore.nemo_config import (
+        MODEL_WEIGHTS,
+        WEIGHTS,
+        with_nemo_config,
+        with_nemo_context,
+    )
 
     if catalog.common is not None and path.name == WEIGHTS:
         with closing(open_store(path.parent)) as above:

@@ -9,7 +9,7 @@ from core.catalog.catalog import Catalog
 from core.files.store import ReadStore
 
 if TYPE_CHECKING:
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
 
 _MAX_AHEAD_BYTES = 1 << 20
 """Length up to which the stream of an object is fetched ahead; longer ones may hold tensors."""

@@ -544,8 +544,12 @@ def _inner_folder(store: SourceStore) -> str | None:
         return None
     folders = store.folders()
     if not NEMO_FOLDERS.isdisjoint(folders):
-        from core.formats.mcore.nemo_config import MODEL_CONFIG, MODEL_WEIGHTS
-        from core.formats.mcore.nemo_context import WEIGHTS, has_weights_below
+        from core.formats.mcore.nemo_config import (
+            MODEL_CONFIG,
+            MODEL_WEIGHTS,
+            WEIGHTS,
+            has_weights_below,
+        )
 
         if has_weights_below(store):
             return WEIGHTS

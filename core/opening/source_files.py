@@ -215,7 +215,7 @@ def with_files_above(source: Checkpoint) -> Checkpoint:
     """
     if not source.passed or not source.format.has_files_above:
         return source
-    from core.formats.trainer.above import with_state_above
+    from core.formats.trainer.state import with_state_above
 
     assert not isinstance(source.store, JoinedStore)
     above = open_store(source.passed[-1])

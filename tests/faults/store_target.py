@@ -216,14 +216,14 @@ def _be_impatient() -> None:
     from botocore.retries.standard import ExponentialBackoff
 
     from core.files import object_client
-    from core.files.multipart import retry_deadline, stream
+    from core.files.multipart import s3_client, stream
     from core.files.requests import failure
     from core.live import upload
 
     soon = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50)}
     object_client._RETRIES |= {"backoff": {**soon, "base": 2}, "max_retries": 4}
     failure._FIRST_WAIT_S, failure._LONGEST_WAIT_S = 0.005, 0.05
-    retry_deadline.PATIENCE_S = 5
+    s3_client.PATIENCE_S = 5
     ExponentialBackoff.delay_amount = lambda self, context: 0.01
     stream.PART_BYTES = upload.PART_BYTES = PART_BYTES
     os.environ["CKPT_PROGRESS"] = "none"

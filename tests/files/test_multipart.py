@@ -20,13 +20,12 @@ from botocore.exceptions import ClientError
 
 from core.errors import AccessDeniedError, StorageError, UsageError
 from core.files.multipart import ordered as ordered_module
-from core.files.multipart import retry_deadline, s3
+from core.files.multipart import s3
 from core.files.multipart import s3_client as s3_client_module
 from core.files.multipart.client import upload_client
 from core.files.multipart.ordered import OrderedUploads
 from core.files.multipart.protocol import ObjectUpload
-from core.files.multipart.retry_deadline import RetryDeadline
-from core.files.multipart.s3_client import s3_client
+from core.files.multipart.s3_client import RetryDeadline, s3_client
 from core.files.object_client import client_of, put_object, set_storage_options
 from core.files.object_listing import find_object
 from core.files.remote_path import RemotePath, location_of
@@ -469,7 +468,7 @@ def test_requests_are_repeated_until_none_has_succeeded_for_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [0.0]
-    monkeypatch.setattr(retry_deadline, "monotonic", lambda: now[0])
+    monkeypatch.setattr(s3_client_module, "monotonic", lambda: now[0])
     deadline = RetryDeadline()
     for seconds, status in ((0, 503), (50, 500), (55, 200), (70, 429), (130, 503)):
         now[0] = seconds
@@ -488,7 +487,7 @@ def test_requests_are_repeated_until_none_has_succeeded_for_a_minute(
 def test_a_store_that_throttles_everything_is_given_up_soon(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(retry_deadline, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(s3_client_module, "PATIENCE_S", 0.2)
     with mounted_store(tmp_path, monkeypatch) as server:
         client = upload_client(remote("s3://runs/a"))
         server.take_log()

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-import pytest
+import argparse
+import collections
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from core.errors import CorruptError
-from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict
-from core.pickle.nesting import REMOVED, LeafEntry, ListIndex, entries, map_leaves, nest_leaves
+import pytest
+import torch
+
+from core.checks.level import Level
+from core.convert.run import Job, run
+from core.errors import CorruptError, UnsupportedError
+from core.formats.torch.tree import load_object
+from core.opening.open import open_checkpoint
+from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_ordered_dict
+from core.pickle.nesting import (
+    REMOVED,
+    LeafEntry,
+    ListIndex,
+    cut_cycles,
+    entries,
+    map_leaves,
+    nest_leaves,
+)
+from core.validate.run import validate
+from tests.formats.torch.torch_samples import opened
+from tests.formats.torch.torch_samples import saved as saved_bytes
 
 
 def test_keys_and_paths_agree_with_torch_flattening() -> None:
@@ -120,3 +142,131 @@ def test_containers_in_which_no_leaf_changes_are_not_copied() -> None:
     assert result["changed"] == {"a": TensorLeaf("new"), "b": {"c": 1}}
     assert tree["changed"]["a"] == TensorLeaf("a")
     assert map_leaves(tree, lambda entry: entry.leaf, copies=True) is not tree
+
+
+def in_a_dict() -> tuple[object, str]:
+    state: dict[str, object] = {"w": torch.ones(2)}
+    state["self"] = state
+    state["args"] = argparse.Namespace(lr=1)
+    return state, "self"
+
+
+def in_a_list() -> tuple[object, str]:
+    items: list[object] = [torch.ones(2)]
+    items.append([items])
+    return {"w": torch.ones(2), "a": {"items": items}}, "a.items.1.0"
+
+
+def in_a_list_of_plain_values() -> tuple[object, str]:
+    items: list[object] = [1]
+    items.append(items)
+    return {"w": torch.ones(2), "items": items}, "items.1"
+
+
+def in_an_ordered_dict() -> tuple[object, str]:
+    inner: Any = collections.OrderedDict(w=torch.ones(2))
+    inner["up"] = {"m": inner}
+    return {"m": inner}, "m.up.m"
+
+
+def in_a_tuple() -> tuple[object, str]:
+    items: list[object] = []
+    pair = (items, torch.ones(2))
+    items.append(pair)
+    return {"w": torch.ones(2), "pair": pair}, "pair.0.0"
+
+
+CASES: list[Callable[[], tuple[object, str]]] = [
+    in_a_dict, in_a_list, in_a_list_of_plain_values, in_an_ordered_dict, in_a_tuple
+]  # fmt: skip
+
+
+def job(source: Path, dst: Path, to: str, **options: Any) -> Job:
+    return Job(src=source, dst=dst, to=to, fsync=False, **options)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "to", ["torch", "safetensors", "dcp", "torch_dist", "zarr", "zarr3", "deepspeed_universal"]
+)
+@pytest.mark.parametrize("make", CASES)
+def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out(
+    make: Callable[[], tuple[object, str]], to: str, tmp_path: Path
+) -> None:
+    state, key = make()
+    source = tmp_path / "x.pt"
+    torch.save(state, source)
+    with pytest.raises(UnsupportedError, match="contains itself") as caught:
+        run(job(source, tmp_path / "out", to))
+    assert (caught.value.key, caught.value.file) == (key, str(source))
+    assert caught.value.hint == f"exclude it with: --exclude {key}"
+    report = run(job(source, tmp_path / "out", to, exclude=(key,)))
+    assert report.n_tensors == len(open_checkpoint(source).catalog.tensors)
+    if to == "torch" and key == "self":
+        kept = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=False)
+        assert set(kept) == {"w", "args"} and kept["args"] == argparse.Namespace(lr=1)
+
+
+@pytest.mark.parametrize("level", list(Level))
+@pytest.mark.parametrize("make", CASES)
+def test_validate_finds_what_is_refused(
+    make: Callable[[], tuple[object, str]], level: Level, tmp_path: Path
+) -> None:
+    state, key = make()
+    torch.save(state, tmp_path / "x.pt")
+    findings = validate(tmp_path / "x.pt", level=level).findings
+    assert [(finding.code, finding.key) for finding in findings] == [("CK109", key)]
+
+
+def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_keeps_it(
+    tmp_path: Path,
+) -> None:
+    args = argparse.Namespace(lr=1)
+    args.self = args
+    source = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(2), "train": {"args": args}}, source)
+    for number, options in enumerate(
+        ({"to": "torch", "weights_only": True}, {"to": "safetensors"}, {"to": "zarr3"})
+    ):
+        with pytest.raises(UnsupportedError, match="contains itself") as caught:
+            run(Job(src=source, dst=tmp_path / "out", fsync=False, **options))  # type: ignore[arg-type]
+        assert (caught.value.key, caught.value.file) == ("train.args", str(source))
+        assert caught.value.hint is not None and "--exclude" in caught.value.hint
+        left = {**options, "exclude": ("train.args",)}
+        run(Job(src=source, dst=tmp_path / str(number), fsync=False, **left))  # type: ignore[arg-type]
+    run(job(source, tmp_path / "y.pt", "torch"))
+    kept = torch.load(tmp_path / "y.pt", weights_only=False)["train"]["args"]
+    assert kept.self is kept and kept.lr == 1
+    assert not validate(source, level=Level.DEEP).findings
+
+
+def test_an_object_with_a_stream_of_its_own_is_refused_by_name() -> None:
+    from core.catalog.stored import Extent, StoredArray
+    from core.files.store import MemoryStore
+
+    data = saved_bytes(in_a_dict()[0])
+    stream = StoredArray("raw", "uint8", (len(data),), Extent("f", 0))
+    with pytest.raises(UnsupportedError, match="contains itself, at self") as caught:
+        load_object(MemoryStore({"f": data}), stream, key="extra")
+    assert caught.value.key == "extra"
+
+
+def test_what_has_no_end_is_not_followed_where_it_is_shared() -> None:
+    inner: dict[object, object] = {"t": TensorLeaf("t")}
+    inner["up"] = inner
+    shared = [1, TensorLeaf("u")]
+    tree = {"a": inner, "b": [inner, shared], "c": shared}
+    result: Any = cut_cycles(tree)
+    assert result["a"] is result["b"][0]
+    assert result["a"]["t"] == TensorLeaf("t") and isinstance(result["a"]["up"], ObjectLeaf)
+    assert result["c"] is shared is result["b"][1]
+    ordered = make_ordered_dict({"x": shared})
+    assert cut_cycles([ordered])[0] is ordered  # type: ignore[index]
+
+
+def test_containers_that_are_only_deep_are_malformed() -> None:
+    deep: object = 1
+    for _ in range(400):
+        deep = {"a": deep}
+    with pytest.raises(CorruptError, match="nested deeper"):
+        opened(saved_bytes({"w": torch.ones(1), "deep": deep}))

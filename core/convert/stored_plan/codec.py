@@ -17,7 +17,7 @@ from core.catalog.stored import AnyArray, ArrayT, Extent, PlannedArray, StoredAr
 from core.catalog.tensor import AnyFragment, AnyTensor, Fragment, TargetFragment
 from core.errors import UnsupportedError
 from core.formats.dcp.zstd_streams import StreamItem
-from core.formats.deepspeed.widened import Widened
+from core.formats.deepspeed.weights import Widened
 from core.formats.ocdbt.database import InlineValue
 from core.formats.torch.item import torch_item
 from core.formats.torch.object_tensors import PickledArray

@@ -1,6 +1,6 @@
 """Loading of ``zarr`` checkpoints with TensorStore.
 
-TensorStore reads every codec of zarr 2 and every dtype of ``core.formats.zarr.dtypes``, including
+TensorStore reads every codec of zarr 2 and every dtype of ``core.formats.zarr.array``, including
 bfloat16. It reads a missing chunk as zeros; here the chunks are checked first, and a missing chunk
 is an error.
 

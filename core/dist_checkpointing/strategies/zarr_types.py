@@ -25,7 +25,7 @@ from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 from core.arrays.cast import cast_of, check_cast
 from core.arrays.dtypes import DTYPES
 from core.errors import UnsupportedError
-from core.formats.zarr.dtypes import v2_dtype
+from core.formats.zarr.array import v2_dtype
 
 _RAW = {1: torch.uint8, 2: torch.int16}
 """Dtypes, by itemsize, that torch and numpy share, for elements whose own dtype numpy lacks."""

@@ -46,6 +46,12 @@ Not supported, refused by name: stream transforms other than zstd, Hugging Face 
 
 Source: torch 2.13 ``torch/distributed/checkpoint/{filesystem,metadata,default_planner}.py``;
 checkpoints written by it, pinned in tests/golden (``torch_dcp``).
+
+DCP itself stores neither iteration nor arguments. Training systems save them as entries, either as
+a small object or as a tensor of one element; the known names are in ``_ITERATIONS``.
+
+Source: torchtitan (``train_state.step``), Megatron-LM ``training/checkpointing.py`` (``iteration``,
+``args``), and PyTorch's DCP recipe with an ``AppState``, whose entries are under ``app``.
 """
 
 from __future__ import annotations
@@ -54,12 +60,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import (
     Catalog,
     TargetCatalog,
 )
 from core.catalog.facets import FsdpDtensorFacts
 from core.errors import (
+    CheckpointingException,
     MissingShardError,
     Report,
 )
@@ -74,8 +82,11 @@ from core.formats.dcp.reading.stored_metadata import (
     salvaged,
 )
 from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
+from core.formats.torch.tree import load_object
+from core.pickle.inert import attributes
 
 if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog
     from core.catalog.file_image import FileImage
     from core.files.store import ReadStore
 
@@ -102,7 +113,6 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    from core.formats.dcp.facts import with_run_facts
     from core.formats.dcp.reading.catalog import catalog_of
     from core.formats.dcp.reading.wrapped_tensors import with_parts
 
@@ -169,9 +179,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the arrays are not chunks of their tensors.
     """
     from core.formats.dcp.items import lay_out_items
-    from core.formats.dcp.writing.key_paths import paths_of
-    from core.formats.dcp.writing.metadata_image import metadata_image
-    from core.formats.torch.refused import loadable
+    from core.formats.dcp.metadata_image import metadata_image, paths_of
+    from core.formats.torch.weights_only import loadable
 
     target, meta_image = split_meta(target)
     # torch could not load classes of Megatron without Megatron, see the module's docstring.
@@ -196,9 +205,77 @@ def _packages_of(target: TargetCatalog) -> frozenset[str]:
 
 def _aside_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the objects that ``lay_out`` sets aside."""
-    from core.formats.torch.refused import aside_notes
+    from core.formats.torch.weights_only import aside_notes
 
     return aside_notes(target, packages=_packages_of(target))
+
+
+_ITERATIONS = ("iteration", "train_state.step", "train_state.iteration", "step", "global_step")
+_PREFIXES = ("", "app.")
+_ARGUMENTS = "args"
+_MAX_ITERATION = 1 << 48
+
+
+def with_run_facts(catalog: Catalog, store: ReadStore) -> Catalog:
+    """Set ``iteration`` and ``args`` of a catalog from its entries.
+
+    Entries that cannot be read get a note instead.
+    """
+    iteration: int | None = None
+    args: object = None
+    notes: list[str] = []
+
+    # The first plausible number is the iteration; other programs may use these names differently.
+    for key in (prefix + name for prefix in _PREFIXES for name in _ITERATIONS):
+        try:
+            number = _value_of(catalog, store, key)
+        except CheckpointingException as err:
+            notes.append(f"{key} could not be read: {err.sentence}")
+            continue
+        if type(number) is int and 0 <= number < _MAX_ITERATION:
+            iteration = number
+            break
+
+    # Megatron's arguments are a Namespace; an entry "args" without attributes is something else.
+    try:
+        value = _value_of(catalog, store, _ARGUMENTS) if _ARGUMENTS in catalog.objects else None
+    except CheckpointingException as err:
+        notes.append(f"{_ARGUMENTS} could not be read: {err.sentence}")
+    else:
+        args = value if attributes(value) is not None else None
+    return replace(catalog, iteration=iteration, args=args).noted(notes)
+
+
+def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
+    """Return the value of an object or of an integer tensor with one element.
+
+    Returns:
+        None if the entry does not exist or is another kind of tensor.
+
+    Raises:
+        CheckpointingException: the entry cannot be read.
+    """
+    if key in catalog.tensors:
+        # The element of a one-element integer tensor; None for other tensors.
+        meta = catalog.tensors[key]
+        fragments = catalog.fragments(key)
+        dtype = dtype_of(meta.dtype)
+        if meta.n_elements != 1 or dtype.kind not in ("int", "uint") or len(fragments) < 1:
+            return None
+        array = fragments[0].array
+        assert array is not None
+        extent = array.locate(store).extent
+        if extent.encoding is not None:
+            data = bytes(extent.encoding.decode(store, array, 0))
+        else:
+            data = store.read(extent.file, extent.offset, dtype.itemsize)
+        return int.from_bytes(data, "little", signed=dtype.kind == "int")
+    item = catalog.objects.get(key)
+    if item is None or item.raw_key is None:
+        return None if item is None else item.value
+    stream = catalog.fragments(item.raw_key)[0].array
+    assert stream is not None
+    return load_object(store, stream, key=key)[0]
 
 
 FORMAT = Format(

@@ -305,7 +305,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             object for the common state has not been loaded.
     """
     from core.formats.dcp.items import lay_out_items
-    from core.formats.dcp.writing.metadata_image import metadata_image
+    from core.formats.dcp.metadata_image import metadata_image
 
     facts = target.facet(TorchDistFacts) or TorchDistFacts()
     dialect = facts.dialect or "common_pt"

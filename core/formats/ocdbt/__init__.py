@@ -1,5 +1,4 @@
 """Orbax checkpoints: zarr arrays in an OCDBT database, or in separate directories.
 
-Start at ``format``; ``database`` and ``nodes`` read the B+ tree, ``arrays`` the zarr arrays in its
-values.
+Start at ``format``; ``nodes`` reads the B+ tree, ``database`` the zarr arrays in its values.
 """

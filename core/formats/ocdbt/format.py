@@ -73,7 +73,7 @@ from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
-    from core.formats.ocdbt.arrays import OrbaxArray
+    from core.formats.ocdbt.database import OrbaxArray
 
 _AGGREGATE = "checkpoint"
 _PROCESS = re.compile(r"ocdbt\.process_\w+")
@@ -232,7 +232,7 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
         MissingShardError: the item was not merged, or an array that ``_METADATA`` lists is missing.
         CheckpointingException: its files cannot be read, see ``arrays_in`` and ``leaves_of``.
     """
-    from core.formats.ocdbt.arrays import arrays_in
+    from core.formats.ocdbt.database import arrays_in
 
     _refuse_unmerged(store, root)
     arrays = arrays_in(store, root)
@@ -338,5 +338,5 @@ FORMAT = Format(
     keeps_attributes=True,
     aliases=("ocdbt",),
     splits_files=True,
-    adapt=imported_on_call("ocdbt.leaves", "storable"),
+    adapt=imported_on_call("ocdbt.write", "storable"),
 )

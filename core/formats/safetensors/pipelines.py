@@ -49,7 +49,7 @@ from core.files.store import ReadStore, check_name
 from core.formats.huggingface.files import CONFIG, is_tokenizer_file, with_carried
 
 if TYPE_CHECKING:
-    from core.files.ranges.read_ahead import FileRange
+    from core.files.ranges import FileRange
 
 INDEX = "model_index.json"
 _MAX_INDEX_BYTES = 1 << 20

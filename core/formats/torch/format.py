@@ -42,15 +42,14 @@ from core.catalog.facets import TorchFileFacts
 from core.catalog.file_image import FileImage
 from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, no_folders
-from core.formats.torch.refused import refusal_notes
 from core.formats.torch.stream import SUFFIXES
 from core.formats.torch.tree import TorchTree as TorchTree
 from core.formats.torch.tree import load_object as load_object
 from core.formats.torch.tree import parse as parse
 from core.formats.torch.tree import stream_kind
-from core.pickle.cycles import ENDLESS, endless_error
+from core.formats.torch.weights_only import refusal_notes
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
-from core.pickle.nesting import map_leaves
+from core.pickle.nesting import ENDLESS, endless_error, map_leaves
 from core.pickle.noted import gc_paused
 
 if TYPE_CHECKING:

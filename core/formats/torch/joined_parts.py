@@ -61,7 +61,7 @@ def joined_parts(
     Args:
         key, shape: the tensor.
         chunks: each chunk's box, and its item, parsed with the key's prefix; at least one. Each
-            value is the mapping that ``tensor_parts`` makes.
+            value is the mapping that ``parts_of_tensor`` makes.
 
     Returns:
         The reason, if they cannot be joined.

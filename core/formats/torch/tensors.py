@@ -24,6 +24,23 @@ views, element types that ``core.arrays.dtypes`` does not list, and expanded vie
 4 GiB.
 
 Source: torch 2.13 ``torch/_utils.py``, ``torch/_tensor.py``, ``torch/serialization.py``.
+
+Tensors of torchao's classes become mappings of their parts::
+
+    _rebuild_from_type_v2(_rebuild_wrapper_subclass, Int8Tensor,
+        (Int8Tensor, dtype, shape, strides, 0, layout, device, requires_grad),
+        {"qdata": int8 tensor, "scale": tensor, "zero_point": tensor, "block_size": [1, 64], …})
+
+becomes ``{"qdata": …, "scale": …, …, "class": "Int8Tensor", "dtype": "bfloat16", "shape": …}``:
+the attributes under their own names, and what the tensor stands for. So the parts of ``0.weight``
+have the keys ``0.weight.qdata``, ``0.weight.scale`` …, and are moved as they are.
+
+Not supported: making the tensor of its parts again; other classes of torchao, which stay objects
+that cannot be copied.
+
+Source: torchao 0.18.0 ``quantization/quantize_/workflows`` (``float8_tensor``, ``int8_tensor``,
+``intx_unpacked_to_int8_tensor``), ``optim/subclass_*.py``; files that it wrote, in
+tests/golden/torchao.tar.xz.
 """
 
 from __future__ import annotations
@@ -37,7 +54,7 @@ from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
-from core.pickle.inert import Global, Inert, Persistent, Size, TensorLeaf
+from core.pickle.inert import NO_STATE, Global, Inert, Persistent, Size, TensorLeaf
 from core.values import dataclass
 
 MAX_RANK = 64  # torch's own limit is lower
@@ -85,7 +102,7 @@ class TensorHooks:
         label: prefix of the keys.
         hooks: additional hooks, by module and name of the callable.
         takes_apart: tensors of torchao's classes become mappings of their parts
-            (``torch.tensor_parts``); otherwise they stay inert.
+            ; otherwise they stay inert.
 
     Attributes:
         taken_apart: class → number of its tensors that were taken apart.
@@ -192,7 +209,6 @@ class TensorHooks:
 
     def _from_type(self, fn: object, kind: object, args: object, state: object) -> object:
         """Build a tensor that has Python attributes; a subclass of Tensor stays inert."""
-        from core.formats.torch.tensor_parts import parts_of_tensor
 
         rebuild = self.hooks.get((fn.module, fn.name)) if isinstance(fn, Global) else None
         if (
@@ -443,3 +459,54 @@ def unsupported_kind(value: object) -> str | None:
                 return inner
         return f"tensor of the class {args[1]}"
     return _KINDS.get(name)
+
+
+_CLASSES = {
+    "Float8Tensor": ("qdata", "scale"),
+    "Int8Tensor": ("qdata", "scale"),
+    "IntxUnpackedToInt8Tensor": ("qdata", "scale"),
+    "OptimState4bit": ("codes", "scale", "qmap"),
+    "OptimState8bit": ("codes", "scale", "qmap"),
+    "OptimStateFp8": ("codes", "scale"),
+}
+"""Class of torchao → attributes that must be plain tensors."""
+_WRAPPER = Global("torch._utils", "_rebuild_wrapper_subclass")
+
+
+def parts_of_tensor(
+    fn: object, kind: object, args: object, state: object
+) -> dict[object, object] | None:
+    """Return the parts of a tensor of a known class of torchao.
+
+    Args:
+        fn, kind, args, state: arguments of ``_rebuild_from_type_v2``.
+
+    Returns:
+        None for a tensor of another class, or one whose parts are not plain tensors.
+    """
+    if fn != _WRAPPER or not isinstance(kind, Global) or not isinstance(state, dict):
+        return None
+    required = _CLASSES.get(kind.name) if kind.module.split(".")[0] == "torchao" else None
+    if required is None or not isinstance(args, tuple) or len(args) < 3:
+        return None
+    if not all(isinstance(state.get(name), TensorLeaf) for name in required):
+        return None
+    parts: dict[object, object] = {name: _value(item) for name, item in state.items()}
+    shape = list(args[2]) if isinstance(args[2], (tuple, list)) else args[2]
+    return {**parts, "class": kind.name, "dtype": _value(args[1]), "shape": shape}
+
+
+def _value(item: object) -> object:
+    """Return an element type as text and a member of an enumeration as its value; others as is.
+
+    So they need no class, and every format can store them.
+    """
+    if isinstance(item, Global) and item.module == "torch":
+        return item.name
+    is_member = (
+        isinstance(item, Inert)
+        and len(item.args) == 1
+        and type(item.args[0]) in (str, int)
+        and item.state is NO_STATE
+    )
+    return item.args[0] if is_member and isinstance(item, Inert) else item

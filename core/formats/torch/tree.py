@@ -40,10 +40,18 @@ from core.formats.torch.zip.records import (
     read_pickle,
     read_record,
 )
-from core.pickle.cycles import ENDLESS, cut_cycles
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
 from core.pickle.key_text import text_of
-from core.pickle.nesting import MAX_DEPTH, LeafEntry, containers, entries, join_path, map_leaves
+from core.pickle.nesting import (
+    ENDLESS,
+    MAX_DEPTH,
+    LeafEntry,
+    containers,
+    cut_cycles,
+    entries,
+    join_path,
+    map_leaves,
+)
 from core.pickle.noted import gc_paused
 from core.pickle.reader import load
 from core.pickle.reduce import Name

@@ -11,7 +11,7 @@ On disk, for example::
 
 A trainer that calls ``torch.save(model.state_dict(), …)`` on every rank leaves such files: with
 FSDP1's sharded and local state dicts, FSDP2, tensor parallelism, HSDP, and combinations of them.
-Every distributed tensor records where its part belongs (``distributed``), so any names will do that
+Every distributed tensor records where its part belongs (``rank_file``), so any names will do that
 differ in the number of the rank only (``names``).
 
 The catalog has the global tensors, whose fragments lie in the files of the ranks; ``merge`` tells
@@ -25,7 +25,7 @@ Facet: ``TorchShardedFacts``.
 
 Versions: torch 2.2 and later. Read only: DCP replaces such files.
 
-Not supported, refused by name: see ``distributed``; files of several saves in one directory.
+Not supported, refused by name: see ``dtensor``; files of several saves in one directory.
 
 Source: files written by torch 2.13 with gloo, pinned in tests/golden/dtensor.tar.xz; names as
 verl, accelerate and others choose them.

@@ -6,8 +6,26 @@
 * A plain tensor next to distributed ones (a buffer, a ``step``) is a replica on every rank.
 * A value that is not a tensor is that of the first rank that has it. Values of other ranks that
   differ from it are listed as dropped.
-* Top-level entries that ranks have of their own: ``rank_entries``.
-* Parameters in flat parameters of FSDP1: ``flat_parameters``.
+
+A rank may have top-level entries of its own: random states, counters, a data loader. An entry
+without distributed tensors may be the same on every rank, or of each rank alone. If it differs, the
+entry becomes a mapping from ``rank_3`` to that rank's. Tensors in it are compared by dtype, shape
+and the CRC-32 of their records; the data are not read.
+
+FSDP1's local state dicts have flat parameters, and parameters that are views of them. A flat
+parameter is a ShardedTensor with one axis, called ``_flat_param``: the parameters of a
+module, one after the other, cut into equal shards. With ``use_orig_params``, the rank's file also
+has the parts of the parameters that lie in its shard, as plain tensors with one axis, which are
+views of the shard: they lie in its record of the file::
+
+    rank 0   _flat_param [0:73] of 142   fc1.weight 60  fc1.bias 10  fc2.weight 1   norm.weight 0
+    rank 1   _flat_param [73:142]        fc1.weight 0   fc1.bias 0   fc2.weight 59  norm.weight 6
+
+Where a view lies in the shard tells its place in the flat parameter, so the parts of a parameter
+can be joined. No file records its shape.
+
+Source: torch 2.13 ``torch/distributed/fsdp/_state_dict_utils.py``
+(``_local_post_state_dict_hook``); files that it wrote, in tests/golden/dtensor.tar.xz.
 """
 
 from __future__ import annotations
@@ -17,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Box, full_box
+from core.arrays.dtypes import itemsize
 from core.catalog.catalog import StoredObject
 from core.catalog.dropped import Dropped
 from core.catalog.key_patterns import some_of
@@ -24,20 +43,94 @@ from core.catalog.stored import StoredArray, array_name
 from core.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
-from core.formats.torch_sharded.flat_parameters import (
-    FLAT_PARAMETER,
-    FlatRange,
-    flat_views,
-    parameters_in_flat,
-)
 from core.formats.torch_sharded.local_part import QuantizedPart
 from core.formats.torch_sharded.quantized_parts import join_quantized
-from core.formats.torch_sharded.rank_entries import entries_of_ranks, nested_by_rank
 from core.formats.torch_sharded.rank_file import TensorFile, relocated
 from core.megatron.extras.common_state import same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.values import dataclass
+
+FLAT_PARAMETER = "_flat_param"
+"""Last part of the key of a flat parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements of a flat parameter.
+
+    Args:
+        flat_key: key of the flat parameter.
+        start, stop: the first element, and the one after the last.
+    """
+
+    flat_key: str
+    start: int
+    stop: int
+
+
+def parameters_in_flat(
+    files: Sequence[TensorFile],
+) -> tuple[dict[str, FlatRange], dict[str, str]]:
+    """Find the parameters that are views of flat parameters.
+
+    Args:
+        files: the files of all ranks.
+
+    Returns:
+        Key of a parameter → its range; and key → kind, for parameters whose flat parameter is not
+        complete.
+    """
+    ranges: dict[str, FlatRange] = {}
+    boxes_of: dict[str, set[Box]] = defaultdict(set)
+    n_elements: dict[str, int] = {}
+    for file in files:
+        for key, view in flat_views(file).items():
+            earlier = ranges.get(key, view)
+            start, stop = min(earlier.start, view.start), max(earlier.stop, view.stop)
+            ranges[key] = FlatRange(view.flat_key, start, stop)
+        for flat_key, part in file.parts.items():
+            n_elements[flat_key] = part.shape[0] if part.shape else 1
+            boxes_of[flat_key] |= {placed.box for array in part.arrays for placed in array.boxes}
+    # Where the file of a rank is missing, the end of a parameter is not known.
+    incomplete = {
+        key: "part of a flat parameter whose other parts are missing"
+        for key, in_flat in ranges.items()
+        if sum(box.n_elements for box in boxes_of[in_flat.flat_key]) < n_elements[in_flat.flat_key]
+    }
+    return ranges, incomplete
+
+
+def flat_views(file: TensorFile) -> dict[str, FlatRange]:
+    """Return key → range, for the plain tensors of a file that are views of its flat parameters.
+
+    Views without elements are left out.
+    """
+    views: dict[str, FlatRange] = {}
+    for flat_key, part in file.parts.items():
+        is_flat = flat_key.rpartition(".")[2] == FLAT_PARAMETER and len(part.shape) == 1
+        if not is_flat or len(part.arrays) != 1:
+            continue
+        shard, first = part.arrays[0].array, part.arrays[0].boxes[0].box.offset[0]
+        begin = shard.extent.offset
+        for key, array in file.tensors.items():
+            extent = array.extent
+            is_plain_vector = (
+                array.dtype == shard.dtype
+                and len(array.shape) == 1
+                and extent.encoding is None
+                and extent.strides is None
+            )
+            if (
+                is_plain_vector
+                and array.shape[0]
+                and begin <= extent.offset
+                and extent.offset + array.n_bytes <= begin + shard.n_bytes
+            ):
+                start = first + (extent.offset - begin) // itemsize(shard.dtype)
+                views[key] = FlatRange(flat_key, start, start + array.shape[0])
+    return views
+
 
 _MIXED = (
     "files of two saves may be mixed: copy those of all ranks from one save into an empty directory"
@@ -305,3 +398,66 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if meta.n_bytes and places:
             tied[key] = first.setdefault((meta.dtype, meta.shape, places), meta)
     return tied
+
+
+def entries_of_ranks(files: Sequence[TensorFile]) -> list[object]:
+    """Return the names of top-level entries without distributed tensors that differ between ranks.
+
+    The tensors of a state dict that is itself the top level are no such entries, although each has
+    a name of its own there: plain ones are replicas.
+    """
+    if any(as_mapping(file.skeleton) is None for file in files):
+        return []
+    sharded: set[object] = set()
+    for file in files:
+        of_classes = [file.paths[key] for key in (*file.parts, *file.unsupported)]
+        sharded |= {path[0] for path in of_classes if path}
+        if any(len(path) == 1 for path in of_classes):
+            sharded |= {file.paths[key][0] for key in file.tensors if len(file.paths[key]) == 1}
+    # The entries of every file: name → key → array or value.
+    contents: dict[object, list[dict[str, object]]] = {}
+    for file in files:
+        of_file: dict[object, dict[str, object]] = {}
+        for key, path in file.paths.items():
+            if path and path[0] not in sharded:
+                content = file.tensors.get(key, file.values.get(key))
+                of_file.setdefault(path[0], {})[key] = content
+        for name, content_of in of_file.items():
+            contents.setdefault(name, []).append(content_of)
+    return [
+        name
+        for name, content in contents.items()
+        if any(not _are_alike(content[0], other) for other in content[1:])
+    ]
+
+
+def _are_alike(first: Mapping[str, object], second: Mapping[str, object]) -> bool:
+    """Return whether two ranks have the same entry, as far as metadata tell.
+
+    Args:
+        first, second: key → array of a tensor, or value.
+    """
+    if first.keys() != second.keys():
+        return False
+    for key, a in first.items():
+        b = second[key]
+        if isinstance(a, StoredArray) != isinstance(b, StoredArray):
+            return False
+        if not isinstance(a, StoredArray) or not isinstance(b, StoredArray):
+            if not same(a, b):
+                return False
+        elif (a.dtype, a.shape) != (b.dtype, b.shape) or (
+            a.extent.crc and b.extent.crc and a.extent.crc != b.extent.crc
+        ):
+            return False
+    return True
+
+
+def nested_by_rank(file: TensorFile, names: Sequence[object]) -> TensorFile:
+    """Put some top-level entries of a file below the name of its rank."""
+    root = as_mapping(file.skeleton)
+    assert root is not None, "only a mapping has named entries"
+    parts = {
+        name: {f"rank_{file.rank}": item} if name in names else item for name, item in root.items()
+    }
+    return relocated(file, rebuild(file.skeleton, parts))

@@ -1,4 +1,32 @@
-"""The content of one rank's file: its tree, and the tensors in it by key."""
+"""The content of one rank's file: its tree, and the tensors in it by key.
+
+The DTensors and ShardedTensors, which stay inert in the tree, are found and parsed.
+
+::
+
+    _rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor or ShardedTensor,
+                          (class, dtype, shape, strides, 0, layout, device, requires_grad),
+                          state)      of a DTensor: see ``dtensor``
+
+Either may be wrapped in a parameter.
+
+Versions: torch 2.2 (``torch.distributed._tensor``) and later.
+
+Source: torch 2.13 ``torch/_tensor.py`` (``_reduce_ex_internal``).
+
+The state of a ShardedTensor lists offset and size of every shard.
+
+::
+
+    ([Shard {"tensor", "metadata": ShardMetadata}, …],          the shards of this rank
+     ShardedTensorMetadata {"shards_metadata": [ShardMetadata {"shard_offsets", "shard_sizes",
+                                                               "placement": rank}, …],
+                            "size": shape of the tensor, …},
+     ProcessGroupState {"global_rank", "global_world_size", …}, sharding spec, flag)
+
+Source: torch 2.13 ``torch/distributed/_shard/sharded_tensor/api.py``; files that it wrote, in
+tests/golden/dtensor.tar.xz.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +34,22 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from core.arrays.box import Box, Shape
+from core.arrays.dtypes import DTYPES
 from core.catalog.dropped import Dropped
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch.tree import keys_of, parse
-from core.formats.torch_sharded.distributed import (
-    holds_distributed,
-    is_distributed,
-    parse_distributed,
+from core.formats.torch_sharded.dtensor import dtensor_part
+from core.formats.torch_sharded.local_part import (
+    HeldArray,
+    LocalPart,
+    is_rank,
+    plain_array,
+    shape_of,
+    unwrapped,
 )
-from core.formats.torch_sharded.local_part import LocalPart
-from core.pickle.inert import ObjectLeaf, TensorLeaf
+from core.formats.torch_sharded.mesh_cut import HeldBox
+from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, walk
 from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
 from core.values import dataclass
 
@@ -153,3 +187,128 @@ def relocated(file: TensorFile, skeleton: object) -> TensorFile:
         unsupported={new_of[key]: kind for key, kind in file.unsupported.items()},
         paths=dict(zip(keys, (entry.path for entry in leaf_entries), strict=True)),
     )
+
+
+_DTENSOR = (
+    Global("torch.distributed.tensor", "DTensor"),
+    Global("torch.distributed._tensor.api", "DTensor"),
+    Global("torch.distributed._tensor", "DTensor"),
+)
+_SHARDED_TENSOR = (Global("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),)
+_REBUILD = Global("torch._tensor", "_rebuild_from_type_v2")
+
+
+def is_distributed(value: object) -> bool:
+    """Return whether an inert value is a DTensor or ShardedTensor, also one inside a parameter."""
+    tensor = unwrapped(value)
+    return (
+        isinstance(tensor, Inert)
+        and tensor.fn == _REBUILD
+        and len(tensor.args) == 4
+        and tensor.args[1] in (*_DTENSOR, *_SHARDED_TENSOR)
+    )
+
+
+def holds_distributed(value: object) -> bool:
+    """Return whether a DTensor or ShardedTensor is anywhere in an inert value."""
+    return any(is_distributed(node) for node in walk(value) if type(node) is Inert)
+
+
+def parse_distributed(value: object, arrays: Mapping[str, StoredArray]) -> LocalPart:
+    """Parse a distributed tensor.
+
+    Args:
+        value: an inert value for which ``is_distributed`` is true.
+        arrays: the arrays of the file by the keys of their leaves.
+
+    Raises:
+        UnsupportedError: it cannot be read; the message is a noun phrase that says what it is.
+        CorruptError: it is malformed, or its parts contradict each other.
+    """
+    tensor = unwrapped(value)
+    assert isinstance(tensor, Inert)
+    args, state = tensor.args[2], tensor.args[3]
+    if not isinstance(args, tuple) or len(args) < 3 or not isinstance(args[1], Global):
+        raise CorruptError("a distributed tensor is malformed")
+    shape = shape_of(args[2], "its shape")
+    parse = dtensor_part if tensor.args[1] in _DTENSOR else sharded_tensor_part
+    part = parse(state, shape, arrays)
+    # The dtype is that of the local parts; a rank may have none.
+    dtype = args[1].name
+    if args[1].module != "torch" or part.dtype not in ("", dtype):
+        raise CorruptError(f"a {part.kind} of {dtype} has local parts of {part.dtype}")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"{part.kind} of dtype {dtype}")
+    # torch.nn.Parameter(dtensor) stays a DTensor, with a mark in its __dict__.
+    marks = state[0] if isinstance(state, tuple) and state and isinstance(state[0], dict) else {}
+    is_parameter = tensor is not value or marks.get("_is_param") is True
+    return replace(
+        part,
+        dtype=dtype,
+        wrapper="parameter" if is_parameter else None,
+        requires_grad=args[7:8] == (True,),
+    )
+
+
+def sharded_tensor_part(
+    state: object, shape: Shape, arrays: Mapping[str, StoredArray]
+) -> LocalPart:
+    """Parse the state of a ShardedTensor; raises the errors of ``local_part``."""
+    if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
+        raise CorruptError("a ShardedTensor is malformed")
+    shards, metadata, group = state[0], attributes(state[1]), attributes(state[2]) or {}
+    if metadata is None or shape_of(metadata.get("size"), "its size") != shape:
+        raise CorruptError("a ShardedTensor has metadata of another tensor")
+    rank, world_size = group.get("global_rank"), group.get("global_world_size")
+    arrays_of_rank: list[HeldArray] = []
+    for shard in shards:
+        fields = _slots(shard)
+        array = plain_array(fields.get("tensor"), arrays, "ShardedTensor")
+        place = _slots(fields.get("metadata"))
+        offset = shape_of(place.get("shard_offsets"), "the offset of a shard")
+        sizes = shape_of(place.get("shard_sizes"), "the size of a shard")
+        if not len(offset) == len(sizes) == len(shape) or array.shape != sizes:
+            raise CorruptError(
+                f"the shard of shape {sizes} at {offset} of a ShardedTensor has data of shape "
+                f"{array.shape}"
+            )
+        if any(o + n > extent for o, n, extent in zip(offset, sizes, shape, strict=True)):
+            raise CorruptError(
+                f"the shard at {offset} of shape {sizes} is not in a ShardedTensor of shape {shape}"
+            )
+        if 0 not in sizes:
+            box = HeldBox(Box(offset, sizes), (0,) * len(sizes))
+            arrays_of_rank.append(HeldArray(array, (box,)))
+    return LocalPart(
+        "ShardedTensor",
+        arrays_of_rank[0].array.dtype if arrays_of_rank else "",
+        shape,
+        tuple(arrays_of_rank),
+        rank=rank if isinstance(rank, int) and is_rank(rank) else None,
+        ranks=_ranks_of(metadata.get("shards_metadata"), world_size),
+        cuts=_shards_text(metadata.get("shards_metadata")),
+    )
+
+
+def _slots(value: object) -> Mapping[str, object]:
+    """Return the attributes of an object with slots, whose state is (None, attributes)."""
+    state = value.state if isinstance(value, Inert) else None
+    fields = state[1] if isinstance(state, tuple) and len(state) == 2 else state
+    return fields if isinstance(fields, dict) else {}
+
+
+def _ranks_of(shards: object, world_size: object) -> frozenset[int]:
+    """Return the ranks of a ShardedTensor's process group."""
+    if isinstance(world_size, int) and is_rank(world_size):
+        return frozenset(range(world_size))
+    ranks = [
+        (attributes(_slots(shard).get("placement")) or {}).get("_rank")
+        for shard in (shards if isinstance(shards, list) else ())
+    ]
+    return frozenset(rank for rank in ranks if isinstance(rank, int) and is_rank(rank))
+
+
+def _shards_text(shards: object) -> str:
+    """Return the number of shards of a ShardedTensor as text."""
+    n_shards = len(shards) if isinstance(shards, list) else 0
+    return f"{n_shards} shard{'' if n_shards == 1 else 's'}"

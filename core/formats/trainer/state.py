@@ -10,7 +10,7 @@ On disk, as transformers' Trainer (``checkpoint-N``) and accelerate's ``save_sta
     ├── scheduler.pt                   → scheduler, one object for each of the other files
     └── rng_state_0.pth …              → rng_state_0 …
 
-``files`` has all names. Weights keep their names. The numbers of an optimizer's parameters become
+All names are below. Weights keep their names. The numbers of an optimizer's parameters become
 names where those are certain (``optimizer``); a note says which. Objects are read when they are
 needed, like those of DCP.
 
@@ -20,14 +20,58 @@ Facet: ``TrainingState``. Formats that store weights only leave these entries ou
 Second and further models of accelerate (``model_1.safetensors``, ``torch_models``) have entries
 ``model_1.…`` and the optimizers ``optimizer_1``.
 
-State above a directory of DeepSpeed: see ``above``.
-
-Source: see ``files``; directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
+Source: directories that transformers 5.23 and accelerate 1.15.0 wrote, pinned in
 tests/golden (``trainer``, ``accelerate``).
+
+The names of the files::
+
+    transformers' Trainer        accelerate's save_state       entry of the catalog
+    optimizer.pt                 optimizer.bin                 optimizer
+                                 optimizer_1.bin …             optimizer_1 …
+    scheduler.pt                 scheduler.bin                 scheduler
+                                 scheduler_1.bin …             scheduler_1 …
+    scaler.pt                    scaler.pt                     scaler
+    rng_state.pth, rng_state_0.pth …                           rng_state, rng_state_0 …
+                                 random_states_0.pkl …         random_states_0 …
+                                 sampler.bin  sampler_1.bin …  sampler …
+                                 dl_state_dict.bin …           dl_state_dict …
+                                 custom_checkpoint_0.pkl …     custom_checkpoint_0 …
+    training_args.bin                                          training_args
+
+Each is written by ``torch.save``. ``trainer_state.json`` is one of the small files that are carried
+next to the weights (``core.formats.huggingface.files``).
+
+Not supported, left alone: files of one rank of model parallelism on SageMaker
+(``rank0-of-8-optimizer.pt``) and of FSDP without DCP (``optimizer_0_rank0.bin``).
+
+Source: transformers 5.23 ``trainer.py``; accelerate 1.15.0 ``checkpointing.py``, ``utils/
+constants.py``, ``utils/fsdp_utils.py``.
+
+Training state above a directory of DeepSpeed becomes entries of DeepSpeed's checkpoint::
+
+    checkpoint-2/
+    ├── latest                         names DeepSpeed's directory
+    ├── global_step2/                  weights and optimizer (accelerate: pytorch_model/)
+    ├── scheduler.pt                   → scheduler, one object for each of these files
+    ├── rng_state_0.pth …              → rng_state_0 …
+    ├── training_args.bin              → training_args
+    └── trainer_state.json  config.json … are carried, if there is a config.json
+
+accelerate calls them ``scheduler.bin``, ``random_states_0.pkl`` and so on. A schedule
+that DeepSpeed runs itself is in DeepSpeed's files (``lr_scheduler``) and in none of these.
+
+Facet: ``TrainingState``, with the files as the user sees them, ``checkpoint-2/scheduler.pt``.
+
+Not supported, listed as not carried: an optimizer's file, because the optimizer is DeepSpeed's.
+
+Source: transformers 5.23 ``trainer.py`` (``_save_optimizer_and_scheduler``), accelerate 1.15.0
+``accelerator.py`` (``save_state``); directories that they wrote with DeepSpeed 0.19.8, pinned in
+tests/golden (``trainer/zero2_dp2``, ``accelerate/zero2_dp2``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -40,12 +84,13 @@ from core.catalog.stored import Extent, StoredArray, renamed
 from core.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
-from core.formats.trainer.files import is_optimizer, state_files
+from core.formats.torch.stream import stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.values import dataclass
 
 if TYPE_CHECKING:
+    from core.catalog.catalog import Catalog
     from core.files.store import ReadStore
     from core.formats.torch.tree import TorchTree
     from core.formats.trainer.optimizer import Weights
@@ -278,3 +323,99 @@ def _weights(
         model_type = config.get("model_type")
     model_type = model_type if isinstance(model_type, str) else None
     return Weights(shapes, is_ordered, model_type, is_further=container != "", problem=problem)
+
+
+_NUMBER = r"(_\d{1,6})?"
+_FILES = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf"(?P<entry>optimizer{_NUMBER})\.(pt|bin)",
+        rf"(?P<entry>scheduler{_NUMBER})\.(pt|bin)",
+        r"(?P<entry>scaler)\.pt",
+        rf"(?P<entry>rng_state{_NUMBER})\.pth",
+        r"(?P<entry>random_states_\d{1,6})\.pkl",
+        rf"(?P<entry>(sampler|dl_state_dict){_NUMBER})\.bin",
+        r"(?P<entry>custom_checkpoint_\d{1,6})\.pkl",
+        r"(?P<entry>training_args)\.bin",
+    )
+)
+"""Names of the files, in the order in which their entries are listed."""
+_OPTIMIZER = re.compile(rf"optimizer{_NUMBER}")
+
+
+def is_optimizer(entry: str) -> bool:
+    """Return whether an entry is an optimizer's state dict."""
+    return _OPTIMIZER.fullmatch(entry) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class StateFiles:
+    """The files of training state in a directory.
+
+    Args:
+        files: entry → file.
+        others: files with such names that ``torch.save`` did not write, or of an entry that another
+            file has.
+    """
+
+    files: dict[str, str]
+    others: tuple[str, ...]
+
+
+def state_files(store: ReadStore) -> StateFiles:
+    """Find the files of training state in a directory.
+
+    Raises:
+        StorageError: the directory or a file cannot be read.
+    """
+    names = store.files()
+    matches = [
+        (match["entry"], name)
+        for pattern in _FILES
+        for name in sorted(names, key=_by_number)
+        if (match := pattern.fullmatch(name)) is not None
+    ]
+    files: dict[str, str] = {}
+    for entry, name in matches:
+        if stream_kind(store, name, 0, store.size(name)) in ("zip", "legacy"):
+            files.setdefault(entry, name)
+    read = set(files.values())
+    return StateFiles(files, tuple(name for _, name in matches if name not in read))
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    """Sort ``rng_state_10.pth`` after ``rng_state_9.pth``."""
+    return len(name), name
+
+
+def with_state_above(catalog: Catalog, store: ReadStore, *, prefix: str, folder: str) -> Catalog:
+    """Add the training state of the directory above to the catalog of DeepSpeed's directory.
+
+    Args:
+        catalog: the weights and the optimizer.
+        store: the directory above.
+        prefix: what comes before the names of its files in the store from which the catalog is
+            read.
+        folder: its name.
+
+    Raises:
+        StorageError: the directory or a file cannot be read.
+    """
+    listing = state_files(store)
+    files = {entry: file for entry, file in listing.files.items() if not is_optimizer(entry)}
+    taken = taken_entries(catalog, catalog.skeleton, files)
+    parts = [
+        object_entry(entry, f"{prefix}{file}", store.size(file))
+        for entry, file in files.items()
+        if entry not in taken
+    ]
+    if not parts:
+        return catalog
+    notes = [
+        f"{folder}/{file} was not read, because DeepSpeed's files have entries that are called "
+        f"{entry}"
+        for entry, file in taken.items()
+    ]
+    read = {part.entry: f"{folder}/{files[part.entry]}" for part in parts}
+    joined = with_entries(catalog, catalog.skeleton, parts)
+    return joined.noted(notes).with_facet(TrainingState(read))

@@ -1,4 +1,15 @@
-"""The metadata of a zarr array in either version, and the checks that both versions share."""
+"""The metadata of a zarr array in either version, and the checks that both versions share.
+
+Names of element types: zarr 2 has numpy's type strings (``<f4``, ``|b1``); for the types that numpy
+lacks, tensorstore, and Megatron before it, write the bare name (``bfloat16``). zarr 3 has names
+throughout. What zarr-python 3.1 cannot open (bfloat16, all 8-bit floats) tensorstore opens.
+
+Types of less than a byte have one value per byte. Not supported: ``uint4``, which tensorstore does
+not store, strings, times, structures, opaque bytes (``|V2``), zarr 3 extension types; on writing,
+``complex32`` and ``float4_e2m1fn_x2``.
+
+Source: zarr 2 and 3 specifications; tensorstore 0.1.86 and zarr-python 3.1.6.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +19,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
-from core.arrays.dtypes import itemsize
-from core.errors import CorruptError, UnsafeError
+from core.arrays.dtypes import DTYPES, itemsize
+from core.errors import CorruptError, UnsafeError, UnsupportedError
 from core.formats.zarr.grid import ChunkGrid
 from core.values import dataclass
 
@@ -150,3 +161,118 @@ def checked_order(value: object, rank: int, *, file: str) -> Shape:
             file=file,
         )
     return tuple(value)
+
+
+_V2_CODES = {
+    "float64": "f8",
+    "float32": "f4",
+    "float16": "f2",
+    "int64": "i8",
+    "int32": "i4",
+    "int16": "i2",
+    "int8": "i1",
+    "uint64": "u8",
+    "uint32": "u4",
+    "uint16": "u2",
+    "uint8": "u1",
+    "bool": "b1",
+    "complex128": "c16",
+    "complex64": "c8",
+}
+TENSORSTORE_ONLY = (
+    "bfloat16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+    "float8_e3m4",
+    "float8_e4m3b11fnuz",
+    "float4_e2m1fn",
+    "int4",
+    "int2",
+)
+"""Types without a numpy code, which zarr-python cannot open. zarr 3 spells them as the registry of
+extensions does.
+"""
+_V2_DTYPES = {code: name for name, code in _V2_CODES.items()}
+_V3_DTYPES = {name: name for name in (*_V2_CODES, *TENSORSTORE_ONLY)}
+
+
+def v2_dtype(spelling: str) -> tuple[str, bool] | None:
+    """Parse a zarr 2 dtype into its canonical name and whether it is big-endian.
+
+    Returns None if the type is not supported.
+    """
+    if spelling in TENSORSTORE_ONLY:
+        return spelling, False
+    name = _V2_DTYPES.get(spelling[1:])
+    if name is None or spelling[0] not in "<>|":
+        return None
+    n_bytes = DTYPES[name].itemsize
+    # "|" means "no byte order", which only types of one byte may have.
+    if spelling[0] == "|" and n_bytes > 1:
+        return None
+    return name, spelling[0] == ">" and n_bytes > 1
+
+
+def v3_dtype(data_type: object, *, file: str, key: str) -> str:
+    """Parse a zarr 3 data type into its canonical name.
+
+    Args:
+        data_type: the value in the JSON.
+        file, key: the metadata file and the tensor, for messages.
+
+    Raises:
+        UnsupportedError: the type is not supported, or is an extension with a configuration.
+    """
+    dtype = _V3_DTYPES.get(data_type) if isinstance(data_type, str) else None
+    if dtype is None:
+        name = data_type.get("name", data_type) if isinstance(data_type, dict) else data_type
+        raise unsupported_dtype(name, file=file, key=key)
+    return dtype
+
+
+def unsupported_dtype(name: object, *, file: str, key: str) -> UnsupportedError:
+    """Return the error about an element type that cannot be read."""
+    return UnsupportedError(
+        f"the element type {str(name)[:80]!r} is not supported",
+        file=file,
+        key=key,
+        hint="cast the array with the tool that wrote it",
+    )
+
+
+def v2_spelling(dtype: str, *, key: str) -> str:
+    """Return zarr 2's name for a canonical dtype.
+
+    Raises:
+        UnsupportedError: zarr has no such type.
+    """
+    code = _V2_CODES.get(dtype)
+    if code is not None:
+        return ("|" if DTYPES[dtype].itemsize == 1 else "<") + code
+    return v3_spelling(dtype, key=key)
+
+
+def v3_spelling(dtype: str, *, key: str) -> str:
+    """Return zarr 3's name for a canonical dtype.
+
+    Raises:
+        UnsupportedError: zarr has no such type.
+    """
+    if dtype not in _V3_DTYPES:
+        raise UnsupportedError(
+            f"zarr has no element type for {dtype}",
+            key=key,
+            hint=f"skip it (--exclude '{key}')"
+            if DTYPES[dtype].kind == "bits"
+            else f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
+        )
+    return dtype
+
+
+def v3_fill_value(dtype: str) -> object:
+    """Return the zero of a dtype in the spelling of a ``zarr.json``."""
+    kind = DTYPES[dtype].kind
+    return {"bool": False, "int": 0, "uint": 0, "complex": [0.0, 0.0]}.get(kind, 0.0)

@@ -67,8 +67,8 @@ from core.errors import (
 from core.files.json_object import read_small_file
 from core.formats.format import Format
 from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objects, with_objects
+from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.chunks import folder_chunks
-from core.formats.zarr.dtypes import TENSORSTORE_ONLY
 from core.formats.zarr.fill import lost_files
 from core.formats.zarr.folder import (
     ZarrFolder,

@@ -14,7 +14,7 @@ Versions: 2.
 Source: zarr 2 specification; arrays written by zarr 2.18.3 under megatron-core 0.12.1 (pinned in
 tests/golden), zarr-python 3.1.6 and tensorstore 0.1.86.
 
-Not supported: filters, and codecs and types that ``zarr.decode`` and ``zarr.dtypes`` do not list.
+Not supported: filters, and codecs and types that ``zarr.decode`` and ``zarr.array`` do not list.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ from core.formats.zarr.array import (
     checked_shape,
     pickled_array,
     required,
+    unsupported_dtype,
+    v2_dtype,
+    v2_spelling,
 )
 from core.formats.zarr.decode import ChunkCoding
-from core.formats.zarr.dtypes import unsupported_dtype, v2_dtype, v2_spelling
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
 

@@ -50,9 +50,11 @@ from core.formats.zarr.array import (
     checked_shape,
     pickled_array,
     required,
+    v3_dtype,
+    v3_fill_value,
+    v3_spelling,
 )
 from core.formats.zarr.decode import ChunkCoding
-from core.formats.zarr.dtypes import v3_dtype, v3_fill_value, v3_spelling
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
 

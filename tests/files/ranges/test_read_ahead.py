@@ -10,8 +10,7 @@ from random import Random
 import pytest
 
 from core.errors import StorageError
-from core.files.ranges.memory import MAX_PART_BYTES, ReadingMemory, divide_memory
-from core.files.ranges.read_ahead import MERGE_BYTES, ReadAhead
+from core.files.ranges import MAX_PART_BYTES, MERGE_BYTES, ReadAhead, ReadingMemory, divide_memory
 
 MIB = 1 << 20
 CONTENT = {name: Random(name).randbytes(3 * MIB) for name in ("a", "b")}

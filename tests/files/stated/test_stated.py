@@ -17,9 +17,7 @@ from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath, location_of
 from core.files.remote_store import RemoteStore
 from core.files.stated.checksum import RangeSum, StatedChecksum, StatedChecksums, whole_checksum
-from core.files.stated.lookup import look_up_checksums
-from core.files.stated.s3 import ask_s3
-from core.files.stated.signed import ask_by_signed_url
+from core.files.stated.lookup import ask_by_signed_url, ask_s3, look_up_checksums
 from tests.support.object_stores import s3_server
 
 PATH = location_of("s3://bucket/a.bin")

@@ -13,7 +13,7 @@ from core.convert.contract import check_reading
 from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
-from core.formats.deepspeed.universal.source import for_universal
+from core.formats.deepspeed.universal.format import for_universal
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, written
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes

@@ -26,7 +26,7 @@ from core.errors import (
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
-from core.formats.deepspeed.universal.source import for_universal
+from core.formats.deepspeed.universal.format import for_universal
 from core.validate.run import validate
 from tests.formats.deepspeed.deepspeed_samples import Zero, written
 from tests.support.deepspeed_files import edited

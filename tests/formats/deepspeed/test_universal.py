@@ -20,8 +20,7 @@ from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.universal import format as deepspeed_universal
-from core.formats.deepspeed.universal.format import for_universal
-from core.formats.deepspeed.universal.source import NO_STATE
+from core.formats.deepspeed.universal.format import NO_STATE, for_universal
 from core.formats.torch.format import parse
 from core.opening.target import source_and_target
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_namespace

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.zip.container import Archive, check_kind, read_archive
-from core.formats.torch.zip.layout import plan_archive
 from core.formats.torch.zip.records import is_big_endian
+from core.formats.torch.zip.tree_layout import plan_archive
 from tests.support.rounds import rounds
 
 U32 = 0xFFFFFFFF

@@ -34,7 +34,7 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.zarr import format as zarr
-from core.formats.zarr.dtypes import TENSORSTORE_ONLY
+from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard

@@ -24,8 +24,7 @@ from core.errors import CorruptError, MissingShardError, TruncatedError, Unsuppo
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.zarr import format3 as zarr3
-from core.formats.zarr.array import ZarrArray
-from core.formats.zarr.dtypes import TENSORSTORE_ONLY
+from core.formats.zarr.array import TENSORSTORE_ONLY, ZarrArray
 from core.formats.zarr.metadata3 import node_of, parse_array
 from tests.support import forked
 from tests.support.materialize import tensor_bytes

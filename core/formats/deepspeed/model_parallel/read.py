@@ -36,8 +36,14 @@ from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
 from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined
-from core.formats.deepspeed.model_parallel.rules import INFO, JoinPlan, plan_whole, rules_of
-from core.formats.deepspeed.model_parallel.whole import is_whole, read_hidden_size
+from core.formats.deepspeed.model_parallel.rules import (
+    INFO,
+    JoinPlan,
+    is_whole,
+    plan_whole,
+    read_hidden_size,
+    rules_of,
+)
 from core.formats.deepspeed.model_states import (
     NO_TENSOR,
     parse_model_states,

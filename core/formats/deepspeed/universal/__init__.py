@@ -1,4 +1,4 @@
 """DeepSpeed's universal checkpoint, read and written: one directory per parameter.
 
-Start at ``format``; ``source`` prepares a source for writing, ``write`` describes the files.
+Start at ``format``; ``write`` describes the files.
 """

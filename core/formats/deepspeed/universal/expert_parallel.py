@@ -31,7 +31,7 @@ from core.arrays.box import full_box
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.formats.deepspeed.universal.names import CAT_DIM, STEP, state_of
+from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, state_of
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """The container of ``torch.save``: a zip of stored records below one directory.
 
-On disk (all numbers little endian; ``torch.zip.layout`` draws the headers byte by byte)::
+On disk (all numbers little endian; ``torch.zip.tree_layout`` draws the headers byte by byte)::
 
     <root>/data.pkl              the pickle; tensors are persistent ids that name records
     <root>/.format_version       "1"      ┐ torch 2.7 and later

@@ -23,13 +23,13 @@ from core.errors import (
     UnsupportedError,
 )
 from core.files.store import LocalStore, MemoryStore
-from core.formats.flax.format import FORMAT
+from core.formats.flax import FORMAT
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
 from tests.support.materialize import tensor_bytes
 from tests.support.rounds import rounds
 
-ARCHIVE = Path(__file__).parents[2] / "golden" / "flax.tar.xz"
+ARCHIVE = Path(__file__).parents[1] / "golden" / "flax.tar.xz"
 
 
 def counted(*shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:

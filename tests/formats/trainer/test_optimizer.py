@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from core.formats.trainer.parameter_order import families, named_numbers
+from core.formats.trainer.optimizer import families, named_numbers
 
 LLAMA = {
     "lm_head.weight": (48, 16),

@@ -7,6 +7,9 @@ Who reads a store piece by piece announces what will be read::
     read_into          ├──┤                                  waits for its part, or fetches it
 
 A part is dropped as soon as all its announced bytes have been read.
+
+The memory for reading an object store is divided among all readers, and pages of objects that were
+read are kept, up to a number of bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
 from dataclasses import field
 
-from core.files.ranges.memory import ReadingMemory
 from core.files.requests.waiting import wait_for
 from core.values import dataclass
 
@@ -236,3 +238,117 @@ class ReadAhead:
             self._waiting.pop(part, None)
             self._drop(part)
         return bool(abandoned)
+
+
+MIB = 1 << 20
+MAX_PART_BYTES = 4 * MIB
+"""Number of bytes of a request; longer ranges are divided."""
+_MIN_PART_BYTES = MIB
+_MAX_BYTES, _MIN_BYTES = 80 * MIB, 9 * MIB
+_AMPLE_LIMIT, _SCARCE_LIMIT = 512 * MIB, 192 * MIB
+"""Memory limits of a process from which on, and up to which, reading takes the most and the least
+memory.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingMemory:
+    """The memory that reading one store takes.
+
+    Args:
+        kept_bytes: pages of metadata that are kept.
+        ahead_bytes: ranges in flight, and those that have arrived and not been used.
+        part_bytes: bytes of a request.
+    """
+
+    kept_bytes: int
+    ahead_bytes: int
+    part_bytes: int
+
+    def n_bytes(self, threads: int) -> int:
+        """Return the total; each reading thread may wait for one part of its own beside it."""
+        return self.kept_bytes + self.ahead_bytes + threads * self.part_bytes
+
+
+def divide_memory(limit_bytes: int | None, *, n_requests: int) -> ReadingMemory:
+    """Divide the part of a process's memory that reading a store may take.
+
+    Args:
+        limit_bytes: memory limit of the process; None for no limit.
+        n_requests: maximum number of requests at the same time.
+    """
+    # The share grows with the limit only between the two, so that a limit that is too low can be
+    # answered with one that suffices.
+    n_bytes = _MAX_BYTES
+    if limit_bytes is not None and limit_bytes < _AMPLE_LIMIT:
+        above = max(0, limit_bytes - _SCARCE_LIMIT)
+        n_bytes = _MIN_BYTES + (_MAX_BYTES - _MIN_BYTES) * above // (_AMPLE_LIMIT - _SCARCE_LIMIT)
+    kept_bytes = n_bytes // 5
+    ahead_bytes = n_bytes - kept_bytes
+    part_bytes = max(_MIN_PART_BYTES, min(MAX_PART_BYTES, ahead_bytes // n_requests))
+    return ReadingMemory(kept_bytes, ahead_bytes, part_bytes)
+
+
+class KeptPages:
+    """Pages of objects; those of the object that was used longest ago are forgotten first.
+
+    Attributes:
+        max_bytes: number of bytes that are kept.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._pages: OrderedDict[str, dict[int, bytes]] = OrderedDict()
+        """Name → offset → bytes; the object used longest ago comes first."""
+        self._n_bytes = 0
+        self._lock = threading.Lock()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._pages
+
+    def find(self, name: str, offset: int, n_bytes: int) -> memoryview | None:
+        """Return a range of an object, if one page holds all of it."""
+        with self._lock:
+            for start, page in self._pages.get(name, {}).items():
+                if start <= offset and offset + n_bytes <= start + len(page):
+                    self._pages.move_to_end(name)
+                    return memoryview(page)[offset - start : offset - start + n_bytes]
+        return None
+
+    def find_pieces(self, name: str, offset: int, n_bytes: int) -> list[tuple[int, memoryview]]:
+        """Return what pages hold of a range: disjoint pieces with their offsets, in order."""
+        pieces = []
+        position, stop = offset, offset + n_bytes
+        with self._lock:
+            for start, page in sorted(self._pages.get(name, {}).items()):
+                first, last = max(start, position), min(start + len(page), stop)
+                if first < last:
+                    pieces.append((first, memoryview(page)[first - start : last - start]))
+                    position = last
+        return pieces
+
+    def keep(self, name: str, offset: int, page: bytes) -> None:
+        """Keep a page, and forget what was used longest ago."""
+        with self._lock:
+            pages = self._pages.setdefault(name, {})
+            self._n_bytes += len(page) - len(pages.get(offset, b""))
+            pages[offset] = page
+            self._pages.move_to_end(name)
+            self._forget()
+
+    def limit(self, max_bytes: int) -> None:
+        """Keep no more than a number of bytes from now on."""
+        with self._lock:
+            self.max_bytes = max_bytes
+            self._forget()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._pages.clear()
+            self._n_bytes = 0
+
+    def _forget(self) -> None:
+        while self._n_bytes > self.max_bytes and len(self._pages) > 1:
+            _, pages = self._pages.popitem(last=False)
+            self._n_bytes -= sum(map(len, pages.values()))
