@@ -159,6 +159,20 @@ def suggesting(hint: str) -> Iterator[None]:
         raise
 
 
+@contextmanager
+def placing_errors(
+    *, file: str | None = None, key: str | None = None, span: tuple[int, int] | None = None
+) -> Iterator[None]:
+    """Add file, key and bytes to errors that lack them."""
+    try:
+        yield
+    except CheckpointingException as err:
+        err.file = err.file or file
+        err.key = err.key or key
+        err.span = err.span or span
+        raise
+
+
 UNLIKE_ANY_WRITER = (
     "no training framework writes this: compare the file with the original (size, checksum); if "
     "they differ, copy it again, else ask whoever wrote it to save it anew"

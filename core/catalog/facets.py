@@ -3,9 +3,9 @@
 A facet is a frozen dataclass of which a catalog has at most one instance:
 ``catalog.facet(RankFacts)`` returns it or None, ``catalog.with_facet(RankFacts(...))`` sets it.
 Facets that only one format reads are defined next to that format
-(``core.formats.deepspeed.facets``); the facets here are read across packages. A catalog that is
-created from another one by ``replace`` keeps its facets, so a facet that no longer applies must be
-removed.
+(``core.formats.deepspeed.model_states``); the facets here are read across packages. A catalog that
+is created from another one by ``replace`` keeps its facets, so a facet that no longer applies must
+be removed.
 """
 
 from __future__ import annotations

@@ -66,6 +66,27 @@ class Code:
             keys=tuple(keys) if len(keys) > 1 else (),
         )
 
+    def missing_file(
+        self,
+        message: str,
+        file: str,
+        *,
+        key: str | None = None,
+        rank: str | None = None,
+        expected: str | None = None,
+        hint: str | None = None,
+    ) -> Finding:
+        """Build a finding about a file that does not exist; ``expected`` is its name by default."""
+        return self.finding(
+            message,
+            file=file,
+            key=key,
+            rank=rank,
+            expected=expected or file,
+            found="no such file",
+            hint=hint,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Check:

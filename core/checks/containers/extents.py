@@ -54,12 +54,8 @@ def check_extents(subject: Subject) -> Iterator[Finding]:
         if subject.is_covered_by_finding(file):
             continue
         if size is None:
-            yield MISSING.finding(
-                "the file of a tensor is missing",
-                file=file,
-                key=key,
-                expected=expected,
-                found="no such file",
+            yield MISSING.missing_file(
+                "the file of a tensor is missing", file, key=key, expected=expected
             )
         elif size < end:
             yield TRUNCATED.finding(

@@ -81,12 +81,11 @@ def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Fin
     if len(incomplete) == len(folders):
         return
     for folder in incomplete:
-        yield MISSING.finding(
+        yield MISSING.missing_file(
             "the distributed optimizer file of this rank is missing; other ranks have one",
-            file=f"{folder}/{OPTIM_FILE}",
+            f"{folder}/{OPTIM_FILE}",
             rank=folder,
             expected=OPTIM_FILE,
-            found="no such file",
         )
 
 
@@ -94,12 +93,11 @@ def _check_model_files(files_in: Mapping[str, Collection[str]]) -> Iterator[Find
     """Report rank directories without a model file of Megatron or NeMo."""
     for folder, names in files_in.items():
         if choose_model_file(names) is None and _NEMO_FILE not in names:
-            yield MISSING.finding(
+            yield MISSING.missing_file(
                 "the model file of the rank is missing",
-                file=f"{folder}/{MODEL_FILE}",
+                f"{folder}/{MODEL_FILE}",
                 rank=folder,
                 expected=MODEL_FILE,
-                found="no such file",
             )
 
 
@@ -174,11 +172,8 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
         # Without ZeRO-3, a single model file names the parameters.
         if optim and not models and not any(map(_MODEL.match, files)):
             name = f"mp_rank_{mp_rank:02d}_model_states.pt"
-            yield MISSING.finding(
-                "the model file, which names the parameters, is missing",
-                file=name,
-                expected=name,
-                found="no such file",
+            yield MISSING.missing_file(
+                "the model file, which names the parameters, is missing", name
             )
 
 
@@ -266,12 +261,11 @@ def check_torch_ranks(subject: Subject) -> Iterator[Finding]:
     if not facts:
         return
     for file, rank in facts.missing.items():
-        yield RANK_MISSING.finding(
+        yield RANK_MISSING.missing_file(
             f"the file of rank {rank} is missing",
-            file=file,
+            file,
             rank=str(rank),
             expected=f"files of {len(facts.ranks)} ranks",
-            found="no such file",
         )
 
 

@@ -134,7 +134,7 @@ def check_listed_files(subject: Subject) -> Iterator[Finding]:
             if "/" in name
             else "the file is missing, but integrity.json lists it"
         )
-        yield MISSING.finding(message, file=name, expected="a file", found="no such file")
+        yield MISSING.missing_file(message, name, expected="a file")
     for name in subject.files:
         if name.endswith(".distcp") and "/" not in name and name not in listed:
             yield UNLISTED.finding("integrity.json does not list the file", file=name)

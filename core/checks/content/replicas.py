@@ -7,7 +7,7 @@ compared only if the digests differ, or if a replica is part of an array.
 Source: docs/facts/reshard.md 3; the layout rules determine the ranks that hold a tensor
 (``core.megatron.reshard.from_ranks``).
 
-Locate and count the differences of two replicas of a box, by reading both again in bands.
+Two replicas of a box are read again in bands, to locate and count their differences.
 """
 
 from __future__ import annotations
@@ -179,15 +179,16 @@ def _compare_replicas(
                 yield UNCOMPARED.finding(err.message, key=replicas.key, file=file, rank=rank)
             continue
         if difference is not None:
+            n_different, index, (first_bytes, other_bytes) = difference
             is_own = replicas.key.rpartition(".")[2] in _OWN_STATISTICS
             yield DIFFERENT.finding(
-                f"{difference.n_different} of {replicas.box.n_elements} elements differ from the"
-                f" replica in {_file(primary)}, the first at index {difference.index}",
+                f"{n_different} of {replicas.box.n_elements} elements differ from the"
+                f" replica in {_file(primary)}, the first at index {index}",
                 file=file,
                 key=replicas.key,
                 rank=rank,
-                expected=f"{difference.first} as in {_rank(primary) or _file(primary)}",
-                found=difference.other,
+                expected=f"{first_bytes} as in {_rank(primary) or _file(primary)}",
+                found=other_bytes,
                 severity=Severity.NOTE if is_own else None,
                 hint=_OWN_HINT if is_own else None,
             )
@@ -207,22 +208,6 @@ def _rank(fragment: Fragment) -> str | None:
 _BAND_BYTES = 4 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The difference of two replicas.
-
-    Args:
-        n_different: number of elements with any different bit.
-        index: index of the first such element, in the tensor.
-        first, other: bytes of that element in the two replicas, in hexadecimal digits.
-    """
-
-    n_different: int
-    index: Shape
-    first: str
-    other: str
-
-
 def first_difference(
     store: ReadStore,
     catalog: Catalog,
@@ -231,13 +216,17 @@ def first_difference(
     other: Fragment,
     *,
     device: Device | None = None,
-) -> Difference | None:
+) -> tuple[int, Shape, tuple[str, str]] | None:
     """Compare two fragments with the same box; return None if they are equal bit for bit.
 
     Args:
         key: key of the tensor.
         first, other: two of its fragments.
         device: accelerator that may compare the bytes; None for the CPU.
+
+    Returns:
+        The number of elements with any different bit, the index of the first one in the tensor, and
+        the bytes of that element in both, in hexadecimal digits.
 
     Raises:
         CheckpointingException: a fragment cannot be read.
@@ -272,7 +261,7 @@ def first_difference(
             index = tuple(a + int(b) for a, b in zip(band.offset, in_band, strict=True))
             span = slice(first_in_band * size, (first_in_band + 1) * size)
             elements = (bytes(contents[0][span]).hex(), bytes(contents[1][span]).hex())
-    return None if index is None else Difference(n_different, index, *elements)
+    return None if index is None else (n_different, index, elements)
 
 
 CHECKS = (Check(check_replicas, Level.DEEP),)

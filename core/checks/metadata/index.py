@@ -113,12 +113,11 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
     shard_of: dict[str, str] = {}
     for name, keys in sorted(listed.items()):
         if name not in subject.files:
-            yield MISSING.finding(
+            yield MISSING.missing_file(
                 f"{index.file} places {len(keys)} tensors in this file, which is missing",
-                file=name,
+                name,
                 key=min(keys),
                 expected="the file",
-                found="no such file",
             )
             continue
         stored = _names_in_shard(subject, name)
@@ -247,11 +246,8 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
     for (stem, total, suffix), numbers in _shard_series(subject).items():
         index = f"{stem}.{suffix}.index.json"
         if int(total) > 1 and index not in subject.files:
-            yield NO_INDEX.finding(
-                "the shards are numbered, but no index lists their tensors",
-                file=index,
-                expected=index,
-                found="no such file",
+            yield NO_INDEX.missing_file(
+                "the shards are numbered, but no index lists their tensors", index
             )
         # With a catalog, no shard is missing. Numbers from 0 are not those of transformers.
         if 0 in numbers or subject.catalog is not None:
@@ -260,11 +256,10 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
             number for number in range(1, min(int(total), 1 << 20) + 1) if number not in numbers
         )
         for number in islice(missing, _MOST_NAMED):
-            yield MISSING.finding(
+            yield MISSING.missing_file(
                 f"only {len(numbers)} of {int(total)} shards exist",
-                file=f"{stem}-{number:0{len(total)}d}-of-{total}.{suffix}",
+                f"{stem}-{number:0{len(total)}d}-of-{total}.{suffix}",
                 expected="the file",
-                found="no such file",
             )
 
 
@@ -331,11 +326,8 @@ def check_configuration(subject: Subject) -> Iterator[Finding]:
         and has_weights
         and not any(name in subject.files for name in _CONFIGS)
     ):
-        yield NO_CONFIG.finding(
-            "the directory holds Hugging Face weights, but no configuration",
-            file=_CONFIGS[0],
-            expected=_CONFIGS[0],
-            found="no such file",
+        yield NO_CONFIG.missing_file(
+            "the directory holds Hugging Face weights, but no configuration", _CONFIGS[0]
         )
 
 

@@ -92,7 +92,7 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
         yield from _check_metadata_files(subject, backend)
     if CONFIG not in files and _is_megatron_core(subject):
         message = f"{CONFIG} is missing; Megatron writes it last, so the save was not completed"
-        yield UNFINISHED.finding(message, file=CONFIG, expected=CONFIG, found="no such file")
+        yield UNFINISHED.missing_file(message, CONFIG)
     if backend is not None:
         yield from _check_common_state(subject, backend)
 
@@ -112,12 +112,7 @@ def _check_common_state(subject: Subject, backend: object) -> Iterator[Finding]:
     # torch_dist may keep the common state in .metadata, so only an error that names it proves that
     # it is missing.
     if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
-        yield MISSING.finding(
-            "the common state is missing",
-            file=COMMON_FILE,
-            expected=COMMON_FILE,
-            found="no such file",
-        )
+        yield MISSING.missing_file("the common state is missing", COMMON_FILE)
 
 
 def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding]:
@@ -139,7 +134,7 @@ def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding
         if name not in files and (has_items or backend == "torch_dist" or name != METADATA):
             message, hint, is_complete = explain_missing_metadata(name, subject.store)
             code = MISSING if is_complete else UNFINISHED
-            yield code.finding(message, file=name, expected=name, found="no such file", hint=hint)
+            yield code.missing_file(message, name, hint=hint)
 
 
 def _is_megatron_core(subject: Subject) -> bool:
@@ -194,11 +189,10 @@ def _check_trackers_in(
     for pattern, tracker, software in _TRACKED:
         n_iterations = sum(pattern.match(name) is not None for name in folders)
         if n_iterations:
-            yield NO_TRACKER.finding(
+            yield NO_TRACKER.missing_file(
                 f"{n_iterations} iterations, but no {tracker}: {software} would start over",
-                file=_relative(subject, store, tracker),
+                _relative(subject, store, tracker),
                 expected=tracker,
-                found="no such file",
             )
 
 

@@ -48,6 +48,7 @@ from core.errors import (
     Report,
     UnsafeError,
     UnsupportedError,
+    placing_errors,
     raising,
 )
 from core.files.store import check_name
@@ -234,13 +235,10 @@ def _parse_by_machine(data: bytes, label: str) -> _Parsed:
         CorruptError, UnsafeError, UnsupportedError: no entry can be read.
     """
     problems: list[_Problem] = []
-    try:
+    with placing_errors(file=label):
         with noting_uses() as uses:
             root = read_by_machine(data, label=label)
         metadata = _ColumnBuilder(root, report=lambda err: problems.append(_problem_of(err))).read()
-    except CheckpointingException as err:
-        err.file = err.file or label
-        raise
     return _Parsed(metadata, tuple(problems), frozenset(uses))
 
 

@@ -52,7 +52,6 @@ from typing import TYPE_CHECKING
 from core.catalog.tensor import whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
-from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import (
     is_rank_file,
     layer_files,
@@ -60,9 +59,14 @@ from core.formats.deepspeed.files import (
     model_parallel_ranks,
     rank_files,
 )
-from core.formats.deepspeed.model_parallel.grid import recorded_size
 from core.formats.deepspeed.model_parallel.read import read_model_files, read_model_parallel
-from core.formats.deepspeed.model_states import iteration_of, parse_model_states, version_of
+from core.formats.deepspeed.model_states import (
+    ZeroFacts,
+    iteration_of,
+    parse_model_states,
+    recorded_size,
+    version_of,
+)
 from core.formats.deepspeed.partitioned import read_data_parallel
 from core.formats.deepspeed.state_file import read_state_file
 from core.formats.deepspeed.tree import (

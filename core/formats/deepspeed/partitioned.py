@@ -28,9 +28,8 @@ from core.errors import (
     ReplicaMismatchError,
 )
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
-from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import missing_rank
-from core.formats.deepspeed.model_states import parse_model_states, record_other_files
+from core.formats.deepspeed.model_states import ZeroFacts, parse_model_states, record_other_files
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import (
@@ -214,12 +213,12 @@ def read_partitioned(
     def runs(name: str) -> list[StoredRun]:
         return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
-    unlisted = unlisted_weights(model, weights, head.stage)
-    weights = with_shared(model, weights | unlisted.tensors)
+    unlisted, unlisted_notes, lost = unlisted_weights(model, weights, head.stage)
+    weights = with_shared(model, weights | unlisted)
 
     # The optimizer's states and settings by parameter. ZeRO-3 may divide a group into several flat
     # groups; the numbers in the settings are then kept, as they are no groups of parameters.
-    by_parameter = states_by_parameter(store, partition, shapes, optim)
+    states, undivided = states_by_parameter(store, partition, shapes, optim)
     names_of = {number: list(group) for number, group in enumerate(model.groups)}
     if isinstance(partition, CutGroups):
         names_of = {group.number: [] for group in partition.groups}
@@ -230,13 +229,13 @@ def read_partitioned(
         state=head.state,
         facts=ZeroFacts(head.stage, len(optim)),
         weights=weights,
-        states=by_parameter.states,
+        states=states,
         param_groups=head.param_groups,
         names_of=names_of if len(model.groups) == len(head.fp32) else {},
         other_entries=head.other_entries,
-        notes=[*_frozen_notes(model, weights), *unlisted.notes],
+        notes=[*_frozen_notes(model, weights), *unlisted_notes],
         dropped=[
-            *(*unlisted.dropped, *by_parameter.dropped),
+            *(*lost, *undivided),
             *dict.fromkeys(entry for model in models for entry in model.dropped),
             *record_other_files(models),
         ],
@@ -426,31 +425,21 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
 STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
-class StatesByParameter:
-    """The optimizer's states by parameter.
-
-    Args:
-        states: parameter → state name → ``Tensor`` or ``WholeObject``; only parameters that
-            have a state.
-        dropped: states that cannot be divided among parameters, with the reason.
-    """
-
-    states: dict[str, dict[str, object]]
-    dropped: list[Dropped]
-
-
 def states_by_parameter(
     store: ReadStore,
     partition: Partition,
     shapes: Mapping[str, Shape],
     optim: Sequence[OptimStates],
-) -> StatesByParameter:
-    """Return the optimizer's states by parameter.
+) -> tuple[dict[str, dict[str, object]], list[Dropped]]:
+    """Return the optimizer's states by parameter, and those that cannot be divided among them.
 
     Args:
         shapes: shapes of the parameters in the flat groups.
         optim: the optimizer files by rank.
+
+    Returns:
+        Parameter → state name → ``Tensor`` or ``WholeObject``, for parameters that have a state;
+        and the record of the other states, with the reason.
 
     Raises:
         CorruptError: the ranks have different states, or a state is shorter than the weights.
@@ -474,7 +463,7 @@ def states_by_parameter(
                 continue
             entry = tensor_in_groups(partition, name, shape, flat[state]) if kind == _FLAT else kind
             states.setdefault(name, {})[state] = entry
-    return StatesByParameter(states, dropped)
+    return states, dropped
 
 
 _FLAT = "flat"

@@ -103,29 +103,17 @@ def _frozen_3(
     return tensor_of_runs(arrays[0].dtype, shape, runs)
 
 
-@dataclass(frozen=True, slots=True)
-class UnlistedWeights:
-    """Parameters that are neither in an optimizer group nor in the list of frozen parameters.
-
-    Args:
-        tensors: the parameters by name.
-        notes: messages for the user.
-        dropped: parameters whose data is not stored, with the reason.
-    """
-
-    tensors: dict[str, Tensor]
-    notes: list[str]
-    dropped: tuple[Dropped, ...]
-
-
 def unlisted_weights(
     model: ModelStates, listed: Mapping[str, Tensor], stage: int
-) -> UnlistedWeights:
+) -> tuple[dict[str, Tensor], list[str], tuple[Dropped, ...]]:
     """Return the parameters that only the module contains.
 
     Args:
         listed: the weights that are known from other entries.
         stage: ZeRO stage, 1 to 3.
+
+    Returns:
+        The parameters by name, notes to the user, and the record of those whose data is not stored.
     """
     names = [name for name in model.module if name not in listed and name not in model.shared]
     # ZeRO-3 stores empty tensors in the module, in place of parameters that it partitions.
@@ -138,7 +126,7 @@ def unlisted_weights(
             f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: whole_tensor(model.module[name]) for name in names}
-    return UnlistedWeights(tensors, notes, dropped_each(lost, "ZeRO-3 does not store its parts"))
+    return tensors, notes, dropped_each(lost, "ZeRO-3 does not store its parts")
 
 
 def with_shared(model: ModelStates, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -19,7 +19,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import UNLIKE_ANY_WRITER, CheckpointingException, CorruptError, TruncatedError
+from core.errors import (
+    UNLIKE_ANY_WRITER,
+    CorruptError,
+    TruncatedError,
+    placing_errors,
+)
 from core.files.store import check_name
 from core.formats.ocdbt.nodes import (
     OcdbtManifest,
@@ -103,15 +108,12 @@ class _TreeWalk:
                 hint=UNLIKE_ANY_WRITER,
             )
         self._budget.earn(size)
-        try:
+        with placing_errors(file=name):
             manifest = read_manifest(self._store.read(name, 0, size), self._budget)
             if manifest.height > _MAX_HEIGHT:
                 raise CorruptError(
                     f"the tree has {manifest.height} levels, but at most {_MAX_HEIGHT} are allowed"
                 )
-        except CheckpointingException as err:
-            err.file = err.file or name
-            raise
         return manifest
 
     def _walk_below(
@@ -130,16 +132,9 @@ class _TreeWalk:
         if (path, location.offset) not in self._visited:
             self._visited.add((path, location.offset))
             self._budget.earn(location.n_bytes)
-        try:
-            entries = read_node(
-                self._store.read(path, location.offset, location.n_bytes),
-                location,
-                height,
-                self._budget,
-            )
-        except CheckpointingException as err:
-            err.file, err.span = err.file or path, err.span or span
-            raise
+        with placing_errors(file=path, span=span):
+            data = self._store.read(path, location.offset, location.n_bytes)
+            entries = read_node(data, location, height, self._budget)
 
         # Descend, or yield the values of a leaf.
         for entry in entries:

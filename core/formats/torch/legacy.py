@@ -53,27 +53,18 @@ _WINDOW_BYTES = 128 << 10
 """Bytes that ``pickle_end`` reads at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyStream:
-    """The content of a stream.
-
-    Args:
-        value: the inert object.
-        records: ``data/<key>`` → position of the storage with that key, named as in a zip.
-    """
-
-    value: object
-    records: Mapping[str, Record]
-
-
 def read_legacy(
     store: ReadStore, file: str, *, start: int, n_bytes: int, hooks: Mapping[tuple[str, str], Hook]
-) -> LegacyStream:
+) -> tuple[object, dict[str, Record]]:
     """Read a stream; the data of its storages is not read.
 
     Args:
         start, n_bytes: the bytes of the file that are the stream.
         hooks: build the tensors, see ``core.formats.torch.tensors``.
+
+    Returns:
+        The inert object; and ``data/<key>`` → position of the storage with that key, named as in a
+        zip.
 
     Raises:
         TruncatedError: the stream ends too early.
@@ -108,7 +99,7 @@ def read_legacy(
         raise CorruptError("the list of storage keys is malformed", file=file, span=(start, at))
     # The storages follow in the order of their keys.
     records = storages.records(keys, _StorageCursor(store, file, at, stop, is_little))
-    return LegacyStream(value, records)
+    return value, records
 
 
 @dataclass(slots=True)

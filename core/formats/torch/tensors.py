@@ -48,7 +48,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import islice
 from math import prod
-from typing import TypeGuard
 
 from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
@@ -394,19 +393,14 @@ def storage_of(storage: object) -> tuple[Global, str, int]:
     if isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage":
         # The fourth part is the device, which does not matter here.
         _, kind, key, _, numel = pid
-        if _is_storage_class(kind) and type(key) is str and type(numel) is int:
-            if 0 <= numel < 1 << 63:
-                return kind, key, numel
+        is_storage_class = (
+            isinstance(kind, Global)
+            and kind.module.split(".")[0] == "torch"
+            and kind.name.endswith("Storage")
+        )
+        if is_storage_class and type(key) is str and type(numel) is int and 0 <= numel < 1 << 63:
+            return kind, key, numel
     raise CorruptError(f"a tensor has a malformed storage: {pid!r:.120}")
-
-
-def _is_storage_class(kind: object) -> TypeGuard[Global]:
-    """Return whether a pickled name is that of a storage class of torch."""
-    return (
-        isinstance(kind, Global)
-        and kind.module.split(".")[0] == "torch"
-        and kind.name.endswith("Storage")
-    )
 
 
 _KINDS = {

@@ -8,8 +8,7 @@ ones: Megatron's rank files, and the objects of a DCP checkpoint.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
@@ -19,11 +18,11 @@ from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
-    CheckpointingException,
     CorruptError,
     Report,
     UnsafeError,
     UnsupportedError,
+    placing_errors,
     raising,
     suggesting,
 )
@@ -129,7 +128,7 @@ def parse(
     if substitute is not None:
         raise CorruptError(substitute.title, file=file, hint=substitute.hint)
     reader = TensorHooks(f"{prefix}#", takes_apart=True)
-    with _placing_errors(file=file), gc_paused():
+    with placing_errors(file=file), gc_paused():
         if kind == "legacy":
             content = _read_legacy_stream(store, file, start, n_bytes, reader)
         else:
@@ -240,8 +239,8 @@ def _read_legacy_stream(
     """Read the object of a stream from before torch 1.6, but not the data of its tensors."""
     from core.formats.torch.legacy import VERSION, read_legacy
 
-    stream = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
-    return _Content(file, stream.value, stream.records, False, f"legacy {VERSION}")
+    value, records = read_legacy(store, file, start=start, n_bytes=n_bytes, hooks=reader.hooks)
+    return _Content(file, value, records, False, f"legacy {VERSION}")
 
 
 def load_object(
@@ -264,7 +263,7 @@ def load_object(
     assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
     prefix = f"{key}:"
-    with _placing_errors(key=key, span=(start, start + n_bytes)):
+    with placing_errors(key=key, span=(start, start + n_bytes)):
         # A bare pickle has no tensors.
         if stream_kind(store, file, start, n_bytes) == "pickle":
             return load(store.read(file, start, n_bytes), label=file), {}
@@ -318,14 +317,14 @@ def load_shared(
     assert extent.encoding is None and len(array.shape) == 1
     file, start, n_bytes = extent.file, extent.offset, array.shape[0]
     reader = TensorHooks(f"{key}:#", hooks)
-    with _placing_errors(key=key, span=(start, start + n_bytes)):
+    with placing_errors(key=key, span=(start, start + n_bytes)):
         # A bare pickle has no tensors.
         kind = stream_kind(store, file, start, n_bytes)
         if kind == "pickle":
             return load(store.read(file, start, n_bytes), label=file, hooks=hooks), {}
         # A torch file: every tensor that the hooks located becomes an array.
         refuse_other_streams(store, file, start, n_bytes)
-        with _placing_errors(file=file), gc_paused():
+        with placing_errors(file=file), gc_paused():
             read_content = _read_legacy_stream if kind == "legacy" else _read_zip
             content = read_content(store, file, start, n_bytes, reader)
             builder = _TreeBuilder(content, reader, "", array.coords)
@@ -360,20 +359,6 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
         file=file,
         hint="load it with the program that wrote it, and save it with torch.save",
     )
-
-
-@contextmanager
-def _placing_errors(
-    *, file: str | None = None, key: str | None = None, span: tuple[int, int] | None = None
-) -> Iterator[None]:
-    """Add file, key and bytes to errors that lack them."""
-    try:
-        yield
-    except CheckpointingException as err:
-        err.file = err.file or file
-        err.key = err.key or key
-        err.span = err.span or span
-        raise
 
 
 class _TreeBuilder:

@@ -144,11 +144,8 @@ class RefusedKey:
     key: object
 
 
-class _Refused:
-    """The type of ``_REFUSED``."""
-
-
-_REFUSED = _Refused()
+_REFUSED = object()
+"""Stands for a node that does not stay in the tree."""
 
 
 class _AsideVisitor:

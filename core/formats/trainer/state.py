@@ -112,9 +112,8 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
     Raises:
         CorruptError, TruncatedError, UnsafeError: an optimizer's file is damaged or hostile.
     """
-    listing = state_files(store)
-    files = listing.files
-    if not (files or listing.others):
+    files, others = state_files(store)
+    if not (files or others):
         return catalog
     # Entries need a place in the root of the state dict, which a flat catalog gets here.
     flat: dict[object, object] = {key: TensorLeaf(key) for key in catalog.tensors}
@@ -143,7 +142,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
             parts.append(part)
     joined = with_entries(catalog, skeleton, parts) if parts else catalog
     read = {part.entry: files[part.entry] for part in parts}
-    facet = TrainingState(read, (*unread.values(), *listing.others))
+    facet = TrainingState(read, (*unread.values(), *others))
     return joined.noted(notes).with_facet(facet)
 
 
@@ -348,22 +347,12 @@ def is_optimizer(entry: str) -> bool:
     return _OPTIMIZER.fullmatch(entry) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class StateFiles:
-    """The files of training state in a directory.
-
-    Args:
-        files: entry → file.
-        others: files with such names that ``torch.save`` did not write, or of an entry that another
-            file has.
-    """
-
-    files: dict[str, str]
-    others: tuple[str, ...]
-
-
-def state_files(store: ReadStore) -> StateFiles:
+def state_files(store: ReadStore) -> tuple[dict[str, str], tuple[str, ...]]:
     """Find the files of training state in a directory.
+
+    Returns:
+        Entry → file; and the files with such names that ``torch.save`` did not write, or of an
+        entry that another file has.
 
     Raises:
         StorageError: the directory or a file cannot be read.
@@ -380,7 +369,7 @@ def state_files(store: ReadStore) -> StateFiles:
         if stream_kind(store, name, 0, store.size(name)) in ("zip", "legacy"):
             files.setdefault(entry, name)
     read = set(files.values())
-    return StateFiles(files, tuple(name for _, name in matches if name not in read))
+    return files, tuple(name for _, name in matches if name not in read)
 
 
 def _by_number(name: str) -> tuple[int, str]:
@@ -401,8 +390,8 @@ def with_state_above(catalog: Catalog, store: ReadStore, *, prefix: str, folder:
     Raises:
         StorageError: the directory or a file cannot be read.
     """
-    listing = state_files(store)
-    files = {entry: file for entry, file in listing.files.items() if not is_optimizer(entry)}
+    all_files, _ = state_files(store)
+    files = {entry: file for entry, file in all_files.items() if not is_optimizer(entry)}
     taken = taken_entries(catalog, catalog.skeleton, files)
     parts = [
         object_entry(entry, f"{prefix}{file}", store.size(file))

@@ -25,7 +25,7 @@ from core.errors import (
 )
 from core.files.store import LocalStore, MemoryStore
 from core.formats.deepspeed import format as deepspeed
-from core.formats.deepspeed.facets import ZeroFacts
+from core.formats.deepspeed.model_states import ZeroFacts
 from core.formats.deepspeed.partition import cut_groups, cut_parameters, plain_groups
 from core.pickle.inert import TensorLeaf, attributes
 from core.pickle.nesting import entries

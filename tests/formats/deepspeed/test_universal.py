@@ -18,7 +18,7 @@ from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.deepspeed import format as deepspeed
-from core.formats.deepspeed.facets import ZeroFacts
+from core.formats.deepspeed.model_states import ZeroFacts
 from core.formats.deepspeed.universal import format as deepspeed_universal
 from core.formats.deepspeed.universal.format import NO_STATE, for_universal
 from core.formats.torch.format import parse

@@ -1,6 +1,6 @@
 """A DeepSpeed checkpoint of several pipeline stages or tensor-parallel ranks.
 
-On disk, beside the files of each model-parallel rank (``model_parallel.grid``)::
+On disk, beside the files of each model-parallel rank (``model_states``)::
 
     layer_NN-model_states.pt             weights of layer NN of a ``PipelineModule``
     layer_NN-model_TT-model_states.pt    the same of tensor-parallel rank TT
@@ -32,9 +32,7 @@ from core.catalog.key_patterns import some_of
 from core.catalog.tensor import Tensor, find_ties, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
-from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
-from core.formats.deepspeed.model_parallel.grid import grid_of
 from core.formats.deepspeed.model_parallel.join import are_equal, joined
 from core.formats.deepspeed.model_parallel.rules import (
     INFO,
@@ -46,6 +44,8 @@ from core.formats.deepspeed.model_parallel.rules import (
 )
 from core.formats.deepspeed.model_states import (
     NO_TENSOR,
+    ZeroFacts,
+    grid_of,
     parse_model_states,
     record_other_files,
 )
@@ -59,9 +59,8 @@ from core.pickle.inert import TensorLeaf
 if TYPE_CHECKING:
     from core.catalog.stored import StoredArray
     from core.files.store import ReadStore
-    from core.formats.deepspeed.model_parallel.grid import StageGrid
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
-    from core.formats.deepspeed.model_states import ModelStates
+    from core.formats.deepspeed.model_states import ModelStates, StageGrid
     from core.formats.deepspeed.partition import Shapes
 
 _COMPARED_BYTES = 1 << 16

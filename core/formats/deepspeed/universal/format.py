@@ -52,9 +52,9 @@ from core.catalog.optimizer_keys import is_optimizer_key
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
-from core.formats.deepspeed.facets import ZeroFacts
 from core.formats.deepspeed.model_states import (
     ModelStates,
+    ZeroFacts,
     iteration_of,
     parse_model_states,
     version_of,

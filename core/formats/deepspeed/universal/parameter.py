@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import Tensor, whole_tensor
-from core.errors import CheckpointingException, CorruptError, MissingShardError
+from core.errors import CorruptError, MissingShardError, placing_errors
 from core.formats.deepspeed.runs import reshaped
 from core.formats.deepspeed.state_file import read_value, type_of
 from core.formats.deepspeed.tree import OPTIMIZER, STATE, WholeObject
@@ -216,11 +216,8 @@ def _read_entry(
         shape: shape in the model states, for a bare tensor.
         key: the parameter, for messages.
     """
-    try:
+    with placing_errors(key=key):
         value, arrays = read_value(store, file)
-    except CheckpointingException as err:
-        err.key = err.key or key
-        raise
     # ZeRO-1 and 2 store a dict, ZeRO-3 a bare tensor; a step may be a number.
     mapping = as_mapping(value)
     if mapping is None:

@@ -31,7 +31,7 @@ from core.catalog.optimizer_keys import state_of as state_of_megatron
 from core.changes.factor_states import check_factors
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
-from core.formats.deepspeed.facets import ZeroFacts
+from core.formats.deepspeed.model_states import ZeroFacts
 from core.formats.deepspeed.tree import EXTRAS, OPTIMIZER, PARAM_GROUPS, PARAMS, STATE
 from core.formats.deepspeed.universal.expert_parallel import EP_SIZE, expert_facts
 from core.formats.deepspeed.universal.parameter import (
