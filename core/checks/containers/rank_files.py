@@ -53,7 +53,14 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     folders = [folder for folder, names in files_in.items() if not is_optimizer_dir(names)]
     # If the catalog could be read, every rank has its model file.
     if subject.catalog is None:
-        yield from _check_model_files({folder: files_in[folder] for folder in folders})
+        for folder in folders:
+            if choose_model_file(files_in[folder]) is None and _NEMO_FILE not in files_in[folder]:
+                yield MISSING.missing_file(
+                    "the model file of the rank is missing",
+                    f"{folder}/{MODEL_FILE}",
+                    rank=folder,
+                    expected=MODEL_FILE,
+                )
     # Compare the directories with those that the training arguments imply. With expert parallelism
     # there are several possible sets, depending on the version of Megatron.
     args = _read_args(subject, files_in) if folders else None
@@ -70,35 +77,18 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
         return  # impossible sizes: reported by the checks of the layout
     if subject.catalog is None:
         yield from _check_rank_dirs(set(folders), [set(names) for names in allowed], topology)
-    # With expert parallelism, some ranks rightly have no file of the distributed optimizer.
-    if topology.ep == 1:
-        yield from _check_optimizer_files(subject, folders)
-
-
-def _check_optimizer_files(subject: Subject, folders: list[str]) -> Iterator[Finding]:
-    """Check that either all ranks or none have a file of the distributed optimizer."""
-    incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
-    if len(incomplete) == len(folders):
+    # Either all ranks or none have a file of the distributed optimizer. With expert parallelism,
+    # some ranks rightly have none.
+    if topology.ep != 1:
         return
-    for folder in incomplete:
+    incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
+    for folder in incomplete if len(incomplete) < len(folders) else ():
         yield MISSING.missing_file(
             "the distributed optimizer file of this rank is missing; other ranks have one",
             f"{folder}/{OPTIM_FILE}",
             rank=folder,
             expected=OPTIM_FILE,
         )
-
-
-def _check_model_files(files_in: Mapping[str, Collection[str]]) -> Iterator[Finding]:
-    """Report rank directories without a model file of Megatron or NeMo."""
-    for folder, names in files_in.items():
-        if choose_model_file(names) is None and _NEMO_FILE not in names:
-            yield MISSING.missing_file(
-                "the model file of the rank is missing",
-                f"{folder}/{MODEL_FILE}",
-                rank=folder,
-                expected=MODEL_FILE,
-            )
 
 
 def _int_argument(args: object, name: str) -> int | None:

@@ -283,7 +283,15 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
     value = config.get(BACKEND_KEY)
     backend = value if isinstance(value, str) else None
     if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
-        yield _unknown_backend(config)
+        has_key = BACKEND_KEY in config
+        yield BACKEND.finding(
+            f"metadata.json names {'an unknown' if has_key else 'no'} backend",
+            file=CONFIG,
+            key=BACKEND_KEY,
+            expected=" or ".join(BACKENDS),
+            found=f"{config[BACKEND_KEY]!r:.60}" if has_key else "no such entry",
+            hint="set it to the backend that saved the files, or use an older checkpoint",
+        )
     if backend in _MARKS:
         yield from _check_known_backend(subject, config, backend)
 
@@ -325,21 +333,6 @@ def _is_megatron_core(subject: Subject) -> bool:
     catalog = subject.salvaged.catalog
     has_object = catalog is not None and COMMON_OBJECT in catalog.objects
     return subject.format is not None and (subject.format.has_common_state or has_object)
-
-
-def _unknown_backend(config: Mapping[str, object]) -> Finding:
-    """Build the finding for a missing or unknown backend in ``metadata.json``."""
-    from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG
-
-    has_key = BACKEND_KEY in config
-    return BACKEND.finding(
-        "metadata.json names an unknown backend" if has_key else "metadata.json names no backend",
-        file=CONFIG,
-        key=BACKEND_KEY,
-        expected=" or ".join(BACKENDS),
-        found=f"{config[BACKEND_KEY]!r:.60}" if has_key else "no such entry",
-        hint="set it to the backend that saved the files, or use an older checkpoint",
-    )
 
 
 CHECKS = (

@@ -243,7 +243,13 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
     """Check that shards without an index are complete, judging by their numbers (CK101, CK528)."""
     if subject.store.entry is not None:
         return  # a shard that is examined alone
-    for (stem, total, suffix), numbers in _shard_series(subject).items():
+    # The numbers of the shards that are alike but for them: (stem, total, suffix) → numbers.
+    series: dict[tuple[str, str, str], set[int]] = {}
+    for name in subject.files:
+        shard = _SHARD.match(name)
+        if shard is not None and "/" not in name and not _PIECE.match(name):
+            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
+    for (stem, total, suffix), numbers in series.items():
         index = f"{stem}.{suffix}.index.json"
         if int(total) > 1 and index not in subject.files:
             yield NO_INDEX.missing_file(
@@ -261,16 +267,6 @@ def _check_numbering(subject: Subject) -> Iterator[Finding]:
                 f"{stem}-{number:0{len(total)}d}-of-{total}.{suffix}",
                 expected="the file",
             )
-
-
-def _shard_series(subject: Subject) -> dict[tuple[str, str, str], set[int]]:
-    """Group the shards by everything but their number: (stem, total, suffix) → numbers."""
-    series: dict[tuple[str, str, str], set[int]] = {}
-    for name in subject.files:
-        shard = _SHARD.match(name)
-        if shard is not None and "/" not in name and not _PIECE.match(name):
-            series.setdefault((shard[1], shard[3], shard[4]), set()).add(int(shard[2]))
-    return series
 
 
 def _check_pieces(subject: Subject) -> Iterator[Finding]:
