@@ -38,7 +38,7 @@ from core.hf.towers.models import (
     refused_composites,
 )
 from core.hf.towers.tensors import megatron_tensor
-from core.megatron.extras.engine_states import requested_states
+from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import replaced
 from core.pickle.inert import as_mapping
 from core.values import dataclass

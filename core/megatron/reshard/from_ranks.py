@@ -25,7 +25,7 @@ matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from core.arrays.box import Shape
@@ -222,7 +222,10 @@ def unshard_ranks(
     in_states = left_out(
         _tensors_where(catalog, lambda name: f"{EXTRA_STATE}." in name), "in extra states"
     )
-    unused_head = left_out(_by_name([*model.unused, *optimizer.unused]), "of the unused output")
+    unused_head = left_out(
+        {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
+        "of the unused output",
+    )
     megatron = replace(
         _describe_files(model, ranks),
         vocab_size=true_shapes.n_rows,
@@ -564,11 +567,6 @@ def _join_shapes(
         shapes[key] = shapes[param_of(key)]
     notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
-
-
-def _by_name(arrays: Iterable[StoredArray]) -> dict[str, Tensor]:
-    """Return arrays as tensors by their names in the files."""
-    return {array.name: whole_tensor(array) for array in arrays}
 
 
 def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:

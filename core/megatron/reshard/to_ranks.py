@@ -41,8 +41,7 @@ from core.megatron.extras.common_state import (
     plan_entry,
     sharded_object,
 )
-from core.megatron.extras.engine_states import without_unexpected_states
-from core.megatron.extras.extra_states import adapt_expert_states
+from core.megatron.extras.extra_states import adapt_expert_states, without_unexpected_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
@@ -566,9 +565,10 @@ def _plan_files(
                 if optimizer is not None:
                     root[name] = optimizer.add(rank, folder, coords, params)
             else:
-                entry = plan_entry(plan.model, value, f"{folder}:{name}", coords, weights=weights)
-                root[name] = entry.value
-                for key, array in entry.arrays:
+                root[name], arrays = plan_entry(
+                    plan.model, value, f"{folder}:{name}", coords, weights=weights
+                )
+                for key, array in arrays:
                     files.extras.setdefault(key, []).append(array)
         files.ranks[coords] = (folder, root)
     return files
