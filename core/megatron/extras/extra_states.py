@@ -67,6 +67,15 @@ from core.pickle.inert import TensorLeaf, walk
 MAX_READ = 1 << 20
 """Size of the largest state, in bytes, that is read to compare it or to find its kind."""
 _MEASURED = (b"amax_history_fwd", b"scale_fwd", b"scale_bwd")
+_ENGINE_MODULE = re.compile(
+    r"(?P<module>(?:.*\.)?"
+    # Heterogeneous models have linear modules in the place of an attention or MLP.
+    r"(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm|self_attention|mlp))\.weight\d*"
+)
+_ATTENTION_STATE = re.compile(rf"(.*\.)?core_attention\.{EXTRA_STATE}")
+_NORM_STATE = re.compile(rf"(.*\.)?\w*norm\.{EXTRA_STATE}")
+_MAMBA_NORM_STATE = re.compile(rf"(.*\.)?(?:mamba_)?mixer\.norm\.{EXTRA_STATE}")
+_PROJECTION = re.compile(r"(?P<attention>(?:.*\.)?(?:self|cross)_attention)\.linear_proj\.weight")
 
 
 def disagreement(
@@ -225,17 +234,6 @@ def _is_filled(catalog: Catalog, key: str) -> bool:
     value = catalog.objects[key].value
     has_bytes = any(isinstance(leaf, bytes) for leaf in walk(value))
     return value is not None and (any(_bytes_in([value])) or not has_bytes)
-
-
-_ENGINE_MODULE = re.compile(
-    r"(?P<module>(?:.*\.)?"
-    # Heterogeneous models have linear modules in the place of an attention or MLP.
-    r"(?:linear_\w+|eh_proj|in_proj|out_proj|\w*norm|self_attention|mlp))\.weight\d*"
-)
-_ATTENTION_STATE = re.compile(rf"(.*\.)?core_attention\.{EXTRA_STATE}")
-_NORM_STATE = re.compile(rf"(.*\.)?\w*norm\.{EXTRA_STATE}")
-_MAMBA_NORM_STATE = re.compile(rf"(.*\.)?(?:mamba_)?mixer\.norm\.{EXTRA_STATE}")
-_PROJECTION = re.compile(r"(?P<attention>(?:.*\.)?(?:self|cross)_attention)\.linear_proj\.weight")
 
 
 def requested_states(names: Iterable[str]) -> Iterator[str]:

@@ -105,7 +105,14 @@ def shard(
     check_head_gates(catalog.args, "megatron")
     check_target(topology, facts)
     check_rank_files(topology)
-    expert_names = _expert_names(catalog, facts, version=version)
+    described = catalog.facet(MegatronModel) or MegatronModel()
+    expert_names = described.expert_names or facts.expert_names
+    if expert_names == "grouped" and version is not None and not version.has_grouped_mlp:
+        raise UnsupportedError(
+            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
+            "does not have",
+            hint=f"write one module per expert with {OPTION} sequential",
+        )
 
     # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.
     catalog = without_unexpected_states(catalog, is_local=facts.is_local)
@@ -210,24 +217,6 @@ def _target_catalog(
         write=model.write,
         facets={Topology: plan.topology, RankFacts: rank_facts},
     )
-
-
-def _expert_names(
-    catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None
-) -> str | None:
-    """Return the form of experts' names in the rank files.
-
-    Raises:
-        UnsupportedError: the megatron-core that is to load the files has no legacy grouped experts.
-    """
-    names = (catalog.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
-    if names == "grouped" and version is not None and not version.has_grouped_mlp:
-        raise UnsupportedError(
-            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
-            "does not have",
-            hint=f"write one module per expert with {OPTION} sequential",
-        )
-    return names
 
 
 def _layout_notes(
