@@ -92,7 +92,7 @@ _SETTING = re.compile(r"(?P<head>optimizer\.param_groups\.)(?P<name>.+)(?P<tail>
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _TitanPart:
     """The part of a tensor of torchtitan that is a tensor of transformers.
 
     Args:
@@ -194,7 +194,7 @@ def from_torchtitan(
     ).noted([note])
 
 
-def _part_of(catalog: Catalog, key: str, part: _Part) -> Tensor:
+def _part_of(catalog: Catalog, key: str, part: _TitanPart) -> Tensor:
     """Return the tensor of transformers that a part of torchtitan's is."""
     if part.expert is not None:
         return catalog.entry(key, part.expert)
@@ -232,7 +232,7 @@ def _shape_of_parameter(
 
 def _parts_of(
     name: str, shape: Shape, config: Mapping[str, object], *, is_permuted: bool
-) -> Iterator[tuple[str, _Part]]:
+) -> Iterator[tuple[str, _TitanPart]]:
     """Yield the names of Hugging Face for a parameter, each with the part that has it.
 
     Args:
@@ -248,7 +248,7 @@ def _parts_of(
     if match is None:
         if name not in _NAMES:
             raise _unknown(name)
-        yield _NAMES[name], _Part(shape)
+        yield _NAMES[name], _TitanPart(shape)
         return
     prefix, own_name = f"model.layers.{match['layer']}.", match["name"]
     stack = _STACK.fullmatch(own_name)
@@ -256,7 +256,7 @@ def _parts_of(
         matrix = _EXPERT_MATRICES[stack["matrix"]]
         for expert in range(shape[0]):
             new_name = f"{prefix}mlp.experts.{expert}.{matrix}.weight"
-            yield new_name, _Part(shape[1:], expert)
+            yield new_name, _TitanPart(shape[1:], expert)
         return
 
     # Query, key and value may be one parameter: one key-value head after the other.
@@ -275,7 +275,7 @@ def _parts_of(
             ("k", n_rows, head_dim, n_groups),
             ("v", n_rows + head_dim, head_dim, 0),
         ):
-            part = _Part(
+            part = _TitanPart(
                 (n_groups * n, *shape[1:]),
                 rows=(stride, first, n),
                 n_heads=n_of_letter if is_permuted else 0,
@@ -289,9 +289,9 @@ def _parts_of(
     n_permuted = {"attention.wq.weight": n_heads, "attention.wk.weight": n_groups}.get(own_name, 0)
     if n_permuted and is_permuted:
         _rows_per_head(name, shape, n_permuted, is_permuted=True)
-        yield prefix + _NAMES_IN_LAYER[own_name], _Part(shape, n_heads=n_permuted)
+        yield prefix + _NAMES_IN_LAYER[own_name], _TitanPart(shape, n_heads=n_permuted)
     else:
-        yield prefix + _NAMES_IN_LAYER[own_name], _Part(shape)
+        yield prefix + _NAMES_IN_LAYER[own_name], _TitanPart(shape)
 
 
 def _parameter_shape(name: str, shapes: Mapping[str, Shape]) -> Shape | None:
@@ -339,7 +339,7 @@ def _take_rows(fused: Tensor, rows: tuple[int, int, int], shape: Shape) -> Tenso
 
     Args:
         fused: the fused parameter.
-        rows: as in ``_Part``.
+        rows: as in ``_TitanPart``.
         shape: shape of the result.
     """
     stride, first, n_rows = rows
