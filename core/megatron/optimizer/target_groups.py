@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer, ParamGroup, trained
@@ -30,9 +31,11 @@ from core.megatron.optimizer.groups import (
     traits_of,
     without_unused_traits,
 )
-from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.rules import Rules
 from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
 @dataclass(frozen=True, slots=True)
