@@ -290,8 +290,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
     # Megatron-FSDP's checkpoints: DCP with names of their own, and a padded vocabulary.
     if catalog.facet(MegatronModel) is not None and writes_fsdp_dtensor(job):
-        from core.megatron.reshard.fsdp.tensors import with_padding
-        from core.megatron.reshard.fsdp.to_fsdp_dtensor import to_fsdp_dtensor
+        from core.megatron.reshard.to_fsdp_dtensor import to_fsdp_dtensor, with_padding
 
         form = to_fsdp_dtensor(
             catalog,

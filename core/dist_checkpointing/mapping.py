@@ -136,27 +136,23 @@ class ShardedTensor(ShardedBase):
                     raise self._error(
                         f"the global offset {offset} is not a multiple of the local extent {extent}"
                     )
-        if self.flattened_range is not None:
-            self._check_flattened_range(self.flattened_range)
-        if self.data is not None:
-            self._check_data(self.data)
-
-    def _check_flattened_range(self, flat: slice) -> None:
-        if flat.step is not None:
-            raise self._error(f"the flattened range {flat} has a step")
-        is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
-        if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
-            raise self._error(
-                f"the flattened range {flat} exceeds the local shape {self.local_shape}"
-            )
-
-    def _check_data(self, data: torch.Tensor) -> None:
-        if data.dtype != self.dtype:
-            raise self._error(f"the data has dtype {data.dtype}, but {self.dtype} is declared")
-        if tuple(data.shape) != self.data_shape:
-            raise self._error(
-                f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared"
-            )
+        flat = self.flattened_range
+        if flat is not None:
+            if flat.step is not None:
+                raise self._error(f"the flattened range {flat} has a step")
+            is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
+            if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
+                raise self._error(
+                    f"the flattened range {flat} exceeds the local shape {self.local_shape}"
+                )
+        data = self.data
+        if data is not None:
+            if data.dtype != self.dtype:
+                raise self._error(f"the data has dtype {data.dtype}, but {self.dtype} is declared")
+            if tuple(data.shape) != self.data_shape:
+                raise self._error(
+                    f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared"
+                )
 
     def _error(self, message: str) -> CheckpointingException:
         return CheckpointingException(message, key=self.key)

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from core.dist_checkpointing._directory.begin import Publication, begin_publication
-from core.dist_checkpointing._directory.publication import data_dir_of
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication
+from core.dist_checkpointing._directory.publication import DirectoryPublication, data_dir_of
 from core.dist_checkpointing._directory.sums import LOCK, STAGE
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import CheckpointingConfig
@@ -68,6 +68,10 @@ from core.files.object_listing import find_object, forget_listings
 from core.files.remote_path import absolute_location, is_remote
 from core.files.store import translate_os_errors
 from core.files.url import find_location, refuse_url
+
+if TYPE_CHECKING:
+    from core.dist_checkpointing.core import CheckpointingConfig
+
 
 _CONTENT_METADATA_KEY = "content_metadata"
 T = TypeVar("T")
@@ -155,7 +159,7 @@ def save(
     target = absolute_location(find_location(checkpoint_dir))
     publication = comm.together(
         lambda: (
-            begin_publication(
+            _begin_publication(
                 target,
                 overwrite=replaces_megatron() if overwrite is None else overwrite,
                 manifest=manifest,
@@ -199,7 +203,7 @@ class _Publish:
         is_synced: True if the strategies have already flushed their files to disk.
     """
 
-    publication: Publication | None
+    publication: _Publication | None
     config: CheckpointingConfig
     is_synced: bool
 
@@ -560,3 +564,28 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadSharded
             backend.
     """
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
+
+
+class _Publication(Protocol):
+    """A checkpoint that is being written; on the coordinator."""
+
+    def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
+        """Make what was written a checkpoint; see ``DirectoryPublication.publish``."""
+
+    def abandon(self) -> None:
+        """Remove what was written; do nothing after ``publish``."""
+
+
+def _begin_publication(target: Path, *, overwrite: bool, manifest: bool) -> _Publication:
+    """Return the publication of a save, after checking its destination.
+
+    Args:
+        target: an existing directory, or the URL of a prefix.
+        overwrite, manifest: see ``DirectoryPublication`` and ``BucketPublication``.
+
+    Raises:
+        UsageError, StorageError: the destination cannot be written.
+    """
+    if is_remote(target):
+        return BucketPublication(target, overwrite=overwrite, manifest=manifest)
+    return DirectoryPublication(target, overwrite=overwrite, manifest=manifest)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import dequantize, is_float8tensor
 from core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,

@@ -1,34 +1,34 @@
 """Checks of a state dict before saving and loading.
 
 They compare state dicts between ranks and with a checkpoint. These are the documented names of
-``megatron.core.dist_checkpointing.validation``. The reactions to keys that differ are in
-``strictness`` and re-exported here.
+``megatron.core.dist_checkpointing.validation``.
+
+Keys may be only requested or only in the checkpoint (``StrictHandling``). *Unexpected* keys are
+requested, but not in the checkpoint; each rank can find its own. *Missing* keys are in the
+checkpoint, but no rank requests them; to find them, ranks exchange their metadata.
 """
 
 from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.dist_checkpointing._directory.refusal import refusal_of
-from core.dist_checkpointing._directory.strictness import (
-    LOGGING,
-    RAISING,
-    StrictHandling,
-    adjust_non_strict_load,
-    maybe_report_missing_and_unexpected_keys,
-    missing_and_unexpected_keys,
-    parse_strict_flag,
-)
+from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.integrity import check_sharding
-from core.dist_checkpointing.core import maybe_load_config
-from core.dist_checkpointing.dict_utils import dict_list_map_outplace, diff, nested_values
+from core.dist_checkpointing.core import CONFIG_FNAME, maybe_load_config
+from core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    diff,
+    extract_matching_values,
+    nested_values,
+)
 from core.dist_checkpointing.mapping import (
     CommonStateDict,
     ShardedBase,
@@ -44,8 +44,10 @@ from core.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from core.errors import UnsupportedError, UsageError
+from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
 from core.files.url import find_location
+from core.formats.mcore.common_state import COMMON_FILE
+from core.opening.open import open_checkpoint
 
 __all__ = [
     "CkptShardedMetadata",
@@ -71,6 +73,7 @@ CkptShardedMetadata = dict[str, ShardedTensor | ShardedObject]
 """The content of a checkpoint, without data: tensors by key, objects by unique key."""
 
 _MAX_NAMED = 20
+_OLDER = "use an older checkpoint"
 
 
 def validate_integrity_and_strict_load(
@@ -320,3 +323,200 @@ def validate_sharded_objects_handling(
             f"neither {sharded_strategy} nor {common_strategy} handles ShardedObjects",
             hint="choose a strategy with can_handle_sharded_objects",
         )
+
+
+class StrictHandling(Enum):
+    """The reactions of ``load`` to different keys in state dict and checkpoint.
+
+    All but the first read the checkpoint's metadata before loading, and omit unexpected keys from
+    the load. Those that end in ``_all`` also find missing keys, for which ranks exchange their
+    metadata; with ``validate_access_integrity`` ranks do so in any case.
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    """Do not compare keys; the load strategy raises if the checkpoint lacks a requested key."""
+    LOG_UNEXPECTED = "log_unexpected"
+    """Log a warning for unexpected keys."""
+    LOG_ALL = "log_all"
+    """Log a warning for unexpected and for missing keys."""
+    RAISE_UNEXPECTED = "raise_unexpected"
+    """Raise for unexpected keys, before data is read."""
+    RAISE_ALL = "raise_all"
+    """Raise for unexpected and for missing keys, before data is read."""
+    RETURN_UNEXPECTED = "return_unexpected"
+    """Return the unexpected keys with the state dict."""
+    RETURN_ALL = "return_all"
+    """Return the missing and the unexpected keys with the state dict."""
+    IGNORE_ALL = "ignore_all"
+    """Omit unexpected keys without a message."""
+
+    @staticmethod
+    def requires_explicit_ckpt_mismatch_check(val: StrictHandling) -> bool:
+        """Check if the checkpoint's keys are needed."""
+        return val is not StrictHandling.ASSUME_OK_UNEXPECTED
+
+    @staticmethod
+    def requires_global_app_metadata(val: StrictHandling) -> bool:
+        """Check if the keys that other ranks request are needed."""
+        return val in _ALL
+
+    @staticmethod
+    def requires_returning_mismatch_keys(val: StrictHandling) -> bool:
+        """Check if ``load`` returns missing and unexpected keys with the state dict."""
+        return val in (StrictHandling.RETURN_UNEXPECTED, StrictHandling.RETURN_ALL)
+
+
+_ALL = (
+    StrictHandling.IGNORE_ALL,
+    StrictHandling.RAISE_ALL,
+    StrictHandling.RETURN_ALL,
+    StrictHandling.LOG_ALL,
+)
+RAISING = (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL)
+LOGGING = (StrictHandling.LOG_UNEXPECTED, StrictHandling.LOG_ALL)
+
+
+def parse_strict_flag(strict: str | StrictHandling) -> StrictHandling:
+    """Parse the value of a StrictHandling; a StrictHandling is returned unchanged.
+
+    Raises:
+        ValueError: no StrictHandling has this value.
+    """
+    if isinstance(strict, StrictHandling):
+        return strict
+    values = [flag.value for flag in StrictHandling]
+    if strict not in values:
+        raise ValueError(f"strict is {strict!r}, expected one of {', '.join(values)}")
+    return StrictHandling(strict)
+
+
+def adjust_non_strict_load(
+    sharded_state_dict: ShardedStateDict, sharded_keys_to_remove: set[str]
+) -> ShardedStateDict:
+    """Remove the ShardedBase leaves with the given keys from a state dict.
+
+    Raises:
+        UsageError: a leaf is not a ShardedBase.
+    """
+
+    def is_removed(leaf: Any) -> bool:
+        if not isinstance(leaf, ShardedBase):
+            raise UsageError(
+                f"expected only sharded leaves in the state dict, found a {type(leaf).__name__}"
+            )
+        return leaf.key in sharded_keys_to_remove
+
+    _, remaining = extract_matching_values(sharded_state_dict, is_removed)
+    return remaining  # type: ignore[no-any-return]
+
+
+def missing_and_unexpected_keys(
+    ckpt_sharded_metadata: Mapping[str, ShardedBase],
+    local_metadata: Iterable[ShardedBase],
+    global_metadata: Iterable[Iterable[ShardedBase]] | None = None,
+) -> tuple[set[str], set[str]]:
+    """Compare requested keys with those of the checkpoint.
+
+    Args:
+        ckpt_sharded_metadata: all tensors and objects of the checkpoint.
+        local_metadata: tensors and objects that this rank requests.
+        global_metadata: tensors and objects that each rank requests, by rank.
+
+    Returns:
+        The missing keys, empty without ``global_metadata``; and the unexpected keys of this rank.
+    """
+    stored = {leaf.key for leaf in ckpt_sharded_metadata.values()}
+    unexpected = {requested.key for requested in local_metadata} - stored
+    if global_metadata is None:
+        return set(), unexpected
+    requested_by_all = {leaf.key for leaves in global_metadata for leaf in leaves}
+    return stored - requested_by_all, unexpected
+
+
+def maybe_report_missing_and_unexpected_keys(
+    missing_keys: set[str], unexpected_keys: set[str], raise_error: bool = True
+) -> None:
+    """Raise, or log a warning, if keys are missing or unexpected.
+
+    Raises:
+        MissingShardError: keys are missing or unexpected, and ``raise_error``.
+    """
+    parts = []
+    if missing_keys:
+        parts.append(
+            "Missing keys (in the checkpoint, but not requested by any rank): "
+            f"{_format_keys(missing_keys)}"
+        )
+    if unexpected_keys:
+        parts.append(
+            "Unexpected keys (requested by this rank, but not in the checkpoint): "
+            f"{_format_keys(unexpected_keys)}"
+        )
+    if not parts:
+        return
+    if raise_error:
+        raise MissingShardError(
+            f"the state dict and the checkpoint differ. {'. '.join(parts)}",
+            hint="pass strict='log_all' to load without them",
+        )
+    logger.warning("The state dict and the checkpoint differ. %s.", ". ".join(parts))
+
+
+def _format_keys(keys: Iterable[str]) -> str:
+    names = sorted(keys)
+    return ", ".join(names[:_MAX_NAMED]) + (
+        f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
+    )
+
+
+def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
+    """Build the error for a path without a ``metadata.json``; the error is not raised.
+
+    Returns:
+        UsageError: the path does not exist, is a file, or is a directory that contains a
+            checkpoint.
+        MissingShardError: a save into the directory did not finish.
+        UnsupportedError: the directory is a checkpoint of another format, or not a checkpoint.
+    """
+    path = str(checkpoint_dir)
+    if not checkpoint_dir.exists():
+        return UsageError(
+            f"the checkpoint directory {path} does not exist", hint="check the spelling of the path"
+        )
+    if not checkpoint_dir.is_dir():
+        hint = f"pass its directory, {checkpoint_dir.parent}, if that is a checkpoint"
+        return UsageError(
+            f"{path} is a file, not the directory of a distributed checkpoint", hint=hint
+        )
+    # A save that did not finish: with its staging directory, or by Megatron, which has none.
+    if (checkpoint_dir / STAGE).is_dir():
+        return MissingShardError(
+            f"the save into this directory did not finish: it contains {STAGE}, "
+            f"but no {CONFIG_FNAME}",
+            file=path,
+            hint=f"wait if the save is still running, otherwise {_OLDER}",
+        )
+    if (checkpoint_dir / COMMON_FILE).is_file():
+        return MissingShardError(
+            f"{CONFIG_FNAME} is missing; it is written last, so the save did not finish",
+            file=path,
+            hint=_OLDER,
+        )
+    # Opening also finds a checkpoint below the directory, as in a training root.
+    try:
+        source = open_checkpoint(checkpoint_dir, samples=True)
+    except CheckpointingException as err:
+        return UnsupportedError(
+            f"{path} is not a distributed checkpoint: {CONFIG_FNAME} is missing; {err.message}",
+            hint=err.hint,
+        )
+    source.store.close()
+    if source.path.resolve() != checkpoint_dir.resolve():
+        return UsageError(
+            f"{path} is not a distributed checkpoint, but contains one, {source.path.name}",
+            hint=f"load {source.path}",
+        )
+    return UnsupportedError(
+        f"{path} is a checkpoint in the format {source.format.name}, not a distributed checkpoint",
+        hint=f"convert it: ckpt convert {checkpoint_dir} --to torch_dist",
+    )

@@ -8,27 +8,93 @@ a Llama's arguments may have been a Mistral without windows, or a Phi-3. The fir
    (``core.hf.config_json.origin``);
 3. the only family that is recognised by its arguments; of several, the one with the fewest settings
    of its own, as every other one would be a special case of it.
+
+A family's table names the arguments that it fixes (``[fixed.args]``) or that ``config.json`` states
+(``[config]``, ``[settings]``). All others must have the neutral values listed here, as
+``config.json`` could not express them.
+
+Source: Megatron-LM d98e8a64 ``training/arguments.py``; megatron-core 0.16.1
+``transformer/transformer_config.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 
 from core.errors import UnsupportedError
-from core.hf.arguments import misfitting_arguments
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
-from core.values import dataclass
+from core.megatron.model.blocks import TEXT
+from core.megatron.model.hybrid import pattern_of
+
+_OFF = [
+    "activation_func_clamp_value",
+    "apply_layernorm_1p",
+    "apply_residual_connection_post_layernorm",
+    "attention_output_gate",
+    "dsa_indexer_rope_interleaved",
+    "experimental_attention_variant",
+    "falconh1_ratio",
+    "geglu",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_layers_config_path",
+    "hybrid_layer_pattern",
+    "hybrid_override_pattern",
+    "layernorm_zero_centered_gamma",
+    "linear_attention_freq",
+    "mla_down_proj_fusion",
+    "moe_apply_probs_on_input",
+    "moe_latent_size",
+    "moe_mlp_glu_interleave_size",
+    "moe_shared_expert_gate",
+    "no_rope_freq",
+    "openai_gelu",
+    "qk_l2_norm",
+    "quick_geglu",
+    "reglu",
+    "rotary_interleaved",
+    "squared_relu",
+    "use_mup",
+    "window_attn_skip_freq",
+    "window_size",
+]
+
+_FACTORS = (
+    "attention_in_multiplier",
+    "attention_out_multiplier",
+    "embedding_multiplier",
+    "key_multiplier",
+    "lm_head_multiplier",
+    "ssm_in_multiplier",
+    "ssm_out_multiplier",
+)
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "glu_activation": ("swiglu", None),
+    "position_embedding_type": ("rope",),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "rotary_percent": (1, 1.0, None),
+    "softmax_type": ("vanilla", None),
+    "softmax_scale": (None,),
+    "glu_linear_offset": (0, 0.0, None),
+    "layernorm_epsilon": (1e-5,),
+    "dsa_indexer_topk_freq": (1, None),
+    **dict.fromkeys(_FACTORS, (1, 1.0, None)),
+    **dict.fromkeys(_OFF, (False, None, 0, "")),
+}
+"""Argument → values that it has in a model of any family whose table states nothing else."""
+
+_DEFAULTS: Mapping[str, object] = {
+    "normalization": "LayerNorm",
+    "swiglu": False,
+    "position_embedding_type": "learned_absolute",
+    "moe_router_score_function": "softmax",
+}
+"""Megatron's defaults for missing arguments, where they differ from all values above."""
 
 _N_NEAREST = 3
-
-
-@dataclass(frozen=True, slots=True)
-class _FamilyFit:
-    """A family and, as texts, the arguments of a model that it cannot have (``misfits``)."""
-
-    family: Family
-    misfits: tuple[str, ...]
 
 
 def choose_family(
@@ -53,21 +119,21 @@ def choose_family(
     """
     if requested is not None:
         family = family_called(requested) if isinstance(requested, str) else requested
-        fit = _fit_of(family, fields, features)
-        if fit.misfits:
+        misfits = _misfits_of(family, fields, features)
+        if misfits:
             raise UnsupportedError(
-                f"the model is not of family {family.model_type}: {', '.join(fit.misfits)}",
+                f"the model is not of family {family.model_type}: {', '.join(misfits)}",
                 hint=f"supported families: {', '.join(families())}",
             )
         return family
 
     fits = sorted(
-        (_fit_of(family, fields, features) for family in families().values()),
+        ((family, _misfits_of(family, fields, features)) for family in families().values()),
         key=lambda fit: (
-            len(fit.misfits),
-            origin not in (fit.family.model_type, *fit.family.aliases),
-            not fit.family.is_detected,
-            len(fit.family.settings),
+            len(fit[1]),
+            origin not in (fit[0].model_type, *fit[0].aliases),
+            not fit[0].is_detected,
+            len(fit[0].settings),
         ),
     )
     type_names = {
@@ -78,7 +144,7 @@ def choose_family(
             f"the model was converted from one of type {origin[:80]!r}, which has no table",
             hint="give its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
         )
-    candidates = [fit.family for fit in fits if not fit.misfits]
+    candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
         if origin is not None and origin in (family.model_type, *family.aliases):
             return family
@@ -97,36 +163,99 @@ def choose_family(
     return plainest[0]
 
 
-def _fit_of(family: Family, fields: Mapping[str, object], features: frozenset[str]) -> _FamilyFit:
-    """Compare a model with a family."""
+def _misfits_of(
+    family: Family, fields: Mapping[str, object], features: frozenset[str]
+) -> list[str]:
+    """Return, as texts, the arguments of a model that a family cannot have."""
+    args = [FEATURES[name] for name in family.misfits(features)]
+    return [
+        *(f"argument {arg} is {fields.get(arg)!r}" for arg in args),
+        *(
+            f"argument {arg} is {fields.get(arg)!r}, not {value!r}"
+            for arg, value in _misfitting_arguments(fields, family).items()
+        ),
+    ]
 
-    def texts() -> Iterator[str]:
-        for name in family.misfits(features):
-            arg = FEATURES[name]
-            yield f"argument {arg} is {fields.get(arg)!r}"
-        for arg, value in misfitting_arguments(fields, family).items():
-            actual = fields.get(arg)
-            yield f"argument {arg} is {actual!r}, not {value!r}"
 
-    return _FamilyFit(family, tuple(texts()))
+def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
+    """Build the error for a model of no family.
 
-
-def _no_family(fits: list[_FamilyFit]) -> UnsupportedError:
-    """Build the error for a model of no family; ``fits`` has the nearest family first."""
-    nearest = fits[0]
-    alike = [fit.family.model_type for fit in fits if fit.misfits == nearest.misfits]
+    Args:
+        fits: families with the arguments that they cannot have, the nearest family first.
+    """
+    nearest, misfits = fits[0]
+    alike = [family.model_type for family, other in fits if other == misfits]
     if len(alike) > 1:
         return UnsupportedError(
-            f"no family of Hugging Face models fits: {', '.join(nearest.misfits)}",
+            f"no family of Hugging Face models fits: {', '.join(misfits)}",
             hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
             "in a file and give it with --family FILE.toml",
         )
     others = [
-        f"{fit.family.model_type} ({len(fit.misfits)} argument{'s' * (len(fit.misfits) > 1)})"
-        for fit in fits[1:_N_NEAREST]
+        f"{family.model_type} ({len(other)} argument{'s' * (len(other) > 1)})"
+        for family, other in fits[1:_N_NEAREST]
     ]
     return UnsupportedError(
-        f"the model is not of family {nearest.family.model_type}: {', '.join(nearest.misfits)}",
+        f"the model is not of family {nearest.model_type}: {', '.join(misfits)}",
         hint=f"other families differ, too: {', '.join(others)}; describe its family in a file and "
         "give it with --family FILE.toml",
     )
+
+
+def _misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments whose values no model of a family has.
+
+    Args:
+        fields: training arguments by name.
+
+    Returns:
+        Argument → the value that models of the family have.
+    """
+    stated = {*family.config, *family.settings, *family.switches}
+    if "hybrid_override_pattern" in stated:
+        stated |= {"hybrid_layer_pattern", *_without_effect(fields)}
+    if TEXT in stated:
+        stated |= {"heterogeneous_layers_config_path"}  # Megatron prefers the text
+    misfits: dict[str, object] = {}
+    for name, neutral in _NEUTRAL.items():
+        if name in stated or (name == "rotary_percent" and "partial" in family.rope):
+            continue
+        fixed = family.fixed_args.get(name)
+        allowed = tuple(fixed) if isinstance(fixed, list) else (fixed,)
+        if name not in family.fixed_args:
+            allowed = neutral
+        if name == "position_embedding_type" and "yarn" in family.rope:
+            allowed = (*allowed, "yarn")
+        value = fields.get(name, _DEFAULTS.get(name, allowed[0]))
+        # None means False. Types are compared too, as True == 1 in Python.
+        if value is None and False in allowed:
+            continue
+        if not any(
+            value is item or (type(value) is type(item) and value == item) for item in allowed
+        ):
+            misfits[name] = allowed[0]
+    # What config.json has no name for follows from the other sizes.
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    if isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        usual = {"num_query_groups": heads, "kv_channels": hidden // heads}
+        for name, value in usual.items():
+            is_fixed = family.config.get(name) == () and name not in family.settings
+            if name == "num_query_groups" and not fields.get("group_query_attention"):
+                continue
+            if is_fixed and fields.get(name) not in (None, value):
+                misfits[name] = value
+    return misfits
+
+
+def _without_effect(fields: Mapping[str, object]) -> frozenset[str]:
+    """Return the arguments that no layer of a hybrid model depends on."""
+    pattern = pattern_of(fields)
+    layers = "" if pattern is None else pattern.layers
+    names = set()
+    if "*" not in layers:
+        names |= {"position_embedding_type", "rotary_percent", "qk_layernorm"}
+    if "-" not in layers and "E" not in layers:
+        names |= {"swiglu", "squared_relu", "openai_gelu", "quick_geglu", "glu_activation"}
+    if "E" not in layers:
+        names |= {"moe_router_score_function", "moe_latent_size"}
+    return frozenset(names)

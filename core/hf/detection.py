@@ -9,8 +9,9 @@ a note; models of the types in ``hf/refused.toml`` may have such tensors and mea
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 
 from core.catalog.tensor import Tensor
@@ -20,19 +21,10 @@ from core.hf.family import Family, families, find_family
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
 from core.hf.values import CONFIG
-from core.values import dataclass
 
 _N_NEAREST = 3
 _N_NAMED = 2
 """Number of tensors that the error names for each family."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Difference:
-    """The tensors that do not fit a family: missing or of another shape, and surplus ones."""
-
-    family: Family
-    keys: tuple[str, ...]
 
 
 def detect_family(
@@ -68,11 +60,11 @@ def detect_family(
     # Compare with every family that the configuration could be of.
     differences = sorted(
         _differences(tensors, config),
-        key=lambda item: (len(item.keys), *_remoteness(item.family, config)),
+        key=lambda item: (len(item[1]), *_remoteness(item[0], config)),
     )
     # Models whose layers Megatron's own script cannot build, or computes differently, are too
     # special to be guessed.
-    fitting = [item.family for item in differences if not item.keys]
+    fitting = [family for family, keys in differences if not keys]
     built = [family for family in fitting if family.builder is None and family.differs is None]
     plain = [family for family in built if _ignored_window(config, family) is None]
     if plain:
@@ -94,7 +86,7 @@ def detect_family(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
         hint="nearest: "
-        + "; ".join(map(_difference_text, differences[:_N_NEAREST]))
+        + "; ".join(starmap(_difference_text, differences[:_N_NEAREST]))
         + ". Describe the family in a file and give it with --family FILE.toml"
         if differences
         else f"{CONFIG} lacks the sizes that the supported families have; "
@@ -161,8 +153,8 @@ def _arguments(config: Mapping[str, object], family: Family) -> dict[str, object
 
 def _differences(
     tensors: Mapping[str, Tensor], config: Mapping[str, object]
-) -> Iterator[_Difference]:
-    """Yield what does not fit, for every family whose sizes the configuration has."""
+) -> Iterator[tuple[Family, list[str]]]:
+    """Yield every family whose sizes the configuration has, with the tensors that do not fit."""
     for family in families().values():
         try:
             args = _arguments(_sizes_alone(config, family), family)
@@ -171,7 +163,7 @@ def _differences(
             model = model_of(args, n_rows=n_rows, n_tensors=len(tensors))
         except (CorruptError, MissingShardError, UnsupportedError):
             continue
-        yield _Difference(family, tuple(_misfits(tensors, family, model)))
+        yield family, list(_misfits(tensors, family, model))
 
 
 def _sizes_alone(config: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -209,8 +201,7 @@ def _misfits(tensors: Mapping[str, Tensor], family: Family, model: Model) -> Ite
             yield key
 
 
-def _difference_text(difference: _Difference) -> str:
+def _difference_text(family: Family, keys: Sequence[str]) -> str:
     """Describe what does not fit a family."""
-    keys = difference.keys
     more = f" and {len(keys) - _N_NAMED:,} others" if keys[_N_NAMED:] else ""
-    return f"{difference.family.model_type} (not {', '.join(keys[:_N_NAMED])}{more})"
+    return f"{family.model_type} (not {', '.join(keys[:_N_NAMED])}{more})"

@@ -151,7 +151,13 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "pattern":
         return config["hybrid_override_pattern"]
     if setting.way == "linear_layers":
-        return _linear_frequency(setting, config, n_layers)
+        interval = count_of(config, "full_attention_interval", default=setting.every)
+        if config.get(setting.name) is None:
+            return interval
+        linear = _listed_types(config, _ATTENTION, n_layers)
+        # Megatron's own number if it describes the layers, of which one alone may be full.
+        first = linear.index(0) + 1 if 0 in linear else max(interval, n_layers + 1)
+        return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
     if setting.way in ("indexers", "first_indexers"):
         every, n_first = _indexer_frequency(setting, config, n_layers)
         return every if setting.way == "indexers" else n_first
@@ -302,24 +308,6 @@ def _listed_types(
         if kind not in kinds:
             raise UnsupportedError(f"layers of type {str(kind)[:80]!r}", file=CONFIG)
     return [kinds[kind] for kind in types]
-
-
-def _linear_frequency(
-    setting: Setting, config: Mapping[str, object], n_layers: int
-) -> int | list[int]:
-    """Return ``linear_attention_freq``: a number if the pattern has one, else a list.
-
-    Raises:
-        CorruptError: ``layer_types`` or ``full_attention_interval`` is malformed.
-        UnsupportedError: a layer has another type.
-    """
-    interval = count_of(config, "full_attention_interval", default=setting.every)
-    if config.get(setting.name) is None:
-        return interval
-    linear = _listed_types(config, _ATTENTION, n_layers)
-    # Megatron's own number if it describes the layers; the first full layer may be the only one.
-    first = linear.index(0) + 1 if 0 in linear else max(interval, n_layers + 1)
-    return first if linear == [int(bool((n + 1) % first)) for n in range(n_layers)] else linear
 
 
 def indexer_types(

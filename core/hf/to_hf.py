@@ -106,10 +106,9 @@ def to_hf(
     if catalog.optimizer is not None:
         from core.hf.optimizer.to_named import hf_states
 
-        states = hf_states(catalog, catalog.optimizer, pairs)
-        tensors |= states.tensors
-        objects = states.objects
-        padding |= states.padding
+        states, objects, rows = hf_states(catalog, catalog.optimizer, pairs)
+        tensors |= states
+        padding |= rows
 
     # Describe the model in config.json, and list the entries that cannot be stored.
     files: dict[str, bytes] = {}
@@ -234,16 +233,6 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
             Dropped(("optimizer",), NOT_IN_HF, tensors=tuple(states)),
             *(entry for entry in dropped if entry not in of_optimizer),
         ]
-    names = _other_entries(catalog)
-    if has_config and "args" in names:
-        names.remove("args")
-        dropped += dropped_each(("args",), f"{CONFIG} describes the model")
-    place = "in Hugging Face checkpoints" if has_config else "under Hugging Face's names"
-    return [*dropped, *dropped_each(names, f"not stored {place}", catalog.tensors)]
-
-
-def _other_entries(catalog: Catalog) -> list[str]:
-    """Return the names of all entries that are neither a weight nor optimizer state."""
     # The local implementation saves extra states without content; they are not worth a line.
     empty = (None, [None])
     extra_states = [key for key in catalog.tensors if _EXTRA in key and not is_optimizer_key(key)]
@@ -253,4 +242,9 @@ def _other_entries(catalog: Catalog) -> list[str]:
     # The shards of one object share the name before the slash.
     objects = dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
     names = [*extra_states, *objects]
-    return names + [str(name) for name in common_of(catalog) if name not in names]
+    names = names + [str(name) for name in common_of(catalog) if name not in names]
+    if has_config and "args" in names:
+        names.remove("args")
+        dropped += dropped_each(("args",), f"{CONFIG} describes the model")
+    place = "in Hugging Face checkpoints" if has_config else "under Hugging Face's names"
+    return [*dropped, *dropped_each(names, f"not stored {place}", catalog.tensors)]

@@ -49,7 +49,7 @@ from core.hf.value_head import NOTE as HEAD_NOTE
 from core.hf.value_head import find_value_head
 from core.hf.values import ARGUMENT, CONFIG, UNUSED_WEIGHT_HINT, count_of
 from core.megatron.extras.common_state import EXTRA_STATE
-from core.megatron.extras.engine_states import states_of_rank_files
+from core.megatron.extras.extra_states import states_of_rank_files
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.quantize.schemes import quantized_weights

@@ -21,7 +21,7 @@ from dataclasses import replace
 from core.catalog.key_patterns import listed_keys, some_of
 from core.catalog.removal import record_replaced
 from core.errors import UnsupportedError
-from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
+from core.hf.tensors.packed import stack_experts, transpose_stacks
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
 
 

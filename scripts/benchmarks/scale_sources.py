@@ -34,7 +34,7 @@ from core.files.store import LocalStore
 from core.formats.torch.format import parse
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.megatron.model.args import facts_of, fields_of, topology_of
-from core.megatron.model.stages import Stages
+from core.megatron.model.pipeline import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_ordered_dict
 

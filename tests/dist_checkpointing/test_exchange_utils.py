@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 
 from core.dist_checkpointing import exchange_utils
 from core.dist_checkpointing._ranks import comm
-from core.dist_checkpointing._ranks.parcels import PARCEL_BYTES
-from core.dist_checkpointing._ranks.shard_bytes import own_bytes
+from core.dist_checkpointing._ranks.shard_bytes import PARCEL_BYTES, own_bytes
 from core.dist_checkpointing.exchange_utils import (
     determine_main_replica_uniform_distribution,
     distribute_shards_to_ranks,

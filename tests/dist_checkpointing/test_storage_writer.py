@@ -260,7 +260,7 @@ def test_tensors_are_split_into_files_of_a_size(tmp_path: Path):
 
 
 def test_batches_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("core.dist_checkpointing._engine.batches.BATCH_BYTES", 100)
+    monkeypatch.setattr("core.dist_checkpointing._engine.bridge.BATCH_BYTES", 100)
     for format in FORMATS:
         dcp.save(state_of(), storage_writer=CkptStorageWriter(tmp_path / format, format))
         assert READERS[format](tmp_path / format) == flat(state_of())

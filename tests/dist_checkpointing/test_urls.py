@@ -30,10 +30,9 @@ from core.dist_checkpointing import (
     remove_sharded_tensors,
     save,
 )
-from core.dist_checkpointing._background.thread_caller import InThread
-from core.dist_checkpointing._directory.begin import begin_publication
+from core.dist_checkpointing._background.caller import InThread
 from core.dist_checkpointing.core import CheckpointingConfig
-from core.dist_checkpointing.serialization import load_sharded_metadata
+from core.dist_checkpointing.serialization import _begin_publication, load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -287,7 +286,7 @@ def test_objects_are_replaced_only_on_request_and_others_stay(s3: Any) -> None:
 
 def test_a_second_save_to_the_same_url_is_refused(s3: Any) -> None:
     root = location_of("s3://runs/saved/twice")
-    first = begin_publication(root, overwrite=False, manifest=False)
+    first = _begin_publication(root, overwrite=False, manifest=False)
     with pytest.raises(StorageError, match="another save to this URL"):
         save(sharded(0, 1), str(root))
     # What an interrupted save left is deleted on request; that save then cannot be published.

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from core.dist_checkpointing import mapping, utils
-from core.dist_checkpointing._engine.float8 import is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import is_float8tensor
 from core.dist_checkpointing.dict_utils import nested_values
 
 EXTRACTIONS = [

@@ -22,7 +22,7 @@ from core.convert.prepare import prepare
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore
-from core.hf.torchtitan.to_hf import from_torchtitan
+from core.hf.torchtitan import from_torchtitan
 from core.opening.open import open_checkpoint
 from tests.support.materialize import tensor_bytes
 

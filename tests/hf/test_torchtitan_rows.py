@@ -14,7 +14,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.files.store import LocalStore
-from core.hf.torchtitan.to_hf import from_torchtitan
+from core.hf.torchtitan import from_torchtitan
 from tests.support.materialize import tensor_bytes
 
 KEY = "layers.0.attention.wq.weight"

@@ -9,7 +9,7 @@ from core.convert.global_form.request import FormRequest
 from core.convert.global_form.steps import GlobalStep, apply_checked, blaming_options
 from core.convert.job import Job
 from core.errors import UnsupportedError
-from core.megatron.optimizer.named_groups import with_named_groups
+from core.megatron.optimizer.target_groups import with_named_groups
 
 
 def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:

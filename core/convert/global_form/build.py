@@ -97,7 +97,7 @@ def global_form(
         text = text_model_of(catalog, config)
         catalog, config = text.catalog, text.config
     if config is not None and (names is not None or format.has_layout):
-        from core.hf.torchtitan.to_hf import from_torchtitan, is_torchtitan
+        from core.hf.torchtitan import from_torchtitan, is_torchtitan
 
         if is_torchtitan(catalog):
             has_no_optimizer = job.optim == "drop" or (job.optim is None and format.carries_files)

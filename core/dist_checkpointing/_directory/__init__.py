@@ -1,4 +1,4 @@
-"""Where a save goes: its publication, removal of entries, and refusal of other directories.
+"""Where a save goes: its publication, and removal of entries from what was saved.
 
-Start at ``begin``; ``strictness`` defines the reactions to keys that do not match.
+Start at ``publication``, of a directory; ``bucket_publication`` is that of an object store.
 """

@@ -158,7 +158,17 @@ class DirectoryPublication:
                 the message reports that the checkpoint is complete or that restoring failed.
         """
         try:
-            self._check_stage()
+            # If the staging directory was removed, its files are lost, even if a later rank has
+            # created it again.
+            with translate_os_errors(str(self.checkpoint_dir), doing="look at"):
+                is_ours = is_current(self._lock_fd, self._stage_dir)
+            if not is_ours:
+                raise StorageError(
+                    f"the directory, or {STAGE} in it, was removed during the save",
+                    file=str(self.checkpoint_dir),
+                    hint="save again, and exclude checkpoints that are being saved from clean-up "
+                    "jobs",
+                )
             with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
                 if self._has_manifest:
@@ -178,23 +188,6 @@ class DirectoryPublication:
                 ) from err
         finally:
             self.abandon()
-
-    def _check_stage(self) -> None:
-        """Raise unless the staging directory is still the one that this object has locked.
-
-        If it was removed, its files are lost, even if a later rank has created it again.
-
-        Raises:
-            StorageError: the staging directory was removed.
-        """
-        with translate_os_errors(str(self.checkpoint_dir), doing="look at"):
-            is_ours = is_current(self._lock_fd, self._stage_dir)
-        if not is_ours:
-            raise StorageError(
-                f"the directory, or {STAGE} in it, was removed during the save",
-                file=str(self.checkpoint_dir),
-                hint="save again, and exclude checkpoints that are being saved from clean-up jobs",
-            )
 
     def abandon(self) -> None:
         """Remove the staging directory and its lock; do nothing after ``publish``."""
@@ -221,7 +214,13 @@ class DirectoryPublication:
                 # All other entries must be on disk before metadata.json appears.
                 if target == config_path:
                     sync_folder(self.checkpoint_dir)
-                self._move_entry(source, target)
+                try:
+                    rename_new(source, target)
+                except FileExistsError as err:
+                    raise UsageError(
+                        f"{target.name} appeared in the directory during the save",
+                        file=str(self.checkpoint_dir),
+                    ) from err
                 finished_moves.append((source, target))
                 # The removal of the old metadata.json must be on disk before the other entries of
                 # its checkpoint move.
@@ -264,20 +263,6 @@ class DirectoryPublication:
         ]
         replaced.sort(key=lambda name: (name != CONFIG_FNAME, name))
         return [(self.checkpoint_dir / name, old_dir / name) for name in replaced]
-
-    def _move_entry(self, source: Path, target: Path) -> None:
-        """Rename an entry without replacing another.
-
-        Raises:
-            UsageError: the target exists.
-        """
-        try:
-            rename_new(source, target)
-        except FileExistsError as err:
-            raise UsageError(
-                f"{target.name} appeared in the directory during the save",
-                file=str(self.checkpoint_dir),
-            ) from err
 
 
 def _check_directory(checkpoint_dir: Path) -> None:

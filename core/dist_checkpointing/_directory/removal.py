@@ -66,9 +66,31 @@ def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         )
     # Replace the metadata first, so that no reader looks for bytes that are being deleted.
     remaining = {row.key: row for row in _list_rows(metadata) if not row.key.startswith(key_prefix)}
-    write_file(folder, METADATA, [_build_metadata(metadata, remaining)])
+    # Megatron's own attributes have an item per key, too.
+    paths, mcore_data = metadata.planner_data, metadata.mcore_data
+    attributes: dict[str, object] = {}
+    if isinstance(mcore_data, dict):
+        attributes["mcore_data"] = {
+            key: value for key, value in mcore_data.items() if key in remaining
+        }
+    content = write_metadata(
+        remaining.values(),
+        planner_data=None
+        if paths is None
+        else {key: path for key, path in paths.items() if key in remaining},
+        version=metadata.version or "1.0.0",
+        attributes=attributes,
+    )
+    write_file(folder, METADATA, [content])
     delete_file(folder / MANIFEST)
-    for name in sorted(set(metadata.files) - _find_used_files(metadata, remaining)):
+
+    # Keep the files with data of the remaining entries.
+    names = {item.file for key, item in metadata.objects.items() if key in remaining}
+    for key, tensor in metadata.tensors.items():
+        if key in remaining:
+            rows = metadata.file_index[tensor.first : tensor.first + tensor.n_chunks]
+            names.update(metadata.files[number] for number in set(rows))
+    for name in sorted(set(metadata.files) - names):
         delete_file(folder / name)
     sync_folder(folder)
     return removed
@@ -81,37 +103,6 @@ def _list_rows(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
         yield TensorRow(key, tensor.dtype, tensor.shape, chunks, tensor.requires_grad)
     for key, item in metadata.objects.items():
         yield ObjectRow(key, *item)
-
-
-def _find_used_files(
-    metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]
-) -> set[str]:
-    """Return the names of the files with data of the remaining entries."""
-    names = {item.file for key, item in metadata.objects.items() if key in remaining}
-    for key, tensor in metadata.tensors.items():
-        if key in remaining:
-            rows = metadata.file_index[tensor.first : tensor.first + tensor.n_chunks]
-            names.update(metadata.files[number] for number in set(rows))
-    return names
-
-
-def _build_metadata(metadata: DcpMetadata, remaining: dict[str, TensorRow | ObjectRow]) -> bytes:
-    """Build the content of ``.metadata`` for the remaining entries."""
-    # Megatron's own attributes have an item per key, too.
-    paths, mcore_data = metadata.planner_data, metadata.mcore_data
-    attributes: dict[str, object] = {}
-    if isinstance(mcore_data, dict):
-        attributes["mcore_data"] = {
-            key: value for key, value in mcore_data.items() if key in remaining
-        }
-    return write_metadata(
-        remaining.values(),
-        planner_data=None
-        if paths is None
-        else {key: path for key, path in paths.items() if key in remaining},
-        version=metadata.version or "1.0.0",
-        attributes=attributes,
-    )
 
 
 def check_prefix(key_prefix: str) -> None:

@@ -13,11 +13,11 @@ engine that converts files, with memory in place of the files on one side.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,7 +25,6 @@ from core.arrays.box import Box, full_box
 from core.arrays.cast import is_supported
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
-from core.dist_checkpointing._engine.batches import batches
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.dist_checkpointing._values.objects import live_object, load_stream
 from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
@@ -38,6 +37,10 @@ from core.formats.zarr.fill import missing_chunk, unstored
 from core.live.load import fill
 from core.live.tensors import Chunk, LiveTensor
 from core.megatron.optimizer.sharded.read import in_true_shapes
+
+T = TypeVar("T")
+BATCH_BYTES = 512 << 20
+"""Approximate size of the tensors that pass through host memory at once, in bytes."""
 
 
 def chunk_of(tensor: ShardedTensor) -> Chunk:
@@ -289,29 +292,19 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
                     if shards
                     else None,
                 )
-            values[key] = _read_object(catalog, store, item)
+            # The value is a stream of its own, or a part of the catalog.
+            if item.raw_key is not None:
+                array = catalog.fragments(item.raw_key)[0].array
+                value = load_stream(store, array, key=item.key)
+            else:
+                value = live_value(item.value, catalog, store, key=item.key)
+            # Megatron-Core wraps every ShardedObject in a list with one element.
+            if not isinstance(value, list) or len(value) != 1:
+                raise UnsupportedError(
+                    "not a ShardedObject, which is stored as a list with one element", key=item.key
+                )
+            values[key] = value[0]
     return values
-
-
-def _read_object(catalog: Catalog, store: ReadStore, item: Any) -> object:
-    """Read the value of a ShardedObject.
-
-    Raises:
-        UnsupportedError: the stored value is not a list with one element.
-        CheckpointingException: the value cannot be read.
-    """
-    # The value is a stream of its own, or a part of the catalog.
-    if item.raw_key is not None:
-        array = catalog.fragments(item.raw_key)[0].array
-        value = load_stream(store, array, key=item.key)
-    else:
-        value = live_value(item.value, catalog, store, key=item.key)
-    # Megatron-Core wraps every ShardedObject in a list with one element.
-    if not isinstance(value, list) or len(value) != 1:
-        raise UnsupportedError(
-            "not a ShardedObject, which is stored as a list with one element", key=item.key
-        )
-    return value[0]
 
 
 def live_value(
@@ -369,3 +362,25 @@ def to_host(chunk: Chunk, data: torch.Tensor) -> torch.Tensor:
     # Resolve lazy conjugation and negation, which the memory of the tensor does not show.
     host = data.cpu().resolve_conj().resolve_neg()
     return host if chunk.flat is None else host.contiguous()
+
+
+def batches(items: Iterable[T], n_bytes_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield all items in their order, in lists of at most ``BATCH_BYTES`` each.
+
+    A larger item has a list of its own.
+
+    Args:
+        items: the items to divide.
+        n_bytes_of: returns the size of an item, in bytes.
+    """
+    batch: list[T] = []
+    total = 0
+    for item in items:
+        n_bytes = n_bytes_of(item)
+        if batch and total + n_bytes > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += n_bytes
+    if batch:
+        yield batch

@@ -1,4 +1,4 @@
-"""Communication between ranks, the distribution of shards over them, and checks of the shards.
+"""Communication between ranks, the bytes of their shards, and checks of the shards.
 
-Start at ``shard_distribution`` and ``integrity``; ``comm`` wraps torch.distributed.
+Start at ``shard_bytes`` and ``integrity``; ``comm`` wraps torch.distributed.
 """

@@ -108,7 +108,17 @@ def _check_tensor(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
         return
     chunks = _main_chunks(shards)
     for chunk, holders in chunks.items():
-        _check_chunk(key, chunk, holders)
+        # In an uneven division, several ranks may have a chunk without elements at the same offset.
+        if holders[0].shard.flattened_range is not None:
+            _check_ranges(key, chunk, holders)
+        elif len(holders) > 1 and 0 not in chunk[1]:
+            raise UsageError(
+                f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks "
+                f"{_format_ranks(holders)}",
+                key=key,
+                rank=_format_ranks(holders),
+                hint=_DUPLICATE_HINT,
+            )
     if shards[0].shard.has_regular_grid:
         _check_grid(key, shards, list(chunks))
 
@@ -165,27 +175,6 @@ def _main_chunks(
             chunk = tuple(shard.global_offset), tuple(shard.local_shape)
             chunks.setdefault(chunk, []).append(rank_shard)
     return chunks
-
-
-def _check_chunk(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
-    """Raise unless a chunk has one main replica, or flattened shards that tile it.
-
-    In an uneven division, several ranks may have a chunk without elements at the same offset.
-
-    Raises:
-        UsageError: several main replicas hold the chunk, or flattened ranges overlap or leave a
-            hole.
-    """
-    if holders[0].shard.flattened_range is not None:
-        _check_ranges(key, chunk, holders)
-    elif len(holders) > 1 and 0 not in chunk[1]:
-        raise UsageError(
-            f"the {_describe_chunk(chunk)} has {len(holders)} main replicas, on ranks "
-            f"{_format_ranks(holders)}",
-            key=key,
-            rank=_format_ranks(holders),
-            hint=_DUPLICATE_HINT,
-        )
 
 
 def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor]]) -> None:
@@ -246,7 +235,13 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
             hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
         )
     # Every cell of the grid must have a chunk, and no chunk may be outside.
-    cells = sorted(_cell_of(chunk, extents) for chunk in chunks)
+    cells = sorted(
+        tuple(
+            offset // extent if extent else offset
+            for offset, extent in zip(chunk[0], extents, strict=True)
+        )
+        for chunk in chunks
+    )
     for cell in cells:
         if any(index >= n for index, n in zip(cell, grid, strict=True)):
             raise UsageError(
@@ -255,7 +250,10 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
                 hint="check the offsets",
             )
     if len(cells) < prod(grid):
-        missing = _first_missing(cells, grid)
+        in_c_order = (_unravel(number, grid) for number in range(prod(grid)))
+        missing = next(
+            cell for cell, other in zip(in_c_order, [*cells, None], strict=False) if cell != other
+        )
         raise UsageError(
             f"no main replica holds shard {missing} of the grid of {grid} shards"
             f" ({prod(grid) - len(cells)} of {prod(grid)} are missing); "
@@ -263,22 +261,6 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
             key=key,
             hint=_MISSING_HINT,
         )
-
-
-def _cell_of(chunk: _Chunk, extents: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the index of a chunk in a grid of chunks with the given extents."""
-    return tuple(
-        offset // extent if extent else offset
-        for offset, extent in zip(chunk[0], extents, strict=True)
-    )
-
-
-def _first_missing(cells: list[tuple[int, ...]], grid: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the first index of a grid, in C order, that is not among the sorted ``cells``."""
-    number = next(
-        number for number, cell in enumerate([*cells, None]) if cell != _unravel(number, grid)
-    )
-    return _unravel(number, grid)
 
 
 def _unravel(number: int, grid: tuple[int, ...]) -> tuple[int, ...]:

@@ -2,18 +2,28 @@
 
 A shard is sent as a 1-D uint8 tensor, because not every backend of torch.distributed supports every
 dtype (gloo no float8, NCCL no complex numbers).
+
+A ``Parcel`` is the unit in which a rank sends shards to others: a large one, or several small ones.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from core.arrays.box import boxes_of_flat_range
-from core.dist_checkpointing._engine.float8 import dequantize, is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import dequantize, is_float8tensor
 from core.dist_checkpointing.mapping import ShardedTensor
+from core.dist_checkpointing.utils import _ShardId
+
+PARCEL_BYTES = 4 << 20
+"""Maximum size of several shards in one parcel; a message costs as much as about 1 MiB."""
+LEAST_SLICE_BYTES = 256 << 10
+"""Minimum size of a slice, unless its parcel is smaller."""
+_ALIGNMENT = 16
 
 
 def n_elements(tensor: ShardedTensor) -> int:
@@ -127,3 +137,134 @@ def copy_bytes(
             part.copy_(sent)
         else:
             sent.copy_(part)
+
+
+class Parcel(NamedTuple):
+    """Shards that are sent together.
+
+    Args:
+        main_rank: rank of the group that has loaded them.
+        starts: byte offset of each shard in the parcel, aligned for every dtype.
+        n_bytes: size of the parcel, gaps between the shards included.
+    """
+
+    main_rank: int
+    starts: dict[_ShardId, int]
+    n_bytes: int
+
+
+def make_parcels(sizes: Mapping[_ShardId, int], main_rank: Mapping[_ShardId, int]) -> list[Parcel]:
+    """Divide shards into parcels, the largest of each rank first.
+
+    The result does not depend on the order of the arguments' items.
+
+    Args:
+        sizes: size of each shard, in bytes; empty shards are not sent.
+        main_rank: rank of the group that has loaded each shard.
+    """
+    parcels: list[Parcel] = []
+    not_empty = [shard for shard, size in sizes.items() if size]
+    for shard in sorted(
+        not_empty, key=lambda shard: (main_rank[shard], -sizes[shard], sort_key(shard))
+    ):
+        last = parcels[-1] if parcels else None
+        start = _align(last.n_bytes) if last is not None else 0
+        if (
+            last is not None
+            and last.main_rank == main_rank[shard]
+            and start + sizes[shard] <= PARCEL_BYTES
+        ):
+            last.starts[shard] = start
+            parcels[-1] = last._replace(n_bytes=start + sizes[shard])
+        else:
+            parcels.append(Parcel(main_rank[shard], {shard: 0}, sizes[shard]))
+    return parcels
+
+
+def sort_key(shard: Any) -> Any:
+    """Return a shard's id in a form that can be ordered.
+
+    None, in place of a flattened range, comes before all ranges.
+    """
+    return (
+        tuple(() if part is None else part for part in shard) if isinstance(shard, tuple) else shard
+    )
+
+
+def row_bytes(row: Iterable[Parcel | None]) -> int:
+    """Return the size of the largest parcel of a row, in bytes.
+
+    It is rounded up, so that data of any dtype may begin after it.
+    """
+    return max(_align(parcel.n_bytes) for parcel in row if parcel is not None)
+
+
+def slice_bytes(width: int, n_slices: int) -> int:
+    """Return the size of slices of which ``n_slices`` take about as much memory as one parcel.
+
+    Args:
+        width: size of the largest parcel, in bytes.
+        n_slices: number of slices that exist at a time.
+    """
+    return min(_align(width), max(LEAST_SLICE_BYTES, _align(width // n_slices)))
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def bytes_in_place(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], device: torch.device
+) -> torch.Tensor | None:
+    """Return the bytes of a parcel in the memory of its tensor; None if they have to be copied.
+
+    They have to be if the parcel has several shards, or its tensor is not among the tensors, not on
+    the device or not in one piece.
+    """
+    if len(parcel.starts) > 1:
+        return None
+    (shard,) = parcel.starts
+    return own_bytes(tensors.get(shard), device)
+
+
+def pack(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
+) -> None:
+    """Copy the bytes of a parcel from ``start`` on to ``raw``, 1-D uint8, until that is full."""
+    for tensor, element, part in _parts(parcel, tensors, raw, start):
+        copy_bytes(tensor, part, element, is_received=False)
+
+
+def unpack(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
+) -> None:
+    """Copy ``raw``, 1-D uint8, to the tensors of a parcel, from its byte ``start`` on.
+
+    Shards of the parcel that are not among the tensors are passed over.
+    """
+    for tensor, element, part in _parts(parcel, tensors, raw, start):
+        copy_bytes(tensor, part, element, is_received=True)
+
+
+def _parts(
+    parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int
+) -> Iterator[tuple[torch.Tensor, int, torch.Tensor]]:
+    """Yield the tensors that have bytes in a slice of a parcel.
+
+    Args:
+        parcel: the parcel.
+        tensors: tensors of its shards, of some at least.
+        raw: the slice, 1-D uint8.
+        start: first byte of the slice in the parcel, aligned.
+
+    Yields:
+        A tensor, the first of its elements in the slice, and the part of ``raw`` for them.
+    """
+    for shard, shard_start in parcel.starts.items():
+        if shard in tensors:
+            tensor = tensors[shard]
+            itemsize = tensor.dtype.itemsize
+            first = max(shard_start, start)
+            stop = min(shard_start + tensor.numel() * itemsize, start + raw.numel())
+            if first < stop:
+                yield tensor, (first - shard_start) // itemsize, raw[first - start : stop - start]

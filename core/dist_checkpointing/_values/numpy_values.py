@@ -54,24 +54,32 @@ def _dtype_with_state(dtype: Any, state: Any) -> Any:
     _, order, base, names, fields, n_bytes, _, flags, *metadata = state
     # Subarrays and structures are described by the dtypes of their elements, which have an order.
     if base is not None:
-        return _subarray_dtype(base)
+        require(
+            type(base) is tuple
+            and len(base) == 2
+            and isinstance(base[0], np.dtype)
+            and not base[0].hasobject
+        )
+        return np.dtype((base[0], _checked_shape(base[1])))
     if names is not None:
         # 0x80 is numpy's flag NPY_ALIGNED_STRUCT.
-        return _structured_dtype(names, fields, n_bytes, is_aligned=bool(flags & 0x80))
+        require(
+            type(names) is tuple
+            and type(fields) is dict
+            and type(n_bytes) is int
+            and 0 <= n_bytes < 1 << 31
+        )
+        checked = [_checked_field(fields[name]) for name in names]
+        spec = {
+            "names": list(names),
+            "formats": [dtype for dtype, _ in checked],
+            "offsets": [offset for _, offset in checked],
+            "itemsize": n_bytes,
+        }
+        return np.dtype(spec, align=bool(flags & 0x80))
     if dtype.kind in "mM" and metadata and metadata[0] is not None:
         dtype = _dtype_with_unit(dtype, metadata[0])
     return dtype if order in ("|", "=", _NATIVE) else dtype.newbyteorder(order)
-
-
-def _subarray_dtype(base: Any) -> Any:
-    """Rebuild the dtype of subarrays from (dtype of the elements, shape)."""
-    require(
-        type(base) is tuple
-        and len(base) == 2
-        and isinstance(base[0], np.dtype)
-        and not base[0].hasobject
-    )
-    return np.dtype((base[0], _checked_shape(base[1])))
 
 
 def _dtype_with_unit(dtype: Any, metadata: Any) -> Any:
@@ -87,23 +95,6 @@ def _dtype_with_unit(dtype: Any, metadata: Any) -> Any:
     unit = unit.decode("ascii") if type(unit) is bytes else unit
     require(unit in _UNITS and type(count) is int and 0 < count < 1 << 31)
     return dtype if unit == "generic" else np.dtype(f"{dtype.kind}8[{count}{unit}]")
-
-
-def _structured_dtype(names: Any, fields: Any, n_bytes: Any, *, is_aligned: bool) -> Any:
-    require(
-        type(names) is tuple
-        and type(fields) is dict
-        and type(n_bytes) is int
-        and 0 <= n_bytes < 1 << 31
-    )
-    checked = [_checked_field(fields[name]) for name in names]
-    spec = {
-        "names": list(names),
-        "formats": [dtype for dtype, _ in checked],
-        "offsets": [offset for _, offset in checked],
-        "itemsize": n_bytes,
-    }
-    return np.dtype(spec, align=is_aligned)
 
 
 def _checked_field(field: Any) -> tuple[Any, int]:

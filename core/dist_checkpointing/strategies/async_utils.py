@@ -13,8 +13,13 @@ import weakref
 from collections import deque
 from typing import NamedTuple
 
-from core.dist_checkpointing._background.caller import AsyncCaller, TemporalAsyncCaller
-from core.dist_checkpointing._background.persistent_caller import PersistentAsyncCaller
+from core.dist_checkpointing._background.caller import (
+    AsyncCaller,
+    InThread,
+    PersistentAsyncCaller,
+    TemporalAsyncCaller,
+    ThreadAsyncCaller,
+)
 from core.dist_checkpointing._background.request import (
     AsyncRequest,
     abandon_rest,
@@ -22,7 +27,6 @@ from core.dist_checkpointing._background.request import (
     judges_itself,
 )
 from core.dist_checkpointing._background.staging import POOL
-from core.dist_checkpointing._background.thread_caller import InThread, ThreadAsyncCaller
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._ranks.torch_error import torch_error
 from core.errors import UsageError

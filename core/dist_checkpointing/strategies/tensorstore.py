@@ -28,10 +28,11 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
+    postprocess_numpy_array,
     replace_leaves,
+    stored_region,
     tensors_of,
 )
-from core.dist_checkpointing.strategies._zarr.shards import postprocess_numpy_array, stored_region
 from core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
     StrategyAction,

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typing_extensions import override
 
-from core.dist_checkpointing._background.thread_caller import InThread
+from core.dist_checkpointing._background.caller import InThread
 from core.dist_checkpointing._directory.removal import remove_entries
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import (
@@ -48,17 +48,15 @@ from core.dist_checkpointing.mapping import (
     ShardedTensor,
     StateDict,
 )
+from core.dist_checkpointing.strategies._torch.planners import MCoreLoadPlanner, MCoreSavePlanner
 
 # Scripts import these four from this module.
-from core.dist_checkpointing.strategies._torch.keys import (  # noqa: F401
+from core.dist_checkpointing.strategies._torch.state import (  # noqa: F401
+    Leaf,
     _replace_sharded_keys_with_state_dict_keys,
     _replace_state_dict_keys_with_sharded_keys,
     _restore_dict_types,
     _unwrap_pyt_sharded_tensor,
-)
-from core.dist_checkpointing.strategies._torch.planners import MCoreLoadPlanner, MCoreSavePlanner
-from core.dist_checkpointing.strategies._torch.state import (
-    Leaf,
     checkpoint_name,
     flatten_state_dict,
     group_by_key,
@@ -74,8 +72,7 @@ from core.dist_checkpointing.strategies.base import (
     require_backend,
     require_version,
 )
-from core.dist_checkpointing.torch_dcp.loaded_plans import contributions_of
-from core.dist_checkpointing.torch_dcp.torch_metadata import read_torch_metadata
+from core.dist_checkpointing.torch_dcp.torch_metadata import contributions_of, read_torch_metadata
 from core.dist_checkpointing.utils import _sharded_object_id, _sharded_tensor_shard_id, _ShardId
 from core.errors import CheckpointingException, UsageError
 from core.files.remote_path import is_remote

@@ -31,10 +31,10 @@ from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from core.dist_checkpointing.strategies._zarr.checkpoints import (
     ZarrCheckpoints,
+    flatten_range,
     replace_leaves,
     tensors_of,
 )
-from core.dist_checkpointing.strategies._zarr.shards import flatten_range
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from core.dist_checkpointing.strategies.tensorstore import (
     _load_from_array,

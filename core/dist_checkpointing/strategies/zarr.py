@@ -45,14 +45,12 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
-    replace_leaves,
-    tensors_of,
-)
-from core.dist_checkpointing.strategies._zarr.shards import (
     flatten_range,
     pad_to_expected_shape,
     postprocess_numpy_array,
+    replace_leaves,
     stored_region,
+    tensors_of,
 )
 from core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,

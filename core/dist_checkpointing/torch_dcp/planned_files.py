@@ -18,7 +18,7 @@ from core.catalog.stored import Extent, StoredArray
 from core.copy.options import CopyOptions
 from core.copy.run import execute
 from core.dist_checkpointing._engine import bridge
-from core.dist_checkpointing._engine.batches import batches
+from core.dist_checkpointing._engine.bridge import batches
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,

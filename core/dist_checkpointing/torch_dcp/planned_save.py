@@ -132,9 +132,27 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     chunks_by_rank = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
     tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
     # Assign every region to one rank, and check that the regions cover each tensor once.
-    pieces = _assign_pieces(chunks_by_rank, tensors)
+    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
+    for rank, chunks in enumerate(chunks_by_rank):
+        for chunk in chunks:
+            if not chunk.box.is_empty:
+                pieces[chunk.key].setdefault(chunk.box, rank)
+            elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
+                pieces[chunk.key][full_box(chunk.shape)] = rank
     for key, writers in pieces.items():
-        _check_pieces(key, tensors[key], writers)
+        boxes = [box for box in writers if not box.is_empty]
+        overlap = first_overlap(boxes)
+        if overlap is not None:
+            first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
+            raise UsageError(
+                f"{first} and {second} overlap, so two ranks would write the same elements",
+                key=key,
+            )
+        region = full_box(tensors[key].shape)
+        if not region.is_empty and not is_tiled(region, boxes):
+            raise MissingShardError(
+                f"no rank has {described(first_hole(region, boxes))} of the tensor", key=key
+            )
     # Collect the other entries, and the paths that torch's planner has recorded.
     objects = dict.fromkeys(
         item.index.fqn for plan in plans for item in plan.items if not is_tensor(item)
@@ -144,49 +162,6 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     return PlannedSave(
         tensors, pieces, tuple(objects), paths if paths_by_rank else None, len(plans)
     )
-
-
-def _assign_pieces(
-    chunks_by_rank: Sequence[Sequence[Chunk]], tensors: Mapping[str, Tensor]
-) -> dict[str, dict[Box, int]]:
-    """Return the regions of every tensor, each with the first rank that has it.
-
-    Empty regions are skipped, except that a tensor without elements has one region.
-    """
-    pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
-    for rank, chunks in enumerate(chunks_by_rank):
-        for chunk in chunks:
-            if not chunk.box.is_empty:
-                pieces[chunk.key].setdefault(chunk.box, rank)
-            elif tensors[chunk.key].n_elements == 0 and not pieces[chunk.key]:
-                pieces[chunk.key][full_box(chunk.shape)] = rank
-    return pieces
-
-
-def _check_pieces(key: str, tensor: Tensor, writers: Mapping[Box, int]) -> None:
-    """Raise unless the regions of a tensor cover each of its elements once.
-
-    Args:
-        key, tensor: the global tensor.
-        writers: its regions, and the rank that writes each.
-
-    Raises:
-        UsageError: two regions overlap.
-        MissingShardError: some elements are not in any region.
-    """
-    boxes = [box for box in writers if not box.is_empty]
-    overlap = first_overlap(boxes)
-    if overlap is not None:
-        first, second = (f"{described(boxes[n])} of rank {writers[boxes[n]]}" for n in overlap)
-        raise UsageError(
-            f"{first} and {second} overlap, so two ranks would write the same elements",
-            key=key,
-        )
-    region = full_box(tensor.shape)
-    if not region.is_empty and not is_tiled(region, boxes):
-        raise MissingShardError(
-            f"no rank has {described(first_hole(region, boxes))} of the tensor", key=key
-        )
 
 
 def is_tensor(item: WriteItem) -> bool:

@@ -32,12 +32,15 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
+from core.dist_checkpointing.torch_dcp.planned_save import chunk_of, is_tensor
+from core.errors import UnsupportedError
 from core.files.source_store import open_store
 from core.files.url import find_location
 from core.formats.dcp.columns import DcpMetadata
 from core.formats.dcp.plans import PlanRow, read_plans
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_of
+from core.live.save import ProcessContribution
 
 
 def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
@@ -117,3 +120,28 @@ def torch_metadata(columns: DcpMetadata) -> Metadata:
     if isinstance(columns.mcore_data, Mapping):
         metadata.mcore_data = dict(columns.mcore_data)
     return metadata
+
+
+def contributions_of(metadata: Metadata | None) -> list[ProcessContribution] | None:
+    """Return what each rank wrote of a loaded checkpoint; None if the metadata does not record it.
+
+    Megatron records the plans of the ranks as ``all_local_plans``.
+
+    The sizes of objects are 0, as plans do not contain them.
+
+    Args:
+        metadata: of a checkpoint, as ``read_torch_metadata`` or torch reads it.
+    """
+    plans = getattr(metadata, "all_local_plans", None)
+    if not plans:
+        return None
+    try:
+        return [
+            ProcessContribution(
+                chunks=tuple(chunk_of(item) for item in plan.items if is_tensor(item)),
+                streams=tuple((item.index.fqn, 0) for item in plan.items if not is_tensor(item)),
+            )
+            for plan in plans
+        ]
+    except UnsupportedError:
+        return None  # a dtype that this version does not save

@@ -79,7 +79,14 @@ def adapter_to_peft(
 
     # Take the adapters apart, layer by layer; none may be left over.
     weights = weights_in(catalog)
-    text = _config_text(fields)
+    recorded = fields.get(ADAPTER_ARGUMENT)
+    if not isinstance(recorded, str):
+        raise UnsupportedError(
+            "the checkpoint does not record the alpha of its adapters",
+            hint="Megatron-Bridge records it in run_config.yaml: copy that next to the weights",
+        )
+    text = recorded.encode()
+    check_config(parse_config(text))
     rank = parse_config(text)["r"]
     tensors: dict[str, Tensor] = {}
     used: set[str] = set()
@@ -172,23 +179,6 @@ def _adapters_of(pair: Pair, weights: Mapping[str, Tensor]) -> Iterator[tuple[st
                         "the other matrix of this adapter is not in the checkpoint", key=present[0]
                     )
                 yield from ((key, keys[key], number) for key in present)
-
-
-def _config_text(fields: Mapping[str, object]) -> bytes:
-    """Return the adapter's configuration from the training arguments.
-
-    Raises:
-        UnsupportedError: there is none, or it does not describe plain LoRA.
-        CorruptError: it is malformed.
-    """
-    text = fields.get(ADAPTER_ARGUMENT)
-    if not isinstance(text, str):
-        raise UnsupportedError(
-            "the checkpoint does not record the alpha of its adapters",
-            hint="Megatron-Bridge records it in run_config.yaml: copy that next to the weights",
-        )
-    check_config(parse_config(text.encode()))
-    return text.encode()
 
 
 def _completed(text: bytes, modules: set[str], *, is_transposed: bool) -> bytes:

@@ -175,7 +175,12 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
             layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
         )
     if _ENUM in names:
-        return frozenset(range(n_layers)) - _listed_layers(config)
+        listed = config.get(_ENUM)
+        items = listed.split(",") if isinstance(listed, str) else listed
+        texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
+        if not all(text.isdecimal() and len(text) < 10 for text in texts if text):
+            raise CorruptError(f"{_ENUM} is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
+        return frozenset(range(n_layers)) - frozenset(int(text) for text in texts if text)
     if "moe_layer_start_index" in names:
         first = count_of(config, "moe_layer_start_index", least=0)
         step = count_of(config, "moe_layer_interval")
@@ -184,20 +189,6 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         moe = {layer for layer in range(first, min(end, n_layers)) if not (layer + 1) % step}
         return frozenset(range(n_layers)) - moe
     return frozenset()
-
-
-def _listed_layers(config: Mapping[str, object]) -> frozenset[int]:
-    """Return the numbers of the layers with experts in ``moe_layers_enum``.
-
-    Raises:
-        CorruptError: it is no list of numbers.
-    """
-    listed = config.get(_ENUM)
-    items = listed.split(",") if isinstance(listed, str) else listed
-    texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
-    if not all(text.isdecimal() and len(text) < 10 for text in texts if text):
-        raise CorruptError(f"{_ENUM} is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
-    return frozenset(int(text) for text in texts if text)
 
 
 def expert_config(fields: Mapping[str, object], family: Family, model: Model) -> dict[str, object]:
@@ -232,7 +223,19 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
     if _ENUM in names.dense:
         config[_ENUM] = ",".join(str(n) for n in range(model.n_layers) if n not in dense)
     if "moe_layer_start_index" in names.dense:
-        config |= _moe_layers_config([n for n in range(model.n_layers) if n not in dense])
+        layers = [n for n in range(model.n_layers) if n not in dense]
+        step = layers[1] - layers[0] if len(layers) > 1 else 1
+        is_regular = layers and layers == list(range(layers[0], layers[-1] + 1, step))
+        if not is_regular or (layers[0] + 1) % step:
+            raise UnsupportedError(
+                "moe_layer_freq has layers with experts at irregular intervals, which "
+                "moe_layer_start_index, moe_layer_end_index and moe_layer_interval cannot express"
+            )
+        config |= {
+            "moe_layer_start_index": layers[0],
+            "moe_layer_end_index": layers[-1],
+            "moe_layer_interval": step,
+        }
     # The router.
     if names.normalized is not None:
         config[names.normalized] = "pre_softmax" not in model.features
@@ -259,26 +262,3 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
             )
         config[names.shared[0]] = sizes["shared_ffn"] // sizes["moe_ffn"]
     return config
-
-
-def _moe_layers_config(layers: list[int]) -> dict[str, object]:
-    """Return the first and the last layer with experts, and the interval between them.
-
-    Args:
-        layers: numbers of the layers with experts, in ascending order.
-
-    Raises:
-        UnsupportedError: the layers have no such interval.
-    """
-    step = layers[1] - layers[0] if len(layers) > 1 else 1
-    is_regular = layers and layers == list(range(layers[0], layers[-1] + 1, step))
-    if not is_regular or (layers[0] + 1) % step:
-        raise UnsupportedError(
-            "moe_layer_freq has layers with experts at irregular intervals, which "
-            "moe_layer_start_index, moe_layer_end_index and moe_layer_interval cannot express"
-        )
-    return {
-        "moe_layer_start_index": layers[0],
-        "moe_layer_end_index": layers[-1],
-        "moe_layer_interval": step,
-    }

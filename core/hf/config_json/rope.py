@@ -17,32 +17,34 @@ only a part of each head's channels (``partial``: ``rotary_percent``).
 ``none``: a family without position embeddings; ``learned``: each position has an embedding, and
 nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4.
 
-``windows``, ``full``: layers with a window rotate differently from the others
-(``core.hf.config_json.by_window``). ``layers``: every layer has settings of its own
-(``core.hf.config_json.per_layer``).
+``windows``, ``full``: layers with a window rotate differently from the others::
 
-Versions: ``rope_theta`` and ``rope_scaling`` (transformers 4) and ``rope_parameters`` (5) are read;
-all three are written, so that both versions can read them.
+    Gemma 3   two bases, layers with a window first      ──▶  rotary_base (10000, 1000000)
+    OLMo 3    one base; layers without a window may      ──▶  rotary_base 500000; the scaling stays
+              have a scaling                                  in config.json (``unsaid_rope``)
 
-Source: transformers 5.23.0 ``modeling_rope_utils.py``; megatron-core 0.16.1
-``models/common/embeddings/``, ``transformer/multi_latent_attention.py``; Megatron-LM d98e8a64
-``training/argument_utils.py`` (YaRN).
+The pair is Megatron-Bridge's argument. No argument of Megatron gives a part of the layers a
+scaling. ``layers``: every layer has settings of its own (``core.hf.config_json.per_layer``).
 
-Not supported: ``dynamic``; ``attention_factor`` other than the one that follows from the factor.
+Versions: ``rope_theta``, ``rope_scaling`` and ``rope_local_base_freq`` (transformers 4) and
+``rope_parameters`` (5), which may have a section for each kind of layer, are read; all are written,
+so that both versions can read them.
+
+Source: transformers 5.23.0 ``modeling_rope_utils.py``, ``models/gemma3/configuration_gemma3.py``,
+``models/olmo3/configuration_olmo3.py``; 4.57 ``models/olmo3/modeling_olmo3.py``; megatron-core
+0.16.1 ``models/common/embeddings/``, ``transformer/multi_latent_attention.py``,
+``models/gpt/gpt_model.py`` (one rotary embedding for all layers); Megatron-LM d98e8a64
+``training/argument_utils.py`` (YaRN); Megatron-Bridge 067f987d ``models/gemma/gemma3_bridge.py``.
+
+Not supported: ``dynamic``; ``attention_factor`` other than the one that follows from the factor; a
+scaling in layers with a window; OLMo 3 with two bases.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import UnsupportedError
-from core.hf.config_json.by_window import (
-    FULL,
-    arguments_by_window,
-    config_by_window,
-    plain_rotation,
-    sections_of,
-)
+from core.errors import CorruptError, UnsupportedError
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.config_json.yarn import (
     HINT,
@@ -66,6 +68,8 @@ _LLAMA3: Mapping[str, float] = {
 
 _WITHOUT_ROTATION: Mapping[str, str] = {"none": "none", "learned": "learned_absolute"}
 """Type of a family → ``position_embedding_type`` of models that do not rotate."""
+WINDOW, FULL = "sliding_attention", "full_attention"
+_NAMES = ("rope_parameters", "rope_scaling", "rope_theta")
 
 
 def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -86,7 +90,19 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         config = plain_rotation(config)
     # Read the parameters under the names of both versions of transformers. Older files call the
     # type "type" and keep rope_theta next to the scaling.
-    parameters = _shared_parameters(config, family)
+    parameters = (
+        config.get("rope_scaling")
+        or config.get("rope_parameters")
+        or family.defaults.get("rope_parameters")
+        or {}
+    )
+    if not isinstance(parameters, Mapping) or any(
+        isinstance(value, Mapping) for value in parameters.values()
+    ):
+        raise UnsupportedError(
+            "rotary parameters that differ between layers are not supported", file="config.json"
+        )
+    parameters = {str(name): value for name, value in parameters.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
     parameters.pop("type", None)
     kind = "yarn" if kind == "deepseek_yarn" else kind  # as Sarvam calls it
@@ -133,7 +149,18 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
             "rotary_seq_len_interpolation_factor": as_int(rope_number(parameters, "factor"))
         }
     if kind == "llama3" and kind in family.rope and not is_latent:
-        return args | _llama3_arguments(parameters)
+        for name, fixed in _LLAMA3.items():
+            if rope_number(parameters, name) != fixed:
+                raise UnsupportedError(
+                    f"{name} of the rotary scaling is {parameters[name]!r}; "
+                    f"Megatron always uses {fixed}",
+                    file="config.json",
+                    hint=HINT,
+                )
+        return args | {
+            "use_rope_scaling": True,
+            "rope_scaling_factor": rope_number(parameters, "factor"),
+        }
     if kind == "yarn" and is_latent:
         return args | latent_yarn_arguments(config, parameters)
     if kind == "yarn" and kind in family.rope:
@@ -174,19 +201,6 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
         length = parameters.get("original_max_position_embeddings")
         return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
     return None
-
-
-def _llama3_arguments(parameters: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments for the scaling of Llama 3; Megatron fixes three of its numbers."""
-    for name, fixed in _LLAMA3.items():
-        if rope_number(parameters, name) != fixed:
-            raise UnsupportedError(
-                f"{name} of the rotary scaling is {parameters[name]!r}; "
-                f"Megatron always uses {fixed}",
-                file="config.json",
-                hint=HINT,
-            )
-    return {"use_rope_scaling": True, "rope_scaling_factor": rope_number(parameters, "factor")}
 
 
 def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
@@ -254,25 +268,112 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     return entries
 
 
-def _shared_parameters(config: Mapping[str, object], family: Family) -> dict[str, object]:
-    """Return the rotary parameters that all layers of a configuration share.
-
-    As in transformers 5, a ``rope_scaling`` that somebody added wins over the ``rope_parameters``
-    that were there.
+def arguments_by_window(config: Mapping[str, object], family: Family) -> dict[str, object]:
+    """Return the arguments for layers with and without a window that rotate differently.
 
     Raises:
-        UnsupportedError: layers have parameters of their own.
+        UnsupportedError: layers with a window have a scaling, or others have an unknown one.
+        CorruptError: a number is missing or invalid.
     """
-    parameters = (
-        config.get("rope_scaling")
-        or config.get("rope_parameters")
-        or family.defaults.get("rope_parameters")
-        or {}
-    )
-    if not isinstance(parameters, Mapping) or any(
-        isinstance(value, Mapping) for value in parameters.values()
-    ):
+    both = config.get("rope_parameters")
+    if isinstance(both, Mapping) and FULL in both:
+        full, window = ({} if both.get(name) is None else both[name] for name in (FULL, WINDOW))
+    else:  # transformers 4
+        full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}  # type: ignore[dict-item]
+        window = {"rope_theta": config.get("rope_local_base_freq")}
+    if not isinstance(full, Mapping) or not isinstance(window, Mapping):
+        raise CorruptError("rope_parameters has no mappings for its layers", file="config.json")
+    kind = full.get("rope_type", full.get("type")) or "default"
+    if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
         raise UnsupportedError(
-            "rotary parameters that differ between layers are not supported", file="config.json"
+            f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
+            file="config.json",
+            hint=HINT,
         )
-    return {str(name): value for name, value in parameters.items() if value is not None}
+    bases = (
+        rope_number(window, "rope_theta", default=10000.0),
+        rope_number(full, "rope_theta", default=1000000.0),
+    )
+    return {
+        "position_embedding_type": "rope",
+        "rotary_base": tuple(map(as_int, bases)),
+        "rotary_percent": 1.0,
+        "rotary_interleaved": family.fixed_args.get("rotary_interleaved", False),
+        "rotary_seq_len_interpolation_factor": None,
+        "use_rope_scaling": False,
+        "rope_scaling_factor": float(rope_number(full, "factor")) if kind == "linear" else 1.0,
+    }
+
+
+def config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return the entries for layers with and without a window that rotate differently.
+
+    Raises:
+        CorruptError: ``rotary_base`` is not a pair of numbers.
+    """
+    bases = fields.get("rotary_base")
+    if not isinstance(bases, (tuple, list)) or len(bases) != 2:
+        raise CorruptError(
+            f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
+            "a window and without"
+        )
+    window, full = (float(rope_number({"base": base}, "base")) for base in bases)
+    factor = float(rope_number(fields, "rope_scaling_factor", default=1.0))
+    scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
+    return {
+        "rope_theta": full,
+        "rope_local_base_freq": window,
+        "rope_scaling": scaling,
+        "rope_parameters": {
+            FULL: {"rope_type": "default", **(scaling or {}), "rope_theta": full},
+            WINDOW: {"rope_type": "default", "rope_theta": window},
+        },
+    }
+
+
+def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
+    """Return a configuration with the rotation of layers with a window alone, which has no scaling.
+
+    That of the other layers may have one; ``unsaid_rope`` reports it.
+
+    Raises:
+        UnsupportedError: layers with a window have a scaling, or the others have another base.
+        CorruptError: ``rope_parameters`` or one of its sections is no mapping.
+    """
+    result = {name: config[name] for name in config if name not in _NAMES}
+    both = config.get("rope_parameters")
+    if both is None:  # transformers 4: rope_scaling is that of layers without a window
+        return {**result, "rope_theta": config.get("rope_theta")}
+    if not isinstance(both, Mapping):
+        raise CorruptError(f"rope_parameters is {repr(both)[:80]}, no mapping", file="config.json")
+    # transformers fills in a section that is missing.
+    window, full = ({} if both.get(name) is None else both[name] for name in (WINDOW, FULL))
+    if not isinstance(window, Mapping) or not isinstance(full, Mapping):
+        raise CorruptError(
+            f"{WINDOW} or {FULL} of rope_parameters is no mapping", file="config.json"
+        )
+    kind = window.get("rope_type") or "default"
+    if kind != "default":
+        raise UnsupportedError(
+            f"rotary scaling of type {str(kind)[:40]!r} in layers with a window",
+            file="config.json",
+            hint=HINT,
+        )
+    usual = rope_number(config, "rope_theta", default=10000.0)
+    bases = [rope_number(section, "rope_theta", default=usual) for section in (window, full)]
+    if bases[0] != bases[1]:
+        raise UnsupportedError(
+            f"layers with a window rotate with the base {bases[0]}, the others with {bases[1]}; "
+            "Megatron has one rotary_base for all",
+            file="config.json",
+        )
+    return {**result, "rope_theta": bases[0]}
+
+
+def sections_of(parameters: Mapping[str, object]) -> dict[str, object]:
+    """Return ``rope_parameters`` with a section for each kind of layer.
+
+    Args:
+        parameters: those of all layers.
+    """
+    return {FULL: dict(parameters), WINDOW: dict(parameters)}

@@ -31,7 +31,6 @@ from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import UnsupportedError
 from core.hf.optimizer.states import STEP
 from core.megatron.optimizer.groups import Policy
-from core.values import dataclass
 
 PARAM_GROUPS = "optimizer.param_groups."
 _PARAMS = "params"
@@ -87,29 +86,19 @@ def record_other_settings(catalog: Catalog) -> tuple[Dropped, ...]:
     return dropped_together(others, "settings that Megatron's optimizer does not have")
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronGroups:
-    """The groups of a Megatron optimizer that continues a run of other software.
-
-    Args:
-        groups: the groups with their parameters.
-        notes: notes for the user.
-    """
-
-    groups: tuple[ParamGroup, ...]
-    notes: tuple[str, ...]
-
-
 def megatron_groups(
     catalog: Catalog, trained: Mapping[str, tuple[int, str]], *, n_steps: int | None
-) -> MegatronGroups:
-    """Form the groups of a Megatron optimizer.
+) -> tuple[list[ParamGroup], list[str]]:
+    """Form the groups of a Megatron optimizer that continues a run of other software.
 
     Args:
         catalog: weights, states and groups under Hugging Face's names.
         trained: Megatron's name of each trained parameter → number of its axes, and the Hugging
             Face name of its first part.
         n_steps: the number of steps taken; None if it is not recorded.
+
+    Returns:
+        The groups with their parameters, and notes for the user.
 
     Raises:
         UnsupportedError: the source has no settings of a parameter, or its groups differ in
@@ -148,8 +137,7 @@ def megatron_groups(
         if n_steps is not None:
             own[STEP] = n_steps
         groups.append(ParamGroup(own, tuple(names)))
-    notes = _notes(groups, trained, settings_of)
-    return MegatronGroups(tuple(groups), tuple(notes))
+    return groups, _notes(groups, trained, settings_of)
 
 
 def _notes(

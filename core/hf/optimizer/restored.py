@@ -88,20 +88,20 @@ def restored_optimizer(
     """
     _check_algorithm(catalog, states)
     n_steps = read_steps(catalog, names, store)
-    groups = megatron_groups(catalog, trained, n_steps=n_steps)
+    groups, group_notes = megatron_groups(catalog, trained, n_steps=n_steps)
     kind = "distributed"
     if not is_distributed:
         kind = "float16" if any(dtype in _HALF for dtype in dtypes) else "fp32"
     optimizer = Optimizer(
         kind=kind,
-        groups=groups.groups,
+        groups=tuple(groups),
         states=tuple(state for state in states if state != MASTER),
     )
 
     # The scheduler goes on at the sample that training has reached.
     samples = catalog.objects.get(_SAMPLES)
     n_samples = samples.value if samples is not None and type(samples.value) is int else 0
-    settings = groups.groups[0].settings
+    settings = groups[0].settings
     scheduler = build_constant_schedule(settings, n_samples=n_samples)
     titles = {
         "distributed": "distributed optimizer (--use-distributed-optimizer); --to megatron writes "
@@ -120,7 +120,7 @@ def restored_optimizer(
         *iteration,
         f"the optimizer is written as Megatron's {titles[kind]}",
         describe_position(n_samples),
-        *groups.notes,
+        *group_notes,
     )
     arguments = {
         "use_distributed_optimizer": is_distributed,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
@@ -68,37 +67,18 @@ class StepNumber:
         return struct.pack("<f", self.n_steps)
 
 
-@dataclass(frozen=True, slots=True)
-class MegatronStep:
-    """The number of steps of a Megatron optimizer, as a tensor.
-
-    Args:
-        tensor: the number; all ranks' copies are its fragments.
-    """
-
-    tensor: Tensor
-
-    def of(self, *, is_first: bool) -> Tensor:
-        """Return the step of a parameter.
-
-        Args:
-            is_first: it is the first parameter, whose step is compared with all copies of the
-                ranks; the other parameters get one of these.
-        """
-        if is_first:
-            return self.tensor
-        return replace(self.tensor, tiling=lambda: self.tensor.fragments()[:1])
-
-
-def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | None:
+def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> Tensor | None:
     """Return the number of steps of an optimizer in Megatron's global form; None if it has none.
+
+    Returns:
+        A tensor with the number; all ranks' copies are its fragments.
 
     Raises:
         UnsupportedError: the groups have different numbers.
     """
     if isinstance(optimizer.step, TensorLeaf):
         key = optimizer.step.key
-        return MegatronStep(catalog.meta(key))
+        return catalog.meta(key)
     # Groups that no rank had parameters of count no steps, or count from 0.
     numbers = {
         int(step) if isinstance(step, (int, float)) else step
@@ -117,7 +97,7 @@ def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> MegatronStep | N
         )
     file = source_of(catalog, next(iter(catalog.tensors))).file
     array = StoredArray(STEP, "float32", (), Extent(file, 0, encoding=StepNumber(number)))
-    return MegatronStep(whole_tensor(array))
+    return whole_tensor(array)
 
 
 def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int | None:
@@ -136,7 +116,14 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
     for name in names:
         key = named_state_key(name, STEP)
         if key in catalog.tensors:
-            steps = _read_number(catalog, key, store)
+            meta = catalog.tensors[key]
+            layout = _FORMATS.get(meta.dtype)
+            if layout is None or meta.n_elements != 1:
+                raise CorruptError(
+                    f"the number of steps is a {meta.dtype} tensor of shape {meta.shape}", key=key
+                )
+            data = source_of(catalog, key).read(store, full_box(meta.shape))
+            steps = _whole(struct.unpack(layout, data)[0], key)
         elif key in catalog.objects:
             steps = _whole(catalog.objects[key].value, key)
         else:
@@ -150,18 +137,6 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
                 hint="drop the optimizer with --no-optim",
             )
     return None if first is None else first[1]
-
-
-def _read_number(catalog: Catalog, key: str, store: ReadStore) -> int:
-    """Return the number in a tensor of one element."""
-    meta = catalog.tensors[key]
-    layout = _FORMATS.get(meta.dtype)
-    if layout is None or meta.n_elements != 1:
-        raise CorruptError(
-            f"the number of steps is a {meta.dtype} tensor of shape {meta.shape}", key=key
-        )
-    data = source_of(catalog, key).read(store, full_box(meta.shape))
-    return _whole(struct.unpack(layout, data)[0], key)
 
 
 def _whole(value: object, key: str) -> int:

@@ -22,24 +22,16 @@ from core.hf.optimizer.steps import step_of_megatron
 from core.hf.tensors.hf_tensor import hf_tensors, list_padding
 from core.megatron.model.args import fields_of
 from core.megatron.optimizer.groups import is_muon
-from core.values import dataclass
 
 
-@dataclass(frozen=True, slots=True)
-class HfStates:
-    """The optimizer under Hugging Face's names: its states, and its groups as objects.
-
-    Args:
-        padding: rows of the states that are those of padding of the vocabulary, by any name.
-    """
-
-    tensors: dict[str, Tensor]
-    objects: Mapping[str, StoredObject]
-    padding: Mapping[str, Tensor]
-
-
-def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair]) -> HfStates:
+def hf_states(
+    catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair]
+) -> tuple[dict[str, Tensor], dict[str, StoredObject], dict[str, Tensor]]:
     """Convert the states and groups of the optimizer.
+
+    Returns:
+        The states under Hugging Face's names; the groups as objects, by key; and rows of the states
+        that are those of padding of the vocabulary, by any name.
 
     Raises:
         UnsupportedError: Muon trains some of the parameters, only some experts of a tensor have
@@ -70,16 +62,18 @@ def hf_states(catalog: Catalog, optimizer: Optimizer, pairs: Mapping[str, Pair])
             keys = [tensor.names[0] for tensor in pair.tensors] if pair.packed is None else []
             names_of[name] = keys or [pair.packed.key if pair.packed else name]
 
-    # Every trained parameter has the number of steps.
+    # Every trained parameter has the number of steps: the first one the copies of all ranks, which
+    # are compared, the others one of these.
     step = step_of_megatron(catalog, optimizer)
     if step is not None:
+        one_copy = replace(step, tiling=lambda: step.fragments()[:1])
         for number, key in enumerate(dict.fromkeys(chain.from_iterable(names_of.values()))):
-            tensors[named_state_key(key, STEP)] = step.of(is_first=number == 0)
+            tensors[named_state_key(key, STEP)] = step if number == 0 else one_copy
     objects = torch_groups(optimizer, names_of)
     samples = fields_of(catalog.args).get("consumed_train_samples")
     if type(samples) is int and samples > 0:
         objects["global_samples"] = StoredObject("global_samples", value=samples)
-    return HfStates(tensors, objects, padding)
+    return tensors, objects, padding
 
 
 def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], state: str) -> None:

@@ -150,7 +150,14 @@ def _prepare_case(
     """
     # Give all models the names of a language model, and count their parts.
     config = completed(config, model.family)
-    body, scheme = _body_of(tensors, model), scheme_of(config)
+    # The body's prefix is empty in models that were saved without a head.
+    own = tuple(dict.fromkeys((model.family.body, BODY)))
+    bodies = (*own, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (*own, "")
+    body = next(
+        (body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)),
+        own[0],
+    )
+    scheme = scheme_of(config)
     key_of = {_as_language_model(key, body): key for key in tensors}
     stored = {name: tensors[key] for name, key in key_of.items()}
     counts = _count_parts(stored, config, model.family)
@@ -400,16 +407,6 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
             expected="no such tensor",
             found=f"{case.stored[name].dtype} {case.stored[name].shape}",
         )
-
-
-def _body_of(tensors: Mapping[str, Tensor], model: Described) -> str:
-    """Return the prefix of the body's tensors; empty for models that were saved without a head."""
-    own = tuple(dict.fromkeys((model.family.body, BODY)))
-    bodies = (*own, _BODY_OF_ANSWERS, "") if "qa_outputs.weight" in model.head else (*own, "")
-    return next(
-        (body for body in bodies if any(key.startswith(_body_prefixes(body)) for key in tensors)),
-        own[0],
-    )
 
 
 def _body_prefixes(body: str) -> tuple[str, ...]:

@@ -232,15 +232,13 @@ def expected_tensors(
                     yield Expected(tensor.names, (pair.entry[1], *tensor.shape))
             continue
         for tensor in pair.tensors:
-            names = dict.fromkeys(_with_body(name, family) for name in tensor.names)
+            names = dict.fromkeys(
+                (BODY + name.removeprefix(family.body) if name.startswith(family.body) else name)
+                for name in tensor.names
+            )
             yield Expected(tuple(names), tensor.shape, stack)
         for name in (*pair.copies, *pair.twins):
             yield Expected((name,), pair.shape, is_optional=True)
-
-
-def _with_body(name: str, family: Family) -> str:
-    """Return a name with the prefix ``model.`` in place of the family's."""
-    return BODY + name.removeprefix(family.body) if name.startswith(family.body) else name
 
 
 def _derive_model(

@@ -81,7 +81,19 @@ def check_model(
     # transformers would load another model than the saved one.
     severe = tuple(problem for problem in problems if is_strict or problem.kind != "unexpected")
     if severe:
-        raise _error_of(severe, model_type)
+        first = severe[0]
+        # A wrong count is more likely the config.json of another model than lost tensors.
+        error: type[CheckpointingException] = CorruptError
+        if first.is_lack and first.kind not in ("layers", "experts"):
+            error = MissingShardError
+        elif first.kind == "unexpected":
+            error = UnknownTensorError
+        raise error(
+            f"not the {model_type} model that {CONFIG} describes: "
+            f"{first.message}{more_text(severe)}",
+            key=first.key,
+            hint=_HINTS[first.kind],
+        )
     if states and is_strict and not takes_optimizer:
         raise UnsupportedError(
             f"Hugging Face models cannot store optimizer state ({len(states):,} tensors)",
@@ -90,7 +102,16 @@ def check_model(
         )
 
     if describe_model(config) is None:
-        _refuse_wrapper(weights)
+        wrapper = next(
+            (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
+        )
+        if wrapper is not None and weights:
+            raise UnknownTensorError(
+                f"all names begin with {wrapper!r}, as in a training framework's state dict; "
+                "transformers knows no such name and would start from random weights",
+                key=next(iter(weights)),
+                hint=f"remove it with --strip-prefix {wrapper}",
+            )
 
     # Note differences with which the model can still be used.
     notes = _dtype_notes(weights, config) if is_strict else []
@@ -129,20 +150,6 @@ def _prefix_error(
         hint=f"remove it with {options}"
         + (f", and give the {CONFIG} of this model" if remaining else ""),
     )
-
-
-def _refuse_wrapper(weights: Mapping[str, Tensor]) -> None:
-    """Raise UnknownTensorError if all names have the prefix of a training framework."""
-    wrapper = next(
-        (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
-    )
-    if wrapper is not None and weights:
-        raise UnknownTensorError(
-            f"all names begin with {wrapper!r}, as in a training framework's state dict; "
-            "transformers knows no such name and would start from random weights",
-            key=next(iter(weights)),
-            hint=f"remove it with --strip-prefix {wrapper}",
-        )
 
 
 def _dtype_notes(weights: Mapping[str, Tensor], config: Mapping[str, object]) -> list[str]:
@@ -200,19 +207,3 @@ def _names_fit(problems: Collection[Problem]) -> bool:
 def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors with a prefix removed from their names."""
     return {key.removeprefix(prefix): meta for key, meta in tensors.items()}
-
-
-def _error_of(problems: tuple[Problem, ...], model_type: str) -> CheckpointingException:
-    """Build the error for several problems; it describes the first one."""
-    first = problems[0]
-    # A wrong count is more likely the config.json of another model than lost tensors.
-    error: type[CheckpointingException] = CorruptError
-    if first.is_lack and first.kind not in ("layers", "experts"):
-        error = MissingShardError
-    elif first.kind == "unexpected":
-        error = UnknownTensorError
-    return error(
-        f"not the {model_type} model that {CONFIG} describes: {first.message}{more_text(problems)}",
-        key=first.key,
-        hint=_HINTS[first.kind],
-    )

@@ -49,7 +49,13 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, Tensor]
         else:
             tensors |= _split_tensor(catalog.tensors[name], name, pair)
     for key, experts in entries.items():
-        _check_dtypes(key, experts)
+        for number, expert in enumerate(experts):
+            if expert.dtype != experts[0].dtype:
+                raise CorruptError(
+                    f"the part of expert {number} is {expert.dtype} and that of expert 0 is "
+                    f"{experts[0].dtype}, but they are one tensor in Hugging Face models",
+                    key=key,
+                )
         tensors[key] = stack(experts)
     return tensors | {key: _packed_tensor(catalog, key, group) for key, group in packed.items()}
 
@@ -109,21 +115,6 @@ def _split_tensor(tensor: Tensor, name: str, pair: Pair) -> dict[str, Tensor]:
             part = transpose_tensor(part, key, key)
         tensors[key] = part
     return tensors
-
-
-def _check_dtypes(key: str, experts: Sequence[Tensor]) -> None:
-    """Raise unless the parts of all experts, which become one tensor, have one dtype.
-
-    Raises:
-        CorruptError: they differ in dtype.
-    """
-    for number, expert in enumerate(experts):
-        if expert.dtype != experts[0].dtype:
-            raise CorruptError(
-                f"the part of expert {number} is {expert.dtype} and that of expert 0 is "
-                f"{experts[0].dtype}, but they are one tensor in Hugging Face models",
-                key=key,
-            )
 
 
 def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]) -> Tensor:

@@ -18,7 +18,7 @@ from core.errors import CorruptError, MissingShardError, UnknownTensorError, Uns
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import document
 from core.hf.config_json.origin import ConfigOrigin
-from core.hf.tensors.expert_stacks import stack_experts, transpose_stacks
+from core.hf.tensors.packed import stack_experts, transpose_stacks
 from core.hf.text_model import THINKER, text_config_of, thinking_part
 from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors

@@ -38,7 +38,7 @@ from core.hf.towers.models import (
     refused_composites,
 )
 from core.hf.towers.tensors import megatron_tensor
-from core.megatron.extras.engine_states import requested_states
+from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import replaced
 from core.pickle.inert import as_mapping
 from core.values import dataclass
@@ -106,7 +106,10 @@ class SeparatedModel:
             text,
             tensors={**tensors, **text.tensors},
             objects={
-                **{key: StoredObject(key, value=_empty(key)) for key in states},
+                **{
+                    key: StoredObject(key, value=[None] if "/shard_" in key else None)
+                    for key in states
+                },
                 **text.objects,
             },
             args=args,
@@ -209,11 +212,6 @@ def _extra_states(tensors: Iterable[TowerTensor]) -> Iterator[str]:
                     yield state
                 else:
                     yield from (f"{state}/shard_{number}_{n_layers}" for number in range(n_layers))
-
-
-def _empty(key: str) -> object:
-    """Return an extra state without content: alone, or as that of one layer of a stack."""
-    return [None] if "/shard_" in key else None
 
 
 def _reason(model_type: str) -> str:

@@ -198,30 +198,18 @@ def _are_same_leaves(a: object, b: object) -> bool:
     return a == b or is_nan
 
 
-def renamed_leaves(value: object, new_key: Callable[[str, str], str]) -> object:
+def renamed_leaves(value: object, name: str, note: Callable[[str, str], None]) -> object:
     """Return a copy of an entry's value whose tensors have new keys; shared parts stay shared.
 
     Args:
         value: an inert tree with ``TensorLeaf``s.
-        new_key: (path within the value, dot-joined; old key) → new key.
+        name: beginning of the new keys, which the path within the value follows.
+        note: called with (new key, old key) for every tensor.
 
     Raises:
         CorruptError: the value is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
-    return _LeafRenamer(new_key).copy(value, ())
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedEntry:
-    """An entry of a rank's file to write.
-
-    Args:
-        value: inert tree of the entry, whose tensors are named by their arrays.
-        arrays: (key of a tensor in the source, array in the file), in the order of the tree.
-    """
-
-    value: object
-    arrays: Sequence[tuple[str, PlannedArray]]
+    return _LeafRenamer(name, note).copy(value, ())
 
 
 def plan_entry(
@@ -231,7 +219,7 @@ def plan_entry(
     coords: Coords,
     *,
     weights: ValueCounter | None = None,
-) -> PlannedEntry:
+) -> tuple[object, list[tuple[str, PlannedArray]]]:
     """Plan an entry of a rank's file: its tensors become arrays of that file.
 
     Args:
@@ -242,18 +230,20 @@ def plan_entry(
         weights: counter shared by the entries of several ranks; with it, parts without tensors are
             not copied. None copies everything.
 
+    Returns:
+        The inert tree of the entry, whose tensors are named by their arrays; (key of a tensor in
+        the source, array in the file), in the order of the tree.
+
     Raises:
         CorruptError: the value is nested deeper than ``MAX_DEPTH``, or contains itself.
     """
     arrays: list[tuple[str, PlannedArray]] = []
 
-    def new_key(path: str, old: str) -> str:
-        array_name = f"{name}.{path}" if path else name
+    def add(array_name: str, old: str) -> None:
         meta = catalog.meta(old)
         arrays.append((old, PlannedArray(array_name, meta.dtype, meta.shape, coords=coords)))
-        return array_name
 
-    return PlannedEntry(_LeafRenamer(new_key, weights).copy(value, ()), arrays)
+    return _LeafRenamer(name, add, weights).copy(value, ()), arrays
 
 
 @dataclass(slots=True)
@@ -261,12 +251,14 @@ class _LeafRenamer:
     """A copier of inert trees that gives their tensors new keys.
 
     Args:
-        new_key: (path, old key) → new key.
+        name: beginning of the new keys.
+        note: called with (new key, old key) for every tensor.
         weights: identifies parts without tensors, which are not copied; None copies everything.
         copies: id of a container → its copy, so that shared parts stay shared.
     """
 
-    new_key: Callable[[str, str], str]
+    name: str
+    note: Callable[[str, str], None]
     weights: ValueCounter | None = None
     copies: dict[int, object] = field(default_factory=dict)
 
@@ -285,7 +277,10 @@ class _LeafRenamer:
                 f"objects are nested deeper than {MAX_DEPTH} levels", key=join_path(path[:8])
             )
         if isinstance(node, TensorLeaf):
-            return replace(node, key=self.new_key(join_path(path), node.key))
+            within = join_path(path)
+            key = f"{self.name}.{within}" if within else self.name
+            self.note(key, node.key)
+            return replace(node, key=key)
         if id(node) not in self.copies:
             self.copies[id(node)] = self._copy_container(node, path)
         return self.copies[id(node)]

@@ -22,7 +22,6 @@ from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
 from core.pickle.inert import Inert, as_mapping, attributes
-from core.values import dataclass
 
 ADAPTER_ARGUMENT = "peft_adapter_config"
 """Argument with the configuration of LoRA adapters, the text of peft's ``adapter_config.json``.
@@ -114,7 +113,18 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         CorruptError: an argument is invalid, or two arguments contradict each other.
     """
     fields = fields_of(args)
-    _check_supported(fields)
+    for name, refused in _REFUSED.items():
+        if fields.get(name) not in (None, False, 0, ""):
+            raise UnsupportedError(
+                f"{refused} cannot be resharded (argument {name} is set)",
+                hint="convert its torch_dist checkpoints to dcp or torch, keeping their layout",
+            )
+    if fields.get(_TP_EXTENDS_EP) and fields.get("tensor_model_parallel_size") != 1:
+        raise UnsupportedError(
+            "rank files whose experts are divided over TP ranks as over EP ranks (MindSpeed's "
+            f"argument {_TP_EXTENDS_EP} is set) cannot be resharded",
+            hint="convert them with MindSpeed-LLM's convert_ckpt.py first",
+        )
     topology = topology_of(args)
     kind, n_seen = (GPT, {}) if names is None else (names.kind, names.n_seen)
 
@@ -128,14 +138,27 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     if n_predictions:
         stacks[PREDICTION_STACK] = n_predictions
 
+    # Sizes of attention.
+    n_heads = _required_size(fields, "num_attention_heads")
+    is_mla = bool(fields.get("multi_latent_attention"))
+    n_groups = (n_heads if is_mla else _n_groups(fields)) or n_heads
+    hidden_size = size_in(fields, "hidden_size")
+    head_dim = size_in(fields, "kv_channels")
+    if head_dim is None and hidden_size is not None:
+        head_dim = hidden_size // n_heads
+
     # Kinds of layers; torch_dist stacks layers only if all are alike.
-    attention = _attention_of(fields)
-    n_experts = _n_experts(fields, topology)
+    n_experts = size_in(fields, "num_experts")
+    if n_experts is None and topology.ep > 1:
+        raise UnsupportedError(
+            f"the arguments specify EP {topology.ep}, but not the number of experts (num_experts)"
+        )
+    if n_experts is not None and n_experts % topology.ep:
+        raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
     moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
     unindexed = find_layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
-    n_groups = attention.n_groups
     if blocks is not None:
         groups = (block.n_groups for block in blocks if block.n_groups is not None)
         n_groups = min(groups, default=n_groups)
@@ -156,14 +179,14 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         world_size=size_in(fields, "world_size"),
         cp=size_in(fields, "context_parallel_size") or 1,
         n_layers=n_layers,
-        n_heads=attention.n_heads,
+        n_heads=n_heads,
         n_groups=n_groups,
-        head_dim=attention.head_dim,
-        hidden_size=attention.hidden_size,
+        head_dim=head_dim,
+        hidden_size=hidden_size,
         is_gated=any(bool(fields.get(name)) for name in _GATED),
         is_tied=not fields.get("untie_embeddings_and_output_weights"),
         is_local=fields.get("transformer_impl") == "local",
-        is_mla=attention.is_mla,
+        is_mla=is_mla,
         vocab_size=_vocab_size(fields),
         divisible_by=_vocab_divisor(fields),
         pipeline=pipeline_of(fields),
@@ -180,48 +203,10 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         blocks=blocks,
         noop_layers=read_noop_layers(fields),
         n_predictions=n_predictions,
-        sizes=_named_sizes(fields, attention),
+        sizes=_named_sizes(fields, n_heads, head_dim, is_mla=is_mla),
         kind=kind,
         stacks=stacks,
     )
-
-
-def _check_supported(fields: Mapping[str, object]) -> None:
-    """Raise if the arguments describe a kind of model that cannot be resharded."""
-    for name, kind in _REFUSED.items():
-        if fields.get(name) not in (None, False, 0, ""):
-            raise UnsupportedError(
-                f"{kind} cannot be resharded (argument {name} is set)",
-                hint="convert its torch_dist checkpoints to dcp or torch, keeping their layout",
-            )
-    if fields.get(_TP_EXTENDS_EP) and fields.get("tensor_model_parallel_size") != 1:
-        raise UnsupportedError(
-            "rank files whose experts are divided over TP ranks as over EP ranks (MindSpeed's "
-            f"argument {_TP_EXTENDS_EP} is set) cannot be resharded",
-            hint="convert them with MindSpeed-LLM's convert_ckpt.py first",
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _AttentionSizes:
-    """The sizes of attention; fields as in ``ModelFacts``."""
-
-    n_heads: int
-    n_groups: int
-    head_dim: int | None
-    hidden_size: int | None
-    is_mla: bool
-
-
-def _attention_of(fields: Mapping[str, object]) -> _AttentionSizes:
-    n_heads = _required_size(fields, "num_attention_heads")
-    is_mla = bool(fields.get("multi_latent_attention"))
-    n_groups = n_heads if is_mla else _n_groups(fields)
-    hidden_size = size_in(fields, "hidden_size")
-    head_dim = size_in(fields, "kv_channels")
-    if head_dim is None and hidden_size is not None:
-        head_dim = hidden_size // n_heads
-    return _AttentionSizes(n_heads, n_groups or n_heads, head_dim, hidden_size, is_mla)
 
 
 def is_multi_query(fields: Mapping[str, object]) -> bool:
@@ -245,16 +230,18 @@ def _n_groups(fields: Mapping[str, object]) -> int | None:
     return 1 if fields.get("attention_head_type") == "multiquery" else None
 
 
-def _named_sizes(fields: Mapping[str, object], attention: _AttentionSizes) -> dict[str, int]:
+def _named_sizes(
+    fields: Mapping[str, object], n_heads: int, head_dim: int | None, *, is_mla: bool
+) -> dict[str, int]:
     """Return the arguments that are positive integers, and others that rules may name."""
     sizes = {name: value for name, value in fields.items() if type(value) is int and value > 0}
-    if attention.head_dim is not None:
-        sizes["kv_channels"] = attention.head_dim
-    value_dim = sizes.get("v_head_dim") if attention.is_mla else attention.head_dim
+    if head_dim is not None:
+        sizes["kv_channels"] = head_dim
+    value_dim = sizes.get("v_head_dim") if is_mla else head_dim
     # Layers with a window may have heads of their own.
     if value_dim is not None and fields.get(WINDOWS) is None:
-        sizes["attention_inner"] = attention.n_heads * value_dim
-    if attention.is_mla:
+        sizes["attention_inner"] = n_heads * value_dim
+    if is_mla:
         checked = {name: size_in(fields, name) for name in _SIZES}
         sizes |= {name: size for name, size in checked.items() if size is not None}
     return sizes
@@ -283,23 +270,6 @@ def _stacks(
         count = size_in(fields, f"{'decoder' if 'decoder' in stack else 'encoder'}_num_layers")
         counts[stack] = n_layers if count is None or n_seen.get(stack) == n_layers else count
     return counts
-
-
-def _n_experts(fields: Mapping[str, object], topology: Topology) -> int | None:
-    """Return the number of experts of a layer, or None for a model without experts.
-
-    Raises:
-        UnsupportedError: the arguments have expert parallelism, but no experts.
-        CorruptError: the experts do not divide over the expert parallel ranks.
-    """
-    n_experts = size_in(fields, "num_experts")
-    if n_experts is None and topology.ep > 1:
-        raise UnsupportedError(
-            f"the arguments specify EP {topology.ep}, but not the number of experts (num_experts)"
-        )
-    if n_experts is not None and n_experts % topology.ep:
-        raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
-    return n_experts
 
 
 def _moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:

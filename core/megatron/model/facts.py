@@ -16,8 +16,7 @@ from core.arrays.sharding import padded_vocab_size
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.blocks import LayerBlocks, layer_number
 from core.megatron.model.hybrid import LayerPattern
-from core.megatron.model.pipeline import LayerSplit, Pipeline, split_layers
-from core.megatron.model.stages import Stages
+from core.megatron.model.pipeline import LayerSplit, Pipeline, Stages, split_layers
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind
 from core.values import dataclass

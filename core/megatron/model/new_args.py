@@ -72,7 +72,18 @@ def update_args(
     if has_sizes:
         n_stage, dp = _stage_and_dp(fields, own, topology)
         world_size = n_stage * topology.pp
-        added |= _sizes_to_add(fields, topology)
+        # Add a size if its absence means another one.
+        sizes = {
+            "pipeline_model_parallel_size": (topology.pp, 1),
+            "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
+            "expert_model_parallel_size": (topology.ep, 1),
+            "expert_tensor_parallel_size": (topology.expert_tp, topology.tp),
+        }
+        added |= {
+            name: size
+            for name, (size, usual) in sizes.items()
+            if fields.get(name) is None and size != usual
+        }
         changes |= {
             "tensor_model_parallel_size": topology.tp,
             "tensor_parallel_num_weight_shards": topology.tp,
@@ -98,21 +109,6 @@ def update_args(
         if topology.tp == 1:
             changes["sequence_parallel"] = False
     return replaced(args, changes, added=added)
-
-
-def _sizes_to_add(fields: Mapping[str, object], topology: Topology) -> dict[str, object]:
-    """Return the sizes that must be added because an absent argument means another size."""
-    sizes = {
-        "pipeline_model_parallel_size": (topology.pp, 1),
-        "virtual_pipeline_model_parallel_size": (topology.vpp, 1),
-        "expert_model_parallel_size": (topology.ep, 1),
-        "expert_tensor_parallel_size": (topology.expert_tp, topology.tp),
-    }
-    return {
-        name: size
-        for name, (size, usual) in sizes.items()
-        if fields.get(name) is None and size != usual
-    }
 
 
 def dp_at(args: object, topology: Topology) -> int | None:

@@ -33,6 +33,7 @@ Source: Megatron-LM d98e8a64 and megatron-core 0.12.1, 0.16.1
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
@@ -66,18 +67,6 @@ class ReadEntries:
     dropped: tuple[Dropped, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _ChainedOptimizer:
-    """One of several chained optimizers, or the only one; fields as in ``Optimizer``."""
-
-    kind: str
-    groups: tuple[ParamGroup, ...]
-    step: object
-    steps: tuple[str, ...]
-    entries: Mapping[str, object]
-    sharding: str | None
-
-
 def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
     """Read the optimizer that an entry describes.
 
@@ -94,43 +83,54 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
     names = tuple(states)
     moments = tuple(name for name in names if name != MASTER) or ("exp_avg", "exp_avg_sq")
     if mapping is not None and mapping.get("kind") in KINDS:
-        return _read_own_form(mapping, moments)
-    chain = [_read_member(member, has_masters=MASTER in names) for member in _split_chain(entry)]
-    return _combine_chain(chain, moments)
+        step, omits_empty = mapping.get("common_step"), mapping.get("omits_empty")
+        optimizer = Optimizer(
+            str(mapping["kind"]),
+            tuple(_groups(mapping.get("param_groups"))),
+            moments,
+            TensorLeaf(STEP) if isinstance(step, TensorLeaf) else step,
+            {str(name): value for name, value in mapping.items() if name not in _OWN},
+            omits_empty if isinstance(omits_empty, bool) else None,
+        )
+        return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
+    chain = [
+        _read_member(member, moments, has_masters=MASTER in names) for member in _split_chain(entry)
+    ]
+    return _combine_chain(chain)
 
 
-def _combine_chain(chain: Sequence[_ChainedOptimizer], moments: tuple[str, ...]) -> ReadEntries:
+def _combine_chain(chain: Sequence[ReadEntries]) -> ReadEntries:
     """Combine chained optimizers into one.
 
     Raises:
         UnsupportedError: Muon is chained with a distributed optimizer.
         CorruptError: other optimizers are of different kinds.
     """
-    if len({(member.kind, member.sharding) for member in chain}) > 1:
-        kinds = ", ".join(member.kind for member in chain)
-        if any(is_muon(group.settings) for member in chain for group in member.groups):
+    groups = tuple(group for member in chain for group in member.optimizer.groups)
+    if len({(member.optimizer.kind, member.sharding) for member in chain}) > 1:
+        kinds = ", ".join(member.optimizer.kind for member in chain)
+        if any(is_muon(group.settings) for group in groups):
             raise muon_chain_error(kinds)
         raise CorruptError(
             f"the chained optimizers are of different kinds: {kinds}", key="optimizer"
         )
-    first = chain[0]
+    first = chain[0].optimizer
 
     # The global form holds entries such as the loss scaler once.
     dropped = [
         Dropped((f"{name} of optimizer {number}",), "only that of optimizer 0 is kept")
         for number, member in enumerate(chain[1:], start=1)
-        for name in member.entries
+        for name in member.optimizer.entries
     ]
 
     # The distributed optimizer loads the steps of its groups, and ignores tensors that hold them.
-    groups = tuple(group for member in chain for group in member.groups)
     steps = tuple(dict.fromkeys(key for member in chain for key in member.steps))
     if first.kind == "distributed" and all("step" in group.settings for group in groups):
         steps = ()
-    plain_steps = (member.step for member in chain if member.step is not None)
+    plain_steps = (m.optimizer.step for m in chain if m.optimizer.step is not None)
     step = TensorLeaf(STEP) if steps else next(plain_steps, None)
-    optimizer = Optimizer(first.kind, groups, moments, step, first.entries)
-    return ReadEntries(optimizer, steps, first.sharding, tuple(dropped))
+    optimizer = replace(first, groups=groups, step=step)
+    return ReadEntries(optimizer, steps, chain[0].sharding, tuple(dropped))
 
 
 def muon_chain_error(kinds: str) -> UnsupportedError:
@@ -172,8 +172,13 @@ def _split_chain(entry: object) -> list[Mapping[object, object]]:
     return members
 
 
-def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _ChainedOptimizer:
-    """Read the entry that megatron-core writes for one optimizer of a chain."""
+def _read_member(
+    entry: Mapping[object, object], moments: tuple[str, ...], *, has_masters: bool
+) -> ReadEntries:
+    """Read the entry that megatron-core writes for one optimizer of a chain, or for the only one.
+
+    Steps that are tensors are not repeated in the optimizer's ``step``.
+    """
     # Only the FP32 optimizer has no inner `optimizer`; only the distributed one is sharded.
     inner = as_mapping(entry.get("optimizer"))
     sharding = entry.get(SHARDING)
@@ -191,14 +196,14 @@ def _read_member(entry: Mapping[object, object], *, has_masters: bool) -> _Chain
         leaf.key for leaf in walk([step, *per_param.values()]) if isinstance(leaf, TensorLeaf)
     ]
     read = {"optimizer", "param_groups", "common_step", SHARDING} | _TENSORS
-    return _ChainedOptimizer(
+    optimizer = Optimizer(
         kind,
         tuple(_groups(settings.get("param_groups"))),
+        moments,
         None if isinstance(step, TensorLeaf) else step,
-        tuple(leaves),
         {str(name): value for name, value in entry.items() if name not in read},
-        None if sharding is None else str(sharding),
     )
+    return ReadEntries(optimizer, tuple(leaves), None if sharding is None else str(sharding))
 
 
 def _groups(value: object) -> Iterator[ParamGroup]:
@@ -221,20 +226,6 @@ def _groups(value: object) -> Iterator[ParamGroup]:
             {str(name): setting for name, setting in group.items() if name != "params"},
             tuple(str(name) for name in params) if is_named and isinstance(params, list) else None,
         )
-
-
-def _read_own_form(entry: Mapping[object, object], moments: tuple[str, ...]) -> ReadEntries:
-    """Read the entry that this project writes into formats without a Megatron layout."""
-    step, omits_empty = entry.get("common_step"), entry.get("omits_empty")
-    optimizer = Optimizer(
-        str(entry["kind"]),
-        tuple(_groups(entry.get("param_groups"))),
-        moments,
-        TensorLeaf(STEP) if isinstance(step, TensorLeaf) else step,
-        {str(name): value for name, value in entry.items() if name not in _OWN},
-        omits_empty if isinstance(omits_empty, bool) else None,
-    )
-    return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
 
 
 def common_entry(optimizer: Optimizer, *, sharding: str, is_layer_wise: bool = False) -> object:

@@ -65,7 +65,8 @@ class MergedGroups:
             )
             prefix = f"optimizer.groups.{number}"
             settings = {
-                name: self._renamed(value, f"{prefix}.{name}") for name, value in stored.items()
+                name: renamed_leaves(value, f"{prefix}.{name}", self._note)
+                for name, value in stored.items()
             }
             names = dict.fromkeys(params)
             if group_id in own_groups:
@@ -94,17 +95,6 @@ class MergedGroups:
                     )
                 self._groups[group_id].params[name] = None
         self._of_rank.append(own_groups)
-
-    def _renamed(self, value: object, key: str) -> object:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-
-        def new_key(path: str, old: str) -> str:
-            new = f"{key}.{path}" if path else key
-            self._note(new, old)
-            return new
-
-        return renamed_leaves(value, new_key)
 
     def _settle(
         self,

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Protocol
 
+from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped
+from core.catalog.facets import RankFacts
 from core.catalog.file_image import JoinedArray
 from core.catalog.optimizer_keys import Optimizer
 from core.catalog.stored import Coords, PlannedArray, StoredArray
@@ -30,6 +32,16 @@ class Param:
     chunk: ModelChunk
     name: str
     array: StoredArray
+
+
+def stored_array(catalog: Catalog, key: str) -> StoredArray:
+    """Return the stored array of a tensor in a rank's file."""
+    ranks = catalog.facet(RankFacts)
+    array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(key)
+    if array is None:
+        array = catalog.fragments(key)[0].array
+    assert array is not None
+    return array
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,22 @@
-"""The destination of an optimizer to reshard: the facts that decide its files, groups and keys."""
+"""The destination of an optimizer to reshard: the facts that decide its files, groups and keys.
+
+``TargetArrays`` collects the arrays of rank files that will hold the optimizer's tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer
+from core.catalog.stored import Coords, PlannedArray
+from core.catalog.tensor import TargetFragment
+from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.args import fields_of
 from core.megatron.model.cut import Cut
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.topology import Topology
+from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.version import MegatronVersion
 from core.megatron.optimizer.groups import is_layer_wise, is_muon
 from core.megatron.rules.rules import Rules
@@ -50,3 +57,47 @@ class ReshardTarget:
         """True if the optimizer is a Muon that is distributed by layers (``dist_muon``)."""
         has_muon = any(is_muon(group.settings) for group in self.optimizer.groups)
         return has_muon and is_layer_wise(fields_of(self.args))
+
+
+@dataclass(frozen=True, slots=True)
+class TargetArrays:
+    """The planned arrays of all ranks that have been added.
+
+    Args:
+        target: the destination.
+        beside: key of a hidden tensor of the source → the arrays that it is copied to.
+        of_state: key of a state → (rank, array of the rank's shard).
+    """
+
+    target: ReshardTarget
+    beside: dict[str, list[PlannedArray]] = field(default_factory=dict)
+    of_state: dict[str, list[tuple[Rank, PlannedArray]]] = field(default_factory=dict)
+
+    def add_shard(self, key: str, rank: Rank, array: PlannedArray) -> None:
+        """Add the array that holds a rank's shard of a state."""
+        self.of_state.setdefault(key, []).append((rank, array))
+
+    def copy_entries(
+        self, entries: Mapping[str, object], place: str, coords: Coords
+    ) -> dict[object, object]:
+        """Copy entries for a rank's file; their tensors, if any, become arrays of that rank.
+
+        Args:
+            entries: settings of a group, or entries other than groups and states.
+            place: prefix of the arrays' names.
+            coords: coordinates of the rank.
+        """
+        value, arrays = plan_entry(self.target.catalog, dict(entries), place, coords)
+        for key, array in arrays:
+            self.beside.setdefault(key, []).append(array)
+        assert isinstance(value, dict)
+        return value
+
+    def fragments(self, key: str) -> Sequence[TargetFragment]:
+        """Return the target's fragments of one state; all ranks must have been added."""
+        cut = self.target.cuts[key]
+        return tuple(
+            fragment
+            for rank, array in self.of_state.get(key, ())
+            for fragment in cut.fragments(key, rank, array)
+        )

@@ -13,8 +13,11 @@ Source: megatron-core 0.12.1, 0.15.0 and 0.16.1 ``core/optimizer/__init__.py``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.catalog.catalog import Catalog
+from core.catalog.optimizer_keys import Optimizer, ParamGroup, trained
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
@@ -28,9 +31,11 @@ from core.megatron.optimizer.groups import (
     traits_of,
     without_unused_traits,
 )
-from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.rules.rules import Rules
 from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.megatron.optimizer.reshard_target import ReshardTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,3 +301,29 @@ def _groups_by_policy(
         if traits is not None and without_unused_traits(traits, group_traits) in group_traits:
             numbers[name] = group_traits.index(without_unused_traits(traits, group_traits))
     return numbers
+
+
+def with_named_groups(catalog: Catalog, rules: Rules) -> Catalog:
+    """Return the global per-layer form with the names of each group's parameters.
+
+    torch_dist does not record them. They follow from the groups' settings and the policies of
+    ``core.megatron.optimizer.groups``, as when the optimizer is resharded.
+
+    Args:
+        catalog: the global per-layer form; without an optimizer, it is returned unchanged.
+        rules: the layout's rules.
+
+    Raises:
+        CorruptError: a parameter with states is in no group.
+        UnsupportedError: the parameters of the groups do not follow from the groups' settings.
+    """
+    optimizer = catalog.optimizer
+    if optimizer is None or all(group.params is not None for group in optimizer.groups):
+        return catalog
+
+    numbers = numbers_of_groups(optimizer, trained(catalog.tensors), args=catalog.args, rules=rules)
+    groups = tuple(
+        replace(group, params=tuple(name for name, owner in numbers.items() if owner == number))
+        for number, group in enumerate(optimizer.groups)
+    )
+    return replace(catalog, optimizer=replace(optimizer, groups=groups))

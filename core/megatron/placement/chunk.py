@@ -13,7 +13,7 @@ from core.catalog.stored import StoredArray, part_of
 from core.errors import CorruptError, MissingShardError
 from core.megatron.extras.common_state import is_chunk
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.stages import Stages
+from core.megatron.model.pipeline import Stages
 from core.megatron.model.topology import Rank
 from core.megatron.rules.experts import Expert, unpacked
 from core.megatron.rules.rules import Rules

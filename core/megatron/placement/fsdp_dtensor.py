@@ -34,7 +34,7 @@ The extra states of modules are not stored. Those of the local implementation ar
 anew; those of Transformer Engine (float8 scales) begin anew.
 
 Not supported: numbers of steps as a tensor of each parameter (torch's Adam in place of Apex's or
-Transformer Engine's). ``core.megatron.reshard.fsdp`` writes this form.
+Transformer Engine's). ``core.megatron.reshard.to_fsdp_dtensor`` writes this form.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def from_fsdp_dtensor(catalog: Catalog, *, carries_optimizer: bool = True) -> Ca
         return catalog
 
     # Name the states of the optimizer like the parameters, halves of gated layers included.
-    names: dict[str, str] = {}
-    for key in catalog.tensors:
-        names[key] = _state_name(key) if key.startswith(STATES) else key
-    catalog = _with_extra_states(_join_halves(_renamed(catalog, names)))
+    tensors = {
+        _state_name(key) if key.startswith(STATES) else key: tensor
+        for key, tensor in catalog.tensors.items()
+    }
+    catalog = _with_extra_states(_join_halves(replace(catalog, tensors=tensors)))
     if not any(key.startswith(_GROUPS) for key in catalog.objects):
         return catalog
     objects = {
@@ -121,11 +122,6 @@ def _state_name(key: str) -> str:
         hint="drop the optimizer with --no-optim; the weights are the masters, so nothing of "
         "their precision is lost",
     )
-
-
-def _renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
-    """Return a catalog with other keys; ``names`` has the new key of every old one."""
-    return replace(catalog, tensors={names[key]: tensor for key, tensor in catalog.tensors.items()})
 
 
 def _join_halves(catalog: Catalog) -> Catalog:

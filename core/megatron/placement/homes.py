@@ -10,8 +10,7 @@ from core.catalog.catalog import Catalog
 from core.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
-from core.megatron.model.pipeline import Pipeline
-from core.megatron.model.stages import Stages
+from core.megatron.model.pipeline import Pipeline, Stages
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.rules.rules import Rules, format_table
 from core.values import dataclass

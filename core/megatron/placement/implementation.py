@@ -25,7 +25,7 @@ from core.catalog.facets import MegatronModel
 from core.catalog.optimizer_keys import Optimizer, state_key, state_of
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
-from core.megatron.extras.engine_states import states_of_rank_files
+from core.megatron.extras.extra_states import states_of_rank_files
 from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.facts import ModelFacts
@@ -58,11 +58,31 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         return catalog
     model = catalog.facet(MegatronModel) or MegatronModel()
     to_fused = implementation != "local"
-    _check_convertible(facts, model, to_fused=to_fused)
+
+    # The other implementation must have such a model.
+    if facts.kind.is_legacy:
+        raise UnsupportedError(
+            "models with the names of megatron.legacy have only one transformer implementation",
+            hint="remove --transformer-impl",
+        )
+    if model.expert_names == "te_grouped" and not to_fused:
+        raise UnsupportedError(
+            "the local implementation does not have Transformer Engine's grouped experts",
+            hint=f"add {OPTION} sequential or {OPTION} grouped, or remove --transformer-impl",
+        )
 
     # Rename the tensors. Extra states that are tensors are all dropped, but only filled ones noted:
     # an empty one is the same as none.
-    filled_states = _filled_states(catalog)
+    filled_states = [
+        key
+        for key, meta in catalog.tensors.items()
+        if key.endswith(EXTRA_STATE) and meta.n_elements
+    ]
+    filled_states += [
+        key
+        for key, item in catalog.objects.items()
+        if item.key.endswith(EXTRA_STATE) and (item.value is not None or item.raw_key is not None)
+    ]
     catalog = drop_versions(catalog)
     new_of = {
         key: _renamed(key, facts, rules, to_fused=to_fused)
@@ -101,39 +121,6 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
             model, order=None, module_versions={}, is_down_proj_cut=facts.is_mla and not to_fused
         )
     )
-
-
-def _filled_states(catalog: Catalog) -> list[str]:
-    """Return the keys of the extra states that are not empty: tensors, then objects."""
-    tensors = [
-        key
-        for key, meta in catalog.tensors.items()
-        if key.endswith(EXTRA_STATE) and meta.n_elements
-    ]
-    objects = [
-        key
-        for key, item in catalog.objects.items()
-        if item.key.endswith(EXTRA_STATE) and (item.value is not None or item.raw_key is not None)
-    ]
-    return [*tensors, *objects]
-
-
-def _check_convertible(facts: ModelFacts, model: MegatronModel, *, to_fused: bool) -> None:
-    """Raise unless the other implementation supports the model.
-
-    Raises:
-        UnsupportedError: names of megatron.legacy, or Transformer Engine's grouped experts.
-    """
-    if facts.kind.is_legacy:
-        raise UnsupportedError(
-            "models with the names of megatron.legacy have only one transformer implementation",
-            hint="remove --transformer-impl",
-        )
-    if model.expert_names == "te_grouped" and not to_fused:
-        raise UnsupportedError(
-            "the local implementation does not have Transformer Engine's grouped experts",
-            hint=f"add {OPTION} sequential or {OPTION} grouped, or remove --transformer-impl",
-        )
 
 
 def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> str:

@@ -25,7 +25,7 @@ matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 
 from core.arrays.box import Shape
@@ -222,9 +222,22 @@ def unshard_ranks(
     in_states = left_out(
         _tensors_where(catalog, lambda name: f"{EXTRA_STATE}." in name), "in extra states"
     )
-    unused_head = left_out(_by_name([*model.unused, *optimizer.unused]), "of the unused output")
-    megatron = replace(
-        _describe_files(model, ranks),
+    unused_head = left_out(
+        {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
+        "of the unused output",
+    )
+
+    # Describe the form of the files, so that rank files can be written in the same form.
+    root = as_mapping(next(iter(ranks.values()))[1]) or {}
+    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
+    modules = sorted(model.versions, key=model.module_order.__getitem__)
+    megatron = MegatronModel(
+        expert_names=model.expert_names,
+        module_versions={name: model.versions[name] for name in modules},
+        wrapper=None if model.wrapper is None else model.wrapper.text,
+        is_ordered=is_ordered(first_chunk),
+        nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
+        top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
         vocab_size=true_shapes.n_rows,
         is_down_proj_cut=is_down_proj_cut,
         rng_states=extras.rng_states,
@@ -564,26 +577,6 @@ def _join_shapes(
         shapes[key] = shapes[param_of(key)]
     notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
-
-
-def _by_name(arrays: Iterable[StoredArray]) -> dict[str, Tensor]:
-    """Return arrays as tensors by their names in the files."""
-    return {array.name: whole_tensor(array) for array in arrays}
-
-
-def _describe_files(model: RankModel, ranks: Mapping[Coords, tuple[str, object]]) -> MegatronModel:
-    """Describe the form of the files, so that rank files can be written in the same form."""
-    root = as_mapping(next(iter(ranks.values()))[1]) or {}
-    first_chunk = next((value for key, value in root.items() if is_chunk(key)), None)
-    modules = sorted(model.versions, key=model.module_order.__getitem__)
-    return MegatronModel(
-        expert_names=model.expert_names,
-        module_versions={name: model.versions[name] for name in modules},
-        wrapper=None if model.wrapper is None else model.wrapper.text,
-        is_ordered=is_ordered(first_chunk),
-        nesting={name: is_dict for name, is_dict in model.nesting.items() if name},
-        top_level=tuple(dict.fromkeys("model" if is_chunk(key) else key for key in root)),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
 from core.catalog.stored import Coords, StoredArray
 from core.catalog.tensor import Tensor
 from core.errors import (
@@ -28,7 +27,7 @@ from core.megatron.extras.nested_dicts import FlatDict, flattened, without_outer
 from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
-from core.megatron.optimizer.rank_state import Param, RankFile
+from core.megatron.optimizer.rank_state import Param, RankFile, stored_array
 from core.megatron.placement.chunk import ModelChunk, chunk_of
 from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
@@ -185,7 +184,15 @@ def merge_ranks(
     if model.expert_names == "grouped":
         _add_expert_states(model, rules)
     if facts.kind.is_legacy and facts.is_tied:
-        _add_head(model, facts)
+        # The dict of the embedding's copy in the last stage is like that of the original. A single
+        # pipeline stage has no such copy, but the destination may.
+        embedding, copy = (
+            name.rpartition(".")[0] for name in (facts.kind.embedding, facts.kind.head)
+        )
+        model.nesting.setdefault(copy, model.nesting.get(embedding, True))
+        if embedding in model.versions and copy not in model.versions:
+            model.versions[copy] = model.versions[embedding]
+            model.module_order[copy] = max(model.module_order.values())
     return model
 
 
@@ -239,7 +246,7 @@ def _add_chunk(
     """
     # Append the chunk's parameters to those of the rank's file; several chunks share a file.
     params = [
-        Param(chunk, name, _array(catalog, leaf))
+        Param(chunk, name, stored_array(catalog, leaf.key))
         for name, leaf in flat.entries.items()
         if isinstance(leaf, TensorLeaf)
     ]
@@ -264,18 +271,6 @@ def _add_chunk(
             model.versions.setdefault(global_module, version)
             where = _position_in_order(model, chunk, global_name)
             model.module_order.setdefault(global_module, (where, place[0], number, place[1]))
-
-
-def _add_head(model: RankModel, facts: ModelFacts) -> None:
-    """Describe the dict of the embedding's copy in the last stage like that of the original.
-
-    A single pipeline stage has no such copy, but the destination may.
-    """
-    head, embedding = (name.rpartition(".")[0] for name in (facts.kind.head, facts.kind.embedding))
-    model.nesting.setdefault(head, model.nesting.get(embedding, True))
-    if embedding in model.versions and head not in model.versions:
-        model.versions[head] = model.versions[embedding]
-        model.module_order[head] = max(model.module_order.values())
 
 
 def _add_entry(
@@ -315,7 +310,7 @@ def _add_entry(
 
     # A copy of tied embeddings, in the last stage, is another replica of the original; nothing
     # comes from an output layer that is not used.
-    for number, global_name, array in chunk.arrays(name, _array(catalog, leaf)):
+    for number, global_name, array in chunk.arrays(name, stored_array(catalog, leaf.key)):
         tensor = model.tensors.get(global_name)
         rule = tensor.rule if tensor else _rule_of(global_name, catalog, leaf.key, chunk)
         if rule.tied is not None and chunk.facts.is_tied:
@@ -334,16 +329,6 @@ def _add_entry(
             where = _position_in_order(model, chunk, global_name)
             model.order[global_name] = (where, place[0], number, place[1])
         tensor.parts.append(RankPart(chunk.rank, chunk.folder, array))
-
-
-def _array(catalog: Catalog, leaf: TensorLeaf) -> StoredArray:
-    """Return the stored array of a tensor in a rank's file."""
-    ranks = catalog.facet(RankFacts)
-    array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(leaf.key)
-    if array is None:
-        array = catalog.fragments(leaf.key)[0].array
-    assert array is not None
-    return array
 
 
 def _add_state(

@@ -41,8 +41,7 @@ from core.megatron.extras.common_state import (
     plan_entry,
     sharded_object,
 )
-from core.megatron.extras.engine_states import without_unexpected_states
-from core.megatron.extras.extra_states import adapt_expert_states
+from core.megatron.extras.extra_states import adapt_expert_states, without_unexpected_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
@@ -106,7 +105,14 @@ def shard(
     check_head_gates(catalog.args, "megatron")
     check_target(topology, facts)
     check_rank_files(topology)
-    expert_names = _expert_names(catalog, facts, version=version)
+    described = catalog.facet(MegatronModel) or MegatronModel()
+    expert_names = described.expert_names or facts.expert_names
+    if expert_names == "grouped" and version is not None and not version.has_grouped_mlp:
+        raise UnsupportedError(
+            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
+            "does not have",
+            hint=f"write one module per expert with {OPTION} sequential",
+        )
 
     # Decide how every tensor is cut. Weights of legacy grouped experts are transposed in files.
     catalog = without_unexpected_states(catalog, is_local=facts.is_local)
@@ -211,24 +217,6 @@ def _target_catalog(
         write=model.write,
         facets={Topology: plan.topology, RankFacts: rank_facts},
     )
-
-
-def _expert_names(
-    catalog: Catalog, facts: ModelFacts, *, version: MegatronVersion | None
-) -> str | None:
-    """Return the form of experts' names in the rank files.
-
-    Raises:
-        UnsupportedError: the megatron-core that is to load the files has no legacy grouped experts.
-    """
-    names = (catalog.facet(MegatronModel) or MegatronModel()).expert_names or facts.expert_names
-    if names == "grouped" and version is not None and not version.has_grouped_mlp:
-        raise UnsupportedError(
-            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
-            "does not have",
-            hint=f"write one module per expert with {OPTION} sequential",
-        )
-    return names
 
 
 def _layout_notes(
@@ -566,9 +554,10 @@ def _plan_files(
                 if optimizer is not None:
                     root[name] = optimizer.add(rank, folder, coords, params)
             else:
-                entry = plan_entry(plan.model, value, f"{folder}:{name}", coords, weights=weights)
-                root[name] = entry.value
-                for key, array in entry.arrays:
+                root[name], arrays = plan_entry(
+                    plan.model, value, f"{folder}:{name}", coords, weights=weights
+                )
+                for key, array in arrays:
                     files.extras.setdefault(key, []).append(array)
         files.ranks[coords] = (folder, root)
     return files

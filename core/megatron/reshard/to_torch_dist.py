@@ -47,7 +47,7 @@ from core.catalog.tensor import (
 )
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
-from core.megatron.extras.engine_states import requested_states
+from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import facts_of, replaced
 from core.megatron.model.cut import (
     Cut,
@@ -58,7 +58,7 @@ from core.megatron.model.cut import (
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.parts import with_sizes
-from core.megatron.model.stages import Stages
+from core.megatron.model.pipeline import Stages
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.sharded.write import StackedOptimizer
@@ -157,7 +157,7 @@ def stack(
         del cuts[key]
     described = catalog.facet(MegatronModel)
     wrapper = rules.wrapper_in(None if described is None else described.wrapper)
-    states = _extra_states(catalog, opaque, facts, rules, wrapper)
+    states, dropped = _extra_states(catalog, opaque, facts, rules, wrapper)
 
     # Decide whether layers share a key. Megatron does not stack all models whose layers are alike.
     can_stack = _is_homogeneous(catalog, cuts, stages, rules)
@@ -190,10 +190,12 @@ def stack(
     model = _StackedModel(catalog, topology, cuts, _group_tensors(cuts, names, optimizer))
 
     # Collect the objects, the common state, and the tensors to which they refer.
-    sharded_objects = _sharded_objects(catalog, states.values, names)
-    objects = sharded_objects.by_key
+    objects, dropped_objects = _sharded_objects(catalog, states, names)
     common = _common_state(catalog, cuts, rules, optimizer, format)
-    hidden = _hidden_tensors(catalog, common, objects)
+    values = (common, *(item.value for item in objects.values()))
+    keys = [leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)]
+    keys += [item.raw_key for item in objects.values() if item.raw_key is not None]
+    hidden = {key: catalog.meta(key) for key in keys}
     notes = [*catalog.notes, *optimizer.notes]
     if topology != facts.topology:
         notes.append(
@@ -232,7 +234,7 @@ def stack(
         common=common,
         iteration=catalog.iteration,
         notes=tuple(notes),
-        dropped=(*catalog.dropped, *states.dropped, *sharded_objects.dropped),
+        dropped=(*catalog.dropped, *dropped, *dropped_objects),
         write=catalog.write,
         facets=facets,
     )
@@ -436,19 +438,6 @@ def _file_coords(number: int) -> Coords:
     return (("file", number),)
 
 
-@dataclass(frozen=True, slots=True)
-class _ExtraStates:
-    """The extra states of a model.
-
-    Args:
-        values: global name → value.
-        dropped: states that are dropped, each with the reason.
-    """
-
-    values: Mapping[str, object]
-    dropped: Sequence[Dropped]
-
-
 def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -> Catalog:
     """Return the catalog with rows in the order that readers expect at the arguments' TP size.
 
@@ -476,8 +465,8 @@ def _extra_states(
     facts: ModelFacts,
     rules: Rules,
     wrapper: Wrapper | None,
-) -> _ExtraStates:
-    """Return the extra states by global name, with one state for each grouped expert.
+) -> tuple[dict[str, object], list[Dropped]]:
+    """Return the extra states by global name, one for each grouped expert, and what is dropped.
 
     A model for Transformer Engine that it has not saved gets the empty states that Megatron
     requests.
@@ -518,26 +507,15 @@ def _extra_states(
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
             dropped += dropped_each((key,), "packed for all experts of a rank", catalog.tensors)
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
-    return _ExtraStates(states, dropped)
-
-
-@dataclass(frozen=True, slots=True)
-class _ShardedObjects:
-    """The ShardedObjects of a checkpoint.
-
-    Args:
-        by_key: key with its shard's offset and shape → object.
-        dropped: objects that are dropped, each with the reason.
-    """
-
-    by_key: dict[str, StoredObject]
-    dropped: Sequence[Dropped]
+    return states, dropped
 
 
 def _sharded_objects(
     catalog: Catalog, states: Mapping[str, object], names: _StackedNames
-) -> _ShardedObjects:
-    """Return extra states per layer and expert, random states and others of the source.
+) -> tuple[dict[str, StoredObject], list[Dropped]]:
+    """Return the ShardedObjects of a checkpoint by their keys, and what is dropped.
+
+    They are extra states per layer and expert, random states and others of the source.
 
     Each is stored in the file of the first rank that has it.
 
@@ -578,7 +556,7 @@ def _sharded_objects(
             objects[name] = StoredObject(
                 name, value=[value], coords=_file_coords(by_stage[tensor.stage, tensor.ep])
             )
-    return _ShardedObjects(objects, dropped)
+    return objects, dropped
 
 
 def _common_state(
@@ -602,13 +580,3 @@ def _common_state(
         name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")
     }
     return {"args": replaced(catalog.args, changes), **common, **optimizer.common}
-
-
-def _hidden_tensors(
-    catalog: Catalog, common: Mapping[object, object], objects: Mapping[str, StoredObject]
-) -> dict[str, Tensor]:
-    """Return the metadata of the tensors to which the common state and the objects refer."""
-    values = (common, *(item.value for item in objects.values()))
-    keys = [leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)]
-    keys += [item.raw_key for item in objects.values() if item.raw_key is not None]
-    return {key: catalog.meta(key) for key in keys}

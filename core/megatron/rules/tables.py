@@ -233,9 +233,24 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     """
     # Problems are raised without the place of the rule, which is added here.
     try:
-        kind = _parse_kind(row)
-        segments = _parse_segments(row, kind)
-        shape = _parse_shape(row)
+        unknown = sorted(set(row) - _RULE_FIELDS)
+        if unknown:
+            raise _RowError(f"has unknown fields: {', '.join(unknown)}")
+        kind = row.get("rule")
+        if kind not in KINDS:
+            raise _RowError(f"has rule {kind!r}; it must be one of {', '.join(KINDS)}")
+        if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
+            raise _RowError("needs an axis, a small number from 0")
+        segments = _parse_segments(row, str(kind))
+        items = row.get("shape", [])
+        if not isinstance(items, list) or any(
+            item != "" and not parsed_size(item) for item in items
+        ):
+            raise _RowError(
+                f"has shape {items!r}; it must be a list with a size for each axis, as in parts, "
+                'or ""'
+            )
+        shape = tuple(map(parsed_size, items))
         _check_choice(row, "group", ("tp", "etp"))
         _check_choice(row, "unit", (None, "heads"))
         lists = {name: _parse_names(row, name) for name in _LISTS}
@@ -250,7 +265,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
     axis = row.get("axis")
     return Rule(
         pattern=_compile_pattern(row, where=where, label=label),
-        kind=kind,
+        kind=str(kind),
         axis=axis if isinstance(axis, int) else None,
         parts="named" if segments else str(row.get("parts", "whole")),
         segments=segments,
@@ -265,19 +280,6 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         source=texts["source"] or "",
         where=f"{label} {where}",
     )
-
-
-def _parse_kind(row: Mapping[str, object]) -> str:
-    """Return the kind of a rule, after checking its fields' names and that it has a needed axis."""
-    unknown = sorted(set(row) - _RULE_FIELDS)
-    if unknown:
-        raise _RowError(f"has unknown fields: {', '.join(unknown)}")
-    kind = row.get("rule")
-    if kind not in KINDS:
-        raise _RowError(f"has rule {kind!r}; it must be one of {', '.join(KINDS)}")
-    if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
-        raise _RowError("needs an axis, a small number from 0")
-    return str(kind)
 
 
 def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSize, ...], ...]:
@@ -304,16 +306,6 @@ def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSiz
     if kind != "split" and not row.get("shape"):
         raise _RowError("has parts, but its rule is not split, and it has no shape")
     return tuple(segments)
-
-
-def _parse_shape(row: Mapping[str, object]) -> tuple[PartSize | None, ...]:
-    """Parse the field ``shape``, a list of sizes; an empty text is an unknown one."""
-    items = row.get("shape", [])
-    if not isinstance(items, list) or any(item != "" and not parsed_size(item) for item in items):
-        raise _RowError(
-            f'has shape {items!r}; it must be a list with a size for each axis, as in parts, or ""'
-        )
-    return tuple(map(parsed_size, items))
 
 
 def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | None, ...]) -> None:

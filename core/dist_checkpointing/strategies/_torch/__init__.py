@@ -1,4 +1,4 @@
-"""Parts of ``strategies.torch``: keys, planners, state dicts, results of writes.
+"""Parts of ``strategies.torch``: planners, state dicts, results of writes.
 
 Start at ``state``.
 """

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 from typing_extensions import override
 
-from core.dist_checkpointing._engine.float8 import is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import is_float8tensor
 from core.dist_checkpointing._values.objects import load_stream
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.errors import CorruptError, MissingShardError, UsageError

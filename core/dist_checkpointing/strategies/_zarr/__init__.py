@@ -1,4 +1,4 @@
-"""Parts of ``strategies.zarr``: arrays, shards, checkpoints.
+"""Parts of ``strategies.zarr``: arrays, checkpoints.
 
 Start at ``checkpoints``.
 """

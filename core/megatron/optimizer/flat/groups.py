@@ -20,34 +20,14 @@ GROUPS = "param_groups"
 _STEP = "step"
 
 
-@dataclass(frozen=True, slots=True)
-class SharedGroups:
-    """The groups and entries that all ranks have in common.
-
-    Args:
-        groups: groups without their parameters.
-        entries: entries other than groups (``grad_scaler``).
-        omits_empty: as in ``core.catalog.optimizer_keys.Optimizer``.
-    """
-
-    groups: tuple[ParamGroup, ...]
-    entries: Mapping[str, object]
-    omits_empty: bool | None
-
-    def optimizer(self, states: Iterable[str]) -> Optimizer:
-        """Return the distributed optimizer with these states in addition to its master weights."""
-        return Optimizer(
-            "distributed", self.groups, tuple(states), None, self.entries, self.omits_empty
-        )
-
-
-def shared_groups(
+def combine_ranks(
     entries: Sequence[tuple[str, object]],
     note: Callable[[str, str], None],
     *,
+    states: Iterable[str],
     report: Report = raising,
-) -> SharedGroups:
-    """Combine the groups and other entries of an optimizer that all ranks describe.
+) -> Optimizer:
+    """Combine the groups and other entries of a distributed optimizer that all ranks describe.
 
     Ranks may list groups in different orders, and before megatron-core 0.14 a rank listed only the
     groups of its own parameters. Apex and Transformer Engine count no steps in a group without a
@@ -57,6 +37,7 @@ def shared_groups(
         entries: (rank directory, entry ``optimizer`` of its file, or of one of its chained
             optimizers).
         note: called with (new key, old key) for every tensor among the entries.
+        states: names of the optimizer's states, without its master weights.
         report: receives the problems of single ranks; by default, raises them.
 
     Raises:
@@ -76,13 +57,12 @@ def shared_groups(
                     continue
 
                 # Other entries must be equal on all ranks.
-                value = _renamed(stored_entry, f"optimizer.{name}", note)
+                value = renamed_leaves(stored_entry, f"optimizer.{name}", note)
                 if not same(common.setdefault(str(name), value), value):
                     problem = f"the optimizer's entry {name} differs between ranks"
                     report(CorruptError(problem, rank=rank, rule="optim.entries"))
-    return SharedGroups(
-        tuple(group for _, group in table.groups.values()), common, table.omits_empty()
-    )
+    groups = tuple(group for _, group in table.groups.values())
+    return Optimizer("distributed", groups, tuple(states), None, common, table.omits_empty())
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +87,13 @@ class _GroupTable:
         """
         rank_ids: set[tuple[object, ...]] = set()
         self.listed.append(rank_ids)
-        for stored in _groups_of(state, rank=rank):
+        listed = (as_mapping(state.get("optimizer")) or {}).get(GROUPS)
+        groups = [as_mapping(item) for item in listed] if isinstance(listed, list) else [None]
+        if None in groups:
+            raise CorruptError(f"the optimizer has no {GROUPS}", rank=rank)
+        for item in groups:
+            stored = {str(name): value for name, value in (item or {}).items()}
+
             # Groups of one rank that have the same identity are matched by their order.
             base_id = identity(stored)
             group_id = (*base_id, sum(other[:-1] == base_id for other in rank_ids))
@@ -116,7 +102,7 @@ class _GroupTable:
             )
             prefix = f"optimizer.groups.{number}"
             settings = {
-                name: _renamed(value, f"{prefix}.{name}", self.note)
+                name: renamed_leaves(value, f"{prefix}.{name}", self.note)
                 for name, value in stored.items()
             }
             rank_ids.add(group_id)
@@ -150,23 +136,3 @@ class _GroupTable:
             if any(rank_ids & kind and not kind <= rank_ids for rank_ids in self.listed):
                 return True
         return None
-
-
-def _groups_of(state: Mapping[object, object], *, rank: str) -> list[dict[str, object]]:
-    """Return the settings of the groups in a rank's entry."""
-    listed = (as_mapping(state.get("optimizer")) or {}).get(GROUPS)
-    groups = [as_mapping(group) for group in listed] if isinstance(listed, list) else [None]
-    if None in groups:
-        raise CorruptError(f"the optimizer has no {GROUPS}", rank=rank)
-    return [{str(name): value for name, value in (group or {}).items()} for group in groups]
-
-
-def _renamed(value: object, key: str, note: Callable[[str, str], None]) -> object:
-    """Copy a value, giving its tensors, if any, keys of the combined optimizer."""
-
-    def new_key(path: str, old: str) -> str:
-        new = f"{key}.{path}" if path else key
-        note(new, old)
-        return new
-
-    return renamed_leaves(value, new_key)

@@ -6,7 +6,6 @@ Either way, the values prove them: at its offset, the master weights round to a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import lcm
 
 from core.errors import UnsupportedError
@@ -53,7 +52,6 @@ class FlatSpace:
         bucketing: settings of buckets in the arguments.
         chunk: (virtual stage, pipeline stage).
         n_rank: number of elements of all the rank's parameters.
-        n_copies: number of ranks that share the buffer, according to the arguments.
         label, rank: names of the buffer and of the rank directory, for messages.
     """
 
@@ -63,7 +61,6 @@ class FlatSpace:
     bucketing: Bucketing
     chunk: tuple[int, int]
     n_rank: int
-    n_copies: int
     label: str
     rank: str
 
@@ -116,7 +113,7 @@ def find_starts(
     if fits is not None and space.buckets is None:
         # megatron-core 0.12 pads to this multiple before a shared embedding.
         has_shared = any(param.is_shared for param in space.params)
-        divisors = [lcm(space.n_copies, 128)] if has_shared else []
+        divisors = [lcm(space.bucketing.n_ranks, 128)] if has_shared else []
         possible = discover(space.sizes, space.n_elements, fits, divisors=divisors)
     if len(possible) == 1:
         note = (
@@ -163,11 +160,7 @@ def find_trained(space: FlatSpace, fits: Callable[[int, int], bool]) -> list[int
     Raises:
         UnsupportedError: the values of a parameter that is not trained are those of a trained one.
     """
-    vp_rank, pp_rank = space.chunk
-    has_buckets = space.bucketing.has_buckets
-    for choice in (False, True) if has_buckets is None else (has_buckets,):
-        bucketing = replace(space.bucketing, has_buckets=choice)
-        size = bucketing.bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
+    for size in space.bucketing.bucket_sizes(space.chunk, n_params=space.n_rank):
         starts, n_elements = _walk_trained(space, size, fits)
         if n_elements != space.n_elements or all(start is None for start in starts):
             continue
@@ -224,12 +217,8 @@ def _compute_layouts(space: FlatSpace) -> list[tuple[int, ...]]:
         layouts = [fit_buckets(sizes, space.buckets), fit_buckets(sizes, space.buckets, step=1)]
     else:
         shared = frozenset(place for place, param in enumerate(space.params) if param.is_shared)
-        vp_rank, pp_rank = space.chunk
-        has_buckets = space.bucketing.has_buckets
         layouts = []
-        for choice in (False, True) if has_buckets is None else (has_buckets,):
-            bucketing = replace(space.bucketing, has_buckets=choice)
-            size = bucketing.bucket_size(pp_rank=pp_rank, vp_rank=vp_rank, n_params=space.n_rank)
+        for size in space.bucketing.bucket_sizes(space.chunk, n_params=space.n_rank):
             layout = lay_out_buffer(sizes, bucket_size=size, shared=shared)
             layouts.append(layout if layout.n_elements == space.n_elements else None)
     starts = (tuple(slot.start for slot in layout.slots) for layout in layouts if layout)

@@ -32,15 +32,16 @@ from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
-from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
-from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
-from core.megatron.optimizer.flat.groups import shared_groups
-from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
-from core.megatron.optimizer.flat.params import (
+from core.megatron.optimizer.flat.buffers import (
+    Bucketing,
+    bucketing_of,
     is_distributed_expert,
     is_shared_embedding,
     members_of_file,
 )
+from core.megatron.optimizer.flat.content import Buffer, buffers_of, members_of
+from core.megatron.optimizer.flat.groups import combine_ranks
+from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
 from core.megatron.optimizer.proof import are_masters, is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
 from core.megatron.optimizer.remainders import are_remainders, remainders_error
@@ -81,7 +82,16 @@ def read_flat(
         except CheckpointingException as err:
             report(err.breaking("optim.buffers"))
             unread.add(file.folder)
-    _check_trained(reader.untrained, states)
+
+    # A parameter is trained on all ranks, or on none.
+    for state in states:
+        if _global_name(state.param) in reader.untrained:
+            raise CorruptError(
+                "the optimizer's buffers hold this parameter on some ranks, but not on others",
+                key=_global_name(state.param),
+                hint="drop the optimizer with --no-optim",
+                rule="optim.buffers",
+            )
     _check_covered(
         [file for file in files if file.folder not in unread],
         states,
@@ -104,9 +114,9 @@ def read_flat(
         copies.setdefault(key, []).append(reader.array_of(TensorLeaf(old)))
 
     entries = [(file.folder, file.root.get(OPTIMIZER)) for file in files]
-    shared = shared_groups(entries, note, report=report)
     names = dict.fromkeys(state.state for state in states if state.state != MASTER)
-    return RankStates(shared.optimizer(names), states, beside=copies, notes=tuple(reader.notes))
+    optimizer = combine_ranks(entries, note, states=names, report=report)
+    return RankStates(optimizer, states, beside=copies, notes=tuple(reader.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +220,6 @@ class _BufferReader:
             bucketing=self.bucketing,
             chunk=params[0].chunk.where,
             n_rank=n_rank,
-            n_copies=self.bucketing.n_ranks,
             label=f"buffer {buffer.number}",
             rank=file.folder,
         )
@@ -269,18 +278,6 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
     if at + prod(weight.shape) > array.shape[0]:
         return None
     return part_of(array, at, weight.shape)
-
-
-def _check_trained(untrained: Set[str], states: Sequence[ParamState]) -> None:
-    """Raise CorruptError if a parameter is trained on some ranks, and not on others."""
-    for state in states:
-        if _global_name(state.param) in untrained:
-            raise CorruptError(
-                "the optimizer's buffers hold this parameter on some ranks, but not on others",
-                key=_global_name(state.param),
-                hint="drop the optimizer with --no-optim",
-                rule="optim.buffers",
-            )
 
 
 def _check_covered(

@@ -9,7 +9,6 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
@@ -23,18 +22,19 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.new_args import dp_at
 from core.megatron.model.topology import Rank
 from core.megatron.model.version import MegatronVersion
-from core.megatron.optimizer.flat.buffers import BufferLayout, bucketing_of, lay_out_buffer
-from core.megatron.optimizer.flat.content import COALESCED, N_ELEMENTS, PARAM, OptimFile
-from core.megatron.optimizer.flat.groups import GROUPS
-from core.megatron.optimizer.flat.params import (
+from core.megatron.optimizer.flat.buffers import (
+    BufferLayout,
     Member,
+    bucketing_of,
     is_distributed_expert,
     is_shared_embedding,
+    lay_out_buffer,
     members_at,
 )
+from core.megatron.optimizer.flat.content import COALESCED, N_ELEMENTS, PARAM, OptimFile
+from core.megatron.optimizer.flat.groups import GROUPS
 from core.megatron.optimizer.rank_state import HeldParam
-from core.megatron.optimizer.reshard_target import ReshardTarget
-from core.megatron.optimizer.target_arrays import TargetArrays
+from core.megatron.optimizer.reshard_target import ReshardTarget, TargetArrays
 from core.megatron.optimizer.target_groups import target_groups
 from core.pickle.inert import Global, TensorLeaf
 
@@ -116,11 +116,13 @@ class FlatFiles:
         has_experts = any(map(self._groups.is_expert, listed))
 
         # Write the buffers of the optimizers for which this rank is data parallel rank 0.
-        members = members_at(self._target.topology, self._bucketing, has_experts=has_experts)
+        topology = self._target.topology
+        members = members_at(topology, self._bucketing, has_experts=has_experts)
         joined: dict[str, JoinedArray] = {}
         contents: list[object] = []
         for number, member in enumerate(members):
-            if not self._is_writer(rank, is_expert=member.is_expert):
+            n = topology.expert_tp * topology.ep if member.is_expert else topology.tp
+            if not any(topology.rank_of(q, rank.pp) == rank for q in range(n)):
                 contents.append(None)
                 continue
             start = place if len(members) == 1 else f"{place}.{number}"
@@ -128,12 +130,6 @@ class FlatFiles:
         if any(content is not None for content in contents):
             self.files[coords] = OptimFile(contents[0] if len(contents) == 1 else contents, joined)
         return self._entry(f"{folder}:optimizer", coords, listed, has_experts=has_experts)
-
-    def _is_writer(self, rank: Rank, *, is_expert: bool) -> bool:
-        """Return whether a rank is the first of the ranks that share its buffers."""
-        topology = self._target.topology
-        n = topology.expert_tp * topology.ep if is_expert else topology.tp
-        return any(topology.rank_of(q, rank.pp) == rank for q in range(n))
 
     def _member(
         self,
@@ -209,12 +205,10 @@ class FlatFiles:
         )
 
         # If the arguments do not decide whether there are buckets, both layouts must be the same.
-        decided = self._bucketing.has_buckets
-        layouts = []
-        for has_buckets in (True, False) if decided is None else (decided,):
-            bucketing = replace(self._bucketing, has_buckets=has_buckets)
-            size = bucketing.bucket_size(pp_rank=chunk[1], vp_rank=chunk[0], n_params=n_rank)
-            layouts.append(lay_out_buffer(sizes, bucket_size=size, shared=shared))
+        layouts = [
+            lay_out_buffer(sizes, bucket_size=size, shared=shared)
+            for size in reversed(self._bucketing.bucket_sizes(chunk, n_params=n_rank))
+        ]
         for layout in layouts:
             self._check_old_version(layout, shared, of_buffer)
         if len({layout.slots for layout in layouts}) > 1:

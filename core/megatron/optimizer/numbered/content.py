@@ -212,7 +212,12 @@ def _read_groups(
     groups = []
     for number, item in enumerate(listed):
         group = _as_names(item, f"param group {number}", rank=rank)
-        ids = _param_numbers(group.pop("params", None), f"param group {number}", rank=rank)
+        ids = group.pop("params", None)
+        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
+            raise CorruptError(f"param group {number} has no list of parameter numbers", rank=rank)
+        repeated = next((i for i, count in Counter(ids).items() if count > 1), None)
+        if repeated is not None:
+            raise CorruptError(f"param group {number} lists parameter {repeated} twice", rank=rank)
         if not grouped.isdisjoint(ids):
             raise CorruptError(f"param group {number} lists parameters of another group", rank=rank)
         grouped.update(ids)
@@ -235,16 +240,6 @@ def _read_groups(
             problem = f"the optimizer has a state of {key!r}, which is in no param group"
             report(CorruptError(problem, rank=rank, rule="optim.numbers"))
     return groups
-
-
-def _param_numbers(value: object, label: str, *, rank: str) -> Sequence[int]:
-    """Return the numbers of a group's parameters; ``label`` is the group's name in messages."""
-    if not isinstance(value, (list, tuple)) or not all(isinstance(i, int) for i in value):
-        raise CorruptError(f"{label} has no list of parameter numbers", rank=rank)
-    repeated = next((i for i, count in Counter(value).items() if count > 1), None)
-    if repeated is not None:
-        raise CorruptError(f"{label} lists parameter {repeated} twice", rank=rank)
-    return value
 
 
 def _as_names(value: object, label: str, *, rank: str) -> dict[str, object]:

@@ -13,7 +13,6 @@ from functools import partial
 
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import FACTORS, MASTER, STEP, Optimizer
 from core.catalog.stored import StoredArray
 from core.errors import (
@@ -29,6 +28,7 @@ from core.megatron.extras.common_state import renamed_leaves, same
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.groups import (
+    HALF,
     HINT,
     Assignment,
     Policy,
@@ -36,7 +36,6 @@ from core.megatron.optimizer.groups import (
     Trained,
     assign,
     is_muon,
-    masters_of,
     policies_of,
 )
 from core.megatron.optimizer.merged_groups import MergedGroups
@@ -48,7 +47,7 @@ from core.megatron.optimizer.numbered.content import (
 )
 from core.megatron.optimizer.numbered.layer_wise import DataRank, layer_wise_files
 from core.megatron.optimizer.proof import is_master
-from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates
+from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates, stored_array
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
@@ -137,15 +136,6 @@ def read_numbered(
     return collected.states_with(merged)
 
 
-def _array(catalog: Catalog, key: str) -> StoredArray:
-    ranks = catalog.facet(RankFacts)
-    array = None if ranks is None or ranks.arrays is None else ranks.arrays.get(key)
-    if array is None:
-        array = catalog.fragments(key)[0].array
-    assert array is not None
-    return array
-
-
 def _global_names(members: Iterable[Param], facts: ModelFacts, rules: Rules) -> list[str]:
     """Return the global names of parameters; a tied copy gets its original's name."""
     names = (name for param in members for _, name in param.chunk.global_names(param.name))
@@ -198,7 +188,8 @@ def _assign_numbers(
         assert masters is not None and store is not None
         pair = (i, number, place)
         if pair not in results:
-            results[pair] = is_master(store, _array(catalog, masters[place].key), params[i].array)
+            master = stored_array(catalog, masters[place].key)
+            results[pair] = is_master(store, master, params[i].array)
         return results[pair]
 
     can_prove = store is not None and stored.has_masters
@@ -264,7 +255,7 @@ class _CollectedStates:
 
     def note_tensor(self, new: str, old: str) -> None:
         """Add a rank's tensor ``old`` to the copies of the tensor ``new``."""
-        self.copies.setdefault(new, []).append(_array(self.catalog, old))
+        self.copies.setdefault(new, []).append(stored_array(self.catalog, old))
 
     def check_kind(self, stored: StoredOptimizer, *, rank: str) -> None:
         """Raise unless all ranks, or none, have master weights."""
@@ -288,14 +279,10 @@ class _CollectedStates:
         """
         # Master weights are listed without gaps for the parameters that have any.
         if group.masters is not None:
-            trained = [
-                Trained(param.name, param.array.shape, param.array.dtype, False)
-                for param in members
-            ]
-            for i, master in zip(
-                masters_of(range(len(members)), trained), group.masters, strict=True
-            ):
-                self.states.append(ParamState(members[i], MASTER, _array(self.catalog, master.key)))
+            params = [param for param in members if param.array.dtype in HALF]
+            for param, master in zip(params, group.masters, strict=True):
+                array = stored_array(self.catalog, master.key)
+                self.states.append(ParamState(param, MASTER, array))
         for param, states in zip(members, group.states, strict=True):
             try:
                 self._add_param(param, states, rank=rank, by_muon=is_muon(group.settings))
@@ -340,7 +327,7 @@ class _CollectedStates:
                     hint=HINT,
                     rule="optim.shape",
                 )
-            self.states.append(ParamState(param, name, _array(self.catalog, leaf.key)))
+            self.states.append(ParamState(param, name, stored_array(self.catalog, leaf.key)))
         if not by_muon or STEP_NAME in states:
             self._add_step(states.get(STEP_NAME), param.name, rank=rank)
 
@@ -365,7 +352,7 @@ class _CollectedStates:
                 rule="optim.step",
             )
         if isinstance(step, TensorLeaf):
-            array = _array(self.catalog, step.key)
+            array = stored_array(self.catalog, step.key)
             if array.n_bytes > 8 or (self.steps and array.dtype != self.steps[0].dtype):
                 raise CorruptError(
                     f"the optimizer's number of steps is not a single number: a tensor of "
@@ -377,13 +364,7 @@ class _CollectedStates:
 
     def add_entries(self, entries: Mapping[str, object], *, rank: str) -> None:
         """Add entries other than groups and states, which must be equal on all ranks."""
-
-        def new_key(path: str, old: str) -> str:
-            new = f"optimizer.entries.{path}"
-            self.note_tensor(new, old)
-            return new
-
-        renamed = renamed_leaves(dict(entries), new_key)
+        renamed = renamed_leaves(dict(entries), "optimizer.entries", self.note_tensor)
         assert isinstance(renamed, dict)
         if self.entries is None:
             self.entries = (renamed, rank)

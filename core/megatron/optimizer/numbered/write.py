@@ -18,8 +18,7 @@ from core.megatron.model.topology import Rank
 from core.megatron.optimizer.groups import HALF, is_muon
 from core.megatron.optimizer.numbered.content import INNER, MASTERS, STEP_NAME
 from core.megatron.optimizer.rank_state import HeldParam
-from core.megatron.optimizer.reshard_target import ReshardTarget
-from core.megatron.optimizer.target_arrays import TargetArrays
+from core.megatron.optimizer.reshard_target import ReshardTarget, TargetArrays
 from core.megatron.optimizer.target_groups import target_groups
 from core.pickle.inert import TensorLeaf
 
@@ -58,11 +57,6 @@ class NumberedFiles:
             tensors = target.catalog.tensors
             params = {key: len(meta.shape) for key, meta in tensors.items() if key in named}
         self._groups = target_groups(target, params)
-        self._moments_by_muon = self._find_moments(params)
-        self._check_states(params)
-
-    def _find_moments(self, params: Mapping[str, int]) -> dict[bool, list[str]]:
-        """Return the states, other than master weights, of Muon's parameters and of all others."""
         tensors = self._target.catalog.tensors
         by_muon: dict[bool, list[str]] = {False: [], True: []}
         for state in self._moments:
@@ -71,7 +65,8 @@ class NumberedFiles:
             }
             for owner in owners or {False}:
                 by_muon[owner].append(state)
-        return by_muon
+        self._moments_by_muon = by_muon
+        self._check_states(params)
 
     def _is_by_muon(self, name: str) -> bool:
         return is_muon(self._groups.settings[self._groups.group_of[name]])

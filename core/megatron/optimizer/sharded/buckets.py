@@ -17,29 +17,39 @@ store in distrib_optim.pt (``core.megatron.optimizer.flat.read``). Megatron load
 only at the TP and PP sizes that they were saved with.
 
 The keys give the rank of a buffer, but not the parameters in it: these are the parameters of the
-rank (``core.megatron.optimizer.sharded.held``), in the order of
+rank (``Holdings``), in the order of
 ``core.megatron.optimizer.flat.buffers``. Comparing master weights with weights proves it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import field, replace
 from functools import partial
 from math import prod
 
+from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped
 from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
+from core.megatron.extras.order import Place, place_of
 from core.megatron.model.args import fields_of
+from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank, Topology
+from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.flat.boxes import fragments_of_run, runs_in
-from core.megatron.optimizer.flat.buffers import Bucketing, bucketing_of
-from core.megatron.optimizer.flat.groups import shared_groups
+from core.megatron.optimizer.flat.buffers import (
+    Bucketing,
+    bucketing_of,
+    is_distributed_expert,
+    is_shared_embedding,
+    members_at,
+)
+from core.megatron.optimizer.flat.groups import combine_ranks
 from core.megatron.optimizer.flat.layout import (
     HINT,
     FlatParam,
@@ -47,15 +57,10 @@ from core.megatron.optimizer.flat.layout import (
     find_starts,
     find_trained,
 )
-from core.megatron.optimizer.flat.params import (
-    is_distributed_expert,
-    is_shared_embedding,
-    members_at,
-)
 from core.megatron.optimizer.remainders import are_remainders, remainders_error
 from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer, Stored, groups_of
 from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
-from core.megatron.optimizer.sharded.held import BucketParam, Holdings
+from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
 from core.megatron.rules.rules import Rules
 from core.values import dataclass
 
@@ -135,12 +140,12 @@ def read_buckets(
 
     # Combine the groups and entries of all ranks.
     copies: dict[str, list[str]] = {}
-    shared = shared_groups(
+    optimizer = combine_ranks(
         [(group.label, group.entries) for group in groups.values()],
         lambda key, old: copies.setdefault(key, []).append(old),
-    )
-    states = dict.fromkeys(
-        place.state for of_key in places.values() for place in of_key if place.state != MASTER
+        states=dict.fromkeys(
+            place.state for of_key in places.values() for place in of_key if place.state != MASTER
+        ),
     )
 
     # Hidden tensors are those of the first rank; the other ranks' are copies.
@@ -148,7 +153,7 @@ def read_buckets(
     for key, old_keys in copies.items():
         first, *others = map(catalog.meta, old_keys)
         hidden[key] = first.with_replicas(*others)
-    return GlobalStates(tensors, shared.optimizer(states), hidden, reader.notes)
+    return GlobalStates(tensors, optimizer, hidden, reader.notes)
 
 
 def _list_fragments(places: Iterable[_StatePlace]) -> list[Fragment]:
@@ -295,7 +300,6 @@ class _BucketReader:
             bucketing=self.bucketing,
             chunk=(params[0].vp_rank, rank.pp),
             n_rank=n_rank,
-            n_copies=self.bucketing.n_ranks,
             label=label,
             rank=f"TP {rank.tp}, PP {rank.pp}, EP {rank.ep}",
         )
@@ -357,3 +361,85 @@ def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:
         if (rank.etp + topology.expert_tp * rank.ep if is_expert else rank.tp) == inner:
             return rank
     raise CorruptError(f"{topology} has no rank of the data parallel group {index}")
+
+
+@dataclass(frozen=True, slots=True)
+class BucketParam:
+    """A parameter of a rank.
+
+    Args:
+        key: global name of the tensor.
+        name: name of the parameter in the rank's file.
+        vp_rank: number of the model chunk.
+        cut: cut of the tensor; its shape is that of the run, with vocabulary padding.
+        pieces: regions of the global tensor in the rank's shard, without vocabulary padding.
+    """
+
+    key: str
+    name: str
+    vp_rank: int
+    cut: Cut
+    pieces: tuple[ShardPiece, ...]
+
+
+class Holdings:
+    """The parameters of all ranks of the run that saved.
+
+    Args:
+        model: the global per-layer form, without an optimizer.
+        facts: facts about the run.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``core.megatron.model.cut.cuts_of`` and
+        ``core.megatron.placement.homes.Homes.home``.
+    """
+
+    def __init__(self, model: Catalog, facts: ModelFacts, rules: Rules) -> None:
+        self._model = model
+        self._rules = rules
+        # The run's own padding is recorded, and need not be that of a divisor times TP.
+        n_padded, tp = facts.sizes.get("padded_vocab_size"), facts.topology.tp
+        if n_padded is not None and n_padded % tp == 0:
+            facts = replace(facts, divisible_by=n_padded // tp)
+        self._cuts = cuts_of(model, facts.topology, facts, rules, n_rows=rows_of(model, None))
+
+        # File positions of every parameter; the last stage has a copy of a tied embedding.
+        places = homes_at(model, facts.topology, facts, rules)
+        homes = [
+            (key, home)
+            for key in model.tensors
+            if rules.is_param(key)
+            for home in places.homes(key)
+        ]
+        head = facts.kind.head
+        tied = tied_of(model, facts, rules) if facts.topology.pp > 1 else None
+        if tied is not None:
+            homes.append((tied, places.last(head)))
+
+        # The copy is in the position of the output layer, not of the embedding.
+        def order(item: tuple[str, Home]) -> Place:
+            key, home = item
+            return place_of(head if home.name == head else key, rules)
+
+        self._homes = by_chunk(sorted(homes, key=order))
+
+    def of(self, rank: Rank) -> list[BucketParam]:
+        """Return the parameters of a rank, chunk by chunk, in the order of its file."""
+        params = []
+        for (vp_rank, pp_rank), homes in sorted(self._homes.items()):
+            if pp_rank != rank.pp:
+                continue
+            names = [(key, home.name) for key, home in homes if home.has(rank)]
+            for key, name in by_file_order(names, self._rules):
+                cut = self._cuts[key]
+                params.append(BucketParam(key, name, vp_rank, cut, self._pieces(key, cut, rank)))
+        return params
+
+    def _pieces(self, key: str, cut: Cut, rank: Rank) -> tuple[ShardPiece, ...]:
+        """Return the regions of a tensor in a rank's shard, without vocabulary padding."""
+        pieces = cut.pieces(rank)
+        axis, shape = cut.axis, self._model.tensors[key].shape
+        if axis is None:
+            return tuple(pieces)
+        kept = (trim_piece(piece, axis, shape[axis]) for piece in pieces)
+        return tuple(piece for piece in kept if piece is not None)

@@ -139,9 +139,20 @@ def _read_by_parameter(
     """Read an optimizer whose tensors are states of single parameters, or stacks of these."""
     # Tensors in the entry, such as the number of steps, are not states.
     leaves = _leaf_keys(entry)
-    stored = _states_of(
-        key for key in catalog.tensors if key not in leaves or _STATE.fullmatch(key)
-    )
+    keys_of: dict[str, dict[str, str]] = {MASTER: {}}  # state → key → parameter
+    for key in filter(is_optimizer_key, catalog.tensors):
+        match = _STATE.fullmatch(key)
+        if match is None and key in leaves:
+            continue
+        if match is None:
+            raise UnsupportedError(
+                "the tensor is not a state of a parameter",
+                key=key,
+                hint="drop it with --exclude, or the optimizer with --no-optim",
+            )
+        state = MASTER if match["state"] == "param" else match["state"]
+        keys_of.setdefault(state, {})[key] = match["param"]
+    stored = {state: keys for state, keys in keys_of.items() if keys}
     read = read_entries(entry, states=stored)
     if read.sharding == MODEL_SPACE and facts.expert_names == "grouped":
         raise UnsupportedError(
@@ -183,22 +194,6 @@ def _read_by_parameter(
 def _leaf_keys(tree: object) -> list[str]:
     """Return the keys of the tensors in an inert tree, in order."""
     return [leaf.key for leaf in walk(tree) if isinstance(leaf, TensorLeaf)]
-
-
-def _states_of(keys: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return state → key → parameter for an optimizer's keys, starting with master weights."""
-    keys_of: dict[str, dict[str, str]] = {MASTER: {}}
-    for key in filter(is_optimizer_key, keys):
-        match = _STATE.fullmatch(key)
-        if match is None:
-            raise UnsupportedError(
-                "the tensor is not a state of a parameter",
-                key=key,
-                hint="drop it with --exclude, or the optimizer with --no-optim",
-            )
-        state = MASTER if match["state"] == "param" else match["state"]
-        keys_of.setdefault(state, {})[key] = match["param"]
-    return {state: keys for state, keys in keys_of.items() if keys}
 
 
 def _meta(key: str, stored: Tensor, model: Catalog) -> Tensor:

@@ -114,7 +114,18 @@ class StackedOptimizer:
             self._optimizer, sharding=self._sharding, is_layer_wise=target.is_layer_wise
         )
         if format == "torch_dist" or content:
-            self.common[CONTENT] = self._content(content)
+            new_content: dict[object, object] = {}
+            if self._is_distributed:
+                new_content[_CONTENT_SHARDING] = self._sharding
+                new_content["distrib_optim_fully_reshardable_mem_efficient"] = False
+            new_content |= {
+                name: value
+                for name, value in content.items()
+                if not str(name).startswith("distrib_optim_")
+            }
+            new_content["singleton_local_shards"] = False
+            new_content["chained_optim_avoid_prefix"] = True
+            self.common[CONTENT] = new_content
         if any("dampening" in group.settings for group in self._optimizer.groups):
             self.notes.append(
                 "optimizer: megatron-core 0.16 saves SGD in torch_dist, but fails to load it "
@@ -141,21 +152,6 @@ class StackedOptimizer:
             state[0] == MASTER and self._is_distributed and self._sharding == FULLY_RESHARDABLE
         )
         return f"{STATES}{'param' if is_param else state[0]}.{name}"
-
-    def _content(self, before: dict[object, object]) -> dict[object, object]:
-        """Return the ``content_metadata`` for Megatron's loader, keeping other entries."""
-        content: dict[object, object] = {}
-        if self._is_distributed:
-            content[_CONTENT_SHARDING] = self._sharding
-            content["distrib_optim_fully_reshardable_mem_efficient"] = False
-        content |= {
-            name: value
-            for name, value in before.items()
-            if not str(name).startswith("distrib_optim_")
-        }
-        content["singleton_local_shards"] = False
-        content["chained_optim_avoid_prefix"] = True
-        return content
 
     def _note_form(self, catalog: Catalog) -> None:
         if self._sharding == MODEL_SPACE:

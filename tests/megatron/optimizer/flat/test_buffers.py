@@ -167,23 +167,16 @@ def test_what_arguments_say_about_buckets() -> None:
         "context_parallel_size": 2,
     }
     found = bucketing_of(fields)
-    assert found.bucket_size(pp_rank=0, vp_rank=0, n_params=9) == 128_000_000
-    assert found.bucket_size(pp_rank=1, vp_rank=0, n_params=9) is None
-    assert found.bucket_size(pp_rank=0, vp_rank=1, n_params=9) is None
-    assert (
-        bucketing_of(fields | {"ddp_num_buckets": 4}).bucket_size(pp_rank=0, vp_rank=0, n_params=9)
-        == 2
-    )
-    assert (
-        bucketing_of(fields | {"ddp_bucket_size": 7}).bucket_size(pp_rank=0, vp_rank=0, n_params=9)
-        == 7
-    )
-    assert (
-        bucketing_of(fields | {"overlap_grad_reduce": False}).bucket_size(
-            pp_rank=0, vp_rank=0, n_params=9
-        )
-        is None
-    )
+    assert found.bucket_sizes((0, 0), n_params=9) == [128_000_000]
+    assert found.bucket_sizes((0, 1), n_params=9) == [None]
+    assert found.bucket_sizes((1, 0), n_params=9) == [None]
+    for argument, sizes in (
+        ({"ddp_num_buckets": 4}, [2]),
+        ({"ddp_bucket_size": 7}, [7]),
+        ({"overlap_grad_reduce": False}, [None]),
+        ({"overlap_grad_reduce": None, "ddp_bucket_size": 7}, [None, 7]),
+    ):
+        assert bucketing_of(fields | argument).bucket_sizes((0, 0), n_params=9) == sizes
     assert bucketing_of({}).has_buckets is None
     with pytest.raises(CorruptError, match="ddp_bucket_size is '7'"):
         bucketing_of({"ddp_bucket_size": "7"})

@@ -18,9 +18,8 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology
-from core.megatron.optimizer.flat.buffers import bucketing_of
+from core.megatron.optimizer.flat.buffers import bucketing_of, is_shared_embedding
 from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
-from core.megatron.optimizer.flat.params import is_shared_embedding
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import Global, as_mapping
 from tests.megatron.support.flat_files import STATES, Run, with_optimizer
@@ -205,7 +204,6 @@ def test_values_that_fit_several_places_are_refused() -> None:
         bucketing=bucketing_of({"overlap_grad_reduce": False}),
         chunk=(0, 0),
         n_rank=12,
-        n_copies=1,
         label="buffer 0",
         rank="mp_rank_00",
     )
@@ -323,7 +321,6 @@ def test_parameters_that_are_not_trained_are_found_by_values() -> None:
         bucketing=bucketing_of({"overlap_grad_reduce": False}),
         chunk=(0, 0),
         n_rank=256,
-        n_copies=1,
         label="buffer 0",
         rank="mp_rank_00",
     )

@@ -1,4 +1,4 @@
-"""core.megatron.optimizer.sharded.held: what ranks hold, told from global tensors alone, is what
+"""core.megatron.optimizer.sharded.buckets: what ranks hold, told from global tensors alone, is what
 their files list.
 """
 
@@ -13,7 +13,7 @@ import pytest
 from core.catalog.catalog import Catalog
 from core.megatron.model.args import facts_of
 from core.megatron.model.topology import Topology, rank_dir
-from core.megatron.optimizer.sharded.held import Holdings
+from core.megatron.optimizer.sharded.buckets import Holdings
 from core.megatron.placement.chunk import chunk_of
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping

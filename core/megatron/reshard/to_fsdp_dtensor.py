@@ -34,13 +34,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
+from core.arrays.box import Shape
+from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_each, left_out
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel
-from core.catalog.optimizer_keys import MASTER, param_of, state_key, trained
+from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of, trained
+from core.catalog.stored import PlannedArray
+from core.catalog.tensor import Tensor, whole_tensor
+from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT
-from core.megatron.model.args import facts_of, replaced
+from core.megatron.model.args import facts_of, fields_of, replaced
 from core.megatron.model.checks import with_gate
 from core.megatron.model.cut import Cut, check_target, cuts_of
 from core.megatron.model.facts import ModelFacts
@@ -51,11 +55,13 @@ from core.megatron.model.vocabulary import rows_of
 from core.megatron.optimizer.groups import EXPERT
 from core.megatron.optimizer.reshard_target import ReshardTarget
 from core.megatron.optimizer.target_groups import target_groups
-from core.megatron.reshard.fsdp.checks import check_model
-from core.megatron.reshard.fsdp.names import FORMAT, FsdpNames
-from core.megatron.reshard.fsdp.tensors import fsdp_tensors
-from core.megatron.rules.rules import Rules
+from core.megatron.rules.experts import OPTION as EXPERTS
+from core.megatron.rules.rules import GPT, Rules
 from core.pickle.inert import ObjectLeaf, TensorLeaf, walk
+
+FORMAT = "fsdp_dtensor"
+_ADAM = ("exp_avg", "exp_avg_sq")
+_DROP_OPTIMIZER = "drop the optimizer with --no-optim"
 
 
 def to_fsdp_dtensor(
@@ -82,12 +88,12 @@ def to_fsdp_dtensor(
     facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
     facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
     check_target(topology, facts)
-    check_model(catalog, facts)
+    _check_model(catalog, facts)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
 
     # Name the tensors and the settings of the optimizer, and then the entries beside them.
-    names = FsdpNames(catalog, facts, rules)
-    tensors = fsdp_tensors(catalog, cuts, names)
+    names = _FsdpNames(catalog, facts, rules)
+    tensors = _fsdp_tensors(catalog, cuts, names)
     padded = next(
         (
             cut.shape[0]
@@ -96,9 +102,16 @@ def to_fsdp_dtensor(
         ),
         None,
     )
-    values: dict[tuple[str, ...], object] = {
-        ("args",): _arguments(catalog, topology, facts, padded=padded)
-    }
+    args = update_args(
+        catalog.args,
+        topology=topology,
+        pipeline=Pipeline(),
+        counts=[facts.stages(1, 1).count(facts.kind.stacks[0], 0, 0)],
+        padded_vocab_size=padded,
+    )
+    changes = {"ckpt_format": FORMAT, "use_dist_ckpt": True, "use_distributed_optimizer": True}
+    args = replaced(args, changes, added={"use_megatron_fsdp": True})
+    values: dict[tuple[str, ...], object] = {("args",): args}
     omitted = ("args", OPTIMIZER, RERUN, CONTENT)
     common = {n: value for n, value in (catalog.common or {}).items() if n not in omitted}
     values |= _paths_of(common, ())
@@ -125,7 +138,7 @@ def to_fsdp_dtensor(
         objects=objects,
         hidden={key: catalog.meta(key) for key in hidden},
         skeleton=skeleton,
-        args=objects["args"].value,
+        args=args,
         common=None,
         optimizer=None,
         dropped=(*catalog.dropped, *_dropped(catalog)),
@@ -145,7 +158,7 @@ def _group_settings(
     rules: Rules,
     *,
     cuts: Mapping[str, Cut],
-    names: FsdpNames,
+    names: _FsdpNames,
 ) -> dict[tuple[str, ...], object]:
     """Return every setting of every trained parameter, by its path in the state dict.
 
@@ -173,22 +186,6 @@ def _group_settings(
         for name, number in groups.group_of.items()
         for setting, value in {**step, **groups.settings[number], **unsplit}.items()
     }
-
-
-def _arguments(
-    catalog: Catalog, topology: Topology, facts: ModelFacts, *, padded: int | None
-) -> object:
-    """Return the training arguments of a run with Megatron-FSDP at the destination's sizes."""
-    stack = facts.kind.stacks[0]
-    args = update_args(
-        catalog.args,
-        topology=topology,
-        pipeline=Pipeline(),
-        counts=[facts.stages(1, 1).count(stack, 0, 0)],
-        padded_vocab_size=padded,
-    )
-    changes = {"ckpt_format": FORMAT, "use_dist_ckpt": True, "use_distributed_optimizer": True}
-    return replaced(args, changes, added={"use_megatron_fsdp": True})
 
 
 def _paths_of(
@@ -227,3 +224,143 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
         names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
         dropped += dropped_each(names, f"{FORMAT} has no place for it")
     return dropped
+
+
+def _fsdp_tensors(
+    catalog: Catalog, cuts: Mapping[str, Cut], names: _FsdpNames
+) -> dict[tuple[str, ...], tuple[Tensor, Shape]]:
+    """Return the tensors of the destination, and their shapes there, which may have padding.
+
+    Returns:
+        By path: the keys of the containers around a tensor, and its own.
+
+    Raises:
+        UnsupportedError: the parts of a parameter are not kept together at this TP size.
+    """
+    stored: dict[tuple[str, ...], tuple[Tensor, Shape]] = {}
+    for key, cut in cuts.items():
+        state, name = state_of(key), param_of(key)
+        if name.endswith(EXTRA_STATE) or (state is not None and state[0] == MASTER):
+            continue
+        halves = names.halves(name)
+        if cut.n > 1 and len(cut.parts) > 1 and len(halves) == 1:
+            raise UnsupportedError(
+                f"each of {cut.n} TP ranks has a piece of every part of this parameter, which "
+                f"{FORMAT} stores one after the other; writing it so is not supported",
+                key=key,
+                hint="use --tp-new 1",
+            )
+        master = state_key(MASTER, name)
+        tensor = catalog.tensors[master if state is None and master in catalog.tensors else key]
+        for number, half in enumerate(halves):
+            if state is None:
+                path: tuple[str, ...] = ("model", names.in_model(name) + half)
+            else:
+                path = (OPTIMIZER, "state", names.in_optimizer(name) + half, state[0])
+            if len(halves) > 1:
+                n_rows = cut.shape[0] // 2
+                rows = tensor.narrow(0, number * n_rows, n_rows)
+                stored[path] = (rows, (n_rows, *cut.shape[1:]))
+            else:
+                stored[path] = (tensor, cut.shape)
+    return stored
+
+
+def with_padding(target: TargetCatalog) -> TargetCatalog:
+    """Return the target with the padding rows of the vocabulary, which are zero.
+
+    Args:
+        target: made from the result of ``to_fsdp_dtensor``.
+    """
+    facts = target.facet(FsdpDtensorFacts)
+    assert facts is not None, "the target is an fsdp_dtensor checkpoint"
+    tensors = dict(target.tensors)
+    for key, tensor in target.tensors.items():
+        shape = facts.shapes[key]
+        if shape != tensor.shape:
+            padded = whole_tensor(PlannedArray(key, tensor.dtype, shape))
+            tensors[key] = replace(tensor, shape=shape, tiling=padded.tiling, flexible=True)
+    return replace(target, tensors=tensors)
+
+
+class _FsdpNames:
+    """A finder of the parameters' names in Megatron-FSDP's state dicts."""
+
+    def __init__(self, catalog: Catalog, facts: ModelFacts, rules: Rules) -> None:
+        model = catalog.facet(MegatronModel) or MegatronModel()
+        fields = fields_of(catalog.args)
+        self._rules = rules
+        self._expert_names = model.expert_names or facts.expert_names or "sequential"
+        # Only --swiglu divides gated layers; a configuration without that argument means it, too.
+        self._splits = facts.is_gated and fields.get("swiglu", True) is not False
+
+    def halves(self, name: str) -> tuple[str, ...]:
+        """Return the suffixes of the halves in which a parameter is stored; ("",) for a whole."""
+        is_split = self._splits and self._rules.rule_of(name).parts == "gated"
+        return ("_w", "_v") if is_split else ("",)
+
+    def in_model(self, name: str) -> str:
+        """Return the name of a parameter below ``model``."""
+        expert = self._rules.expert_of(name)
+        if expert is not None and expert.number is not None:
+            name = self._rules.expert_name(expert, names=self._expert_names, number=expert.number)
+        return f"module.{name}"
+
+    def in_optimizer(self, name: str) -> str:
+        """Return the name of a parameter below ``optimizer.state``."""
+        return f"module.module.{self.in_model(name)}"
+
+
+def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
+    """Raise unless it is known how Megatron-FSDP stores a model and its optimizer.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    model = catalog.facet(MegatronModel) or MegatronModel()
+    refused = {
+        f"a {facts.kind.kind} model": facts.kind is not GPT,
+        "a hybrid model": facts.pattern is not None,
+        "a model whose layers differ in kind": facts.blocks is not None
+        or bool(facts.linear_layers),
+        "a model with multi-token prediction": facts.n_predictions > 0,
+        "a model with multi-latent attention": facts.is_mla,
+        "a model with towers": model.wrapper is not None,
+        "an adapter": any(".adapter." in key for key in catalog.tensors),
+    }
+    for name, is_refused in refused.items():
+        if is_refused:
+            raise UnsupportedError(
+                f"writing {name} as {FORMAT} is not supported",
+                hint="write --to torch_dist or --to megatron",
+            )
+    if (model.expert_names or facts.expert_names) == "grouped":
+        raise UnsupportedError(
+            f"Megatron-FSDP's {FORMAT} has no form for GroupedMLP experts",
+            hint=f"add {EXPERTS} sequential",
+        )
+
+    # The optimizer: Megatron's loader asks for the moments of Adam.
+    optimizer = catalog.optimizer
+    if optimizer is None:
+        return
+    states = {state[0] for key in catalog.tensors if (state := state_of(key)) is not None}
+    if strange := sorted(states - {MASTER, *_ADAM}):
+        raise UnsupportedError(
+            f"the optimizer's state {strange[0]!r} cannot be written as {FORMAT}: Megatron-FSDP "
+            "trains with Adam only",
+            hint=_DROP_OPTIMIZER,
+        )
+    fields = fields_of(catalog.args)
+    if not (fields.get("bf16") or fields.get("fp16")):
+        raise UnsupportedError(
+            f"an fp32 run cannot go on from {FORMAT}: without --bf16 or --fp16, Megatron-FSDP "
+            "saves such checkpoints and does not load them",
+            hint=f"{_DROP_OPTIMIZER}, and start with --bf16",
+        )
+    if isinstance(optimizer.step, TensorLeaf):
+        raise UnsupportedError(
+            "the number of steps is a tensor, as torch's Adam counts them; writing it as "
+            f"{FORMAT} is not supported",
+            hint=_DROP_OPTIMIZER,
+        )
