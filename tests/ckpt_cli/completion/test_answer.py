@@ -158,6 +158,7 @@ def test_many_keys_are_offered_by_their_next_name() -> None:
     ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("words", [["inspect"], ["convert", "a"], ["convert", "--rules"]])
 def test_paths_are_left_to_the_shell(words: list[str], tmp_path: Path) -> None:
     text = f"ckpt {' '.join(words)} "
@@ -228,6 +229,7 @@ def test_keys_are_remembered_until_the_checkpoint_changes(model: str, tmp_path: 
     assert bash(tmp_path, *words) == ["lm_tail.weight"]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "variables",
     [
