@@ -71,7 +71,11 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
         assert found.getvalue() == data
 
 
-@pytest.mark.parametrize("kind", [as_tensor, io.BytesIO], ids=["tensor", "stream"])
+@pytest.mark.parametrize(
+    "kind",
+    [as_tensor, pytest.param(io.BytesIO, marks=pytest.mark.long)],
+    ids=["tensor", "stream"],
+)
 @pytest.mark.parametrize(
     ("one", "other", "why"),
     [
