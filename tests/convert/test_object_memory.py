@@ -60,7 +60,8 @@ def test_objects_that_take_too_much_memory_are_refused_before_they_are_read(
     dst = tmp_path / ("out.pt" if to == "torch" else "out")
     run(Job(src=make_small_source(tmp_path), dst=tmp_path / "warm.pt"))
     # To trace memory takes six times as long as the run itself.
-    if form == "torch" or request.config.getoption("--long"):
+    is_whole = form == "torch" or request.config.getoption("--long")
+    if is_whole:
         tracemalloc.start()
     try:
         with pytest.raises(CapacityError, match="1,600,0.. values in objects") as caught:
@@ -70,8 +71,9 @@ def test_objects_that_take_too_much_memory_are_refused_before_they_are_read(
         tracemalloc.stop()
     # A list of as many integers takes 58 MB; what was read of the file takes a part of that.
     assert peak < 36e6
-    run(Job(src=src, dst=dst, to=to, memory_bytes=least_memory_of(caught.value) * MIB))
-    assert dst.exists()
+    if is_whole:
+        run(Job(src=src, dst=dst, to=to, memory_bytes=least_memory_of(caught.value) * MIB))
+    assert dst.exists() == is_whole
 
 
 @pytest.mark.parametrize(
