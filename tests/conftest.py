@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 import tarfile
+from collections import Counter
 from collections.abc import Hashable, Iterator
 from pathlib import Path
 
@@ -45,16 +46,24 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the long tests unless they were asked for, and of tests marked ``pairwise`` or
-    ``each_value`` the combinations of parameters that add nothing to the others.
+    """Leave out the long tests unless they were asked for, of tests marked ``pairwise`` or
+    ``each_value`` the combinations of parameters that add nothing to the others, and of those
+    marked ``first`` all but the first cases.
     """
     if config.getoption("--long"):
         return
     products: dict[tuple[str, int], list[pytest.Item]] = {}
     left_out: set[pytest.Item] = set()
+    n_cases: Counter[str] = Counter()
     for item in items:
+        first = item.get_closest_marker("first")
         if item.get_closest_marker("long") is not None:
             left_out.add(item)
+        elif first is not None:
+            test = item.nodeid.partition("[")[0]
+            n_cases[test] += 1
+            if n_cases[test] > first.args[0]:
+                left_out.add(item)
         elif isinstance(item, pytest.Function):
             for marker, n_together in N_TOGETHER.items():
                 if item.get_closest_marker(marker) is not None:

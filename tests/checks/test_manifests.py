@@ -140,6 +140,7 @@ def test_arrays_are_checked_where_the_files_have_no_crc(golden: Path, tmp_path: 
     assert [(one.code, one.key) for one in found(out)] == [("CK806", manifest.arrays[3].key)]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"schema": "ckpt-manifest", "version": 9}', '{"files": 1}']
 )

@@ -39,7 +39,7 @@ def run(
 def test_every_command_but_launch_works_without_the_large_packages(
     golden: Path, tmp_path: Path
 ) -> None:
-    source = golden / RUN
+    source, model = golden / RUN, golden / "mcore_legacy/dense_gqa/tp1_pp1"
     zarr = golden / "mcore0121_zarr/dense_gqa/tp4_pp1"
     commands = (
         ["inspect", source],
@@ -49,9 +49,9 @@ def test_every_command_but_launch_works_without_the_large_packages(
         ["reshard", source, "tp1", "--tp-new", "1", "--pp-new", "1", "--fingerprint"],
         ["diff", source, "tp1"],
         ["manifest", "tp1"],
-        *(["convert", source, to, "--to", to] for to in ("torch_dist", "dcp", "zarr", "zarr3")),
+        *(["convert", model, to, "--to", to] for to in ("torch_dist", "dcp", "zarr", "zarr3")),
         ["convert", zarr, "from_zarr", "--to", "torch"],
-        ["convert", source, "hf", "--to", "hf", "--no-optim", "--dtype", "float32"],
+        ["convert", model, "hf", "--to", "hf", "--no-optim", "--dtype", "float32"],
     )
     # One after the other in one interpreter, which never has the packages.
     program = (

@@ -113,7 +113,7 @@ def _saved_twice(
     [
         (1, False, False),
         (2, False, True),
-        (4, False, False),
+        pytest.param(4, False, False, marks=pytest.mark.long),
         # A process that is kept imports torch, on each rank.
         (1, True, False),
         pytest.param(2, True, True, marks=pytest.mark.long),
@@ -172,7 +172,8 @@ def test_the_error_of_one_writer_reaches_every_rank_as_torchs_exception(tmp_path
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("world", [2, 1])
 def test_several_saves_in_flight_keep_their_own_values_and_end_in_order(tmp_path, world):
     assert run_ranks(world, _several, tmp_path) == [[[], [], [0, 1, 2], True]] * world
     assert [_loads(tmp_path / f"{number}", plus=number) for number in range(3)] == [True] * 3
@@ -231,6 +232,7 @@ def _save_again(rank: int, world: int, folder: Path) -> list[str]:
 
 
 @pytest.mark.dist
+@pytest.mark.first(1)
 @pytest.mark.parametrize("n_killed", [1, 2])
 def test_a_job_that_is_killed_leaves_the_checkpoint_before_and_can_save_again(tmp_path, n_killed):
     with pytest.raises(AssertionError, match="died or hung"):

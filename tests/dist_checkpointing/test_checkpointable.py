@@ -106,7 +106,8 @@ def _on_ranks(n: int, function, folder: Path) -> list:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("n_saved", [1, 2, 4])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("n_saved", [2, 1, 4])
 def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_engine(
     n_saved, tmp_path
 ):

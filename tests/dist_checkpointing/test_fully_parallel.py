@@ -519,7 +519,7 @@ def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> 
 @pytest.mark.parametrize(
     ("world", "tp", "is_async"),
     [
-        (1, 1, False),
+        pytest.param(1, 1, False, marks=pytest.mark.long),
         (2, 1, True),
         (4, 2, False),
         pytest.param(8, 2, True, marks=pytest.mark.long),  # more replicas of what the others show

@@ -4,16 +4,13 @@ imported nothing of Megatron.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support import forked
 
 MEGATRON = {
     "__init__.py": "",
@@ -38,56 +35,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SERVER = """
-import json, os, sys
-import core.dist_checkpointing
-assert not any(name.partition(".")[0] == "megatron" for name in sys.modules)
-for line in sys.stdin:
-    folder, script, out, err = json.loads(line)
-    pid = os.fork()
-    if pid == 0:
-        for name, number in ((out, 1), (err, 2)):
-            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
-        sys.path.insert(0, folder)
-        code = 1
-        try:
-            exec(script, {"__name__": "__main__"})
-            sys.stdout.flush()
-            code = 0
-        except BaseException:
-            import traceback
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-"""Runs scripts one by one, each in a fork of a process that has imported this project and torch,
-which takes seconds.
-"""
 Run = Callable[[Path, str], str]
 
 
-@pytest.fixture(scope="module")
-def run() -> Iterator[Run]:
+@pytest.fixture
+def run() -> Run:
     """Run a script that finds the small package, and return what it prints."""
-    with subprocess.Popen(
-        [sys.executable, "-c", SERVER],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as server:
-        assert server.stdin is not None and server.stdout is not None
 
-        def call(folder: Path, script: str) -> str:
-            out, err = folder / "out.txt", folder / "err.txt"
-            server.stdin.write(json.dumps([str(folder), script, str(out), str(err)]) + "\n")
-            server.stdin.flush()
-            assert server.stdout.readline() == "0\n", err.read_text()
-            return out.read_text()
+    def call(folder: Path, script: str) -> str:
+        untouched = "import sys; assert 'megatron' not in sys.modules\n"
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = forked.run(["-W", "ignore", "-c", untouched + script], env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-        yield call
-        server.stdin.close()
+    return call
 
 
 def test_whatever_imports_megatrons_package_gets_ours(folder: Path, run: Run) -> None:

@@ -120,8 +120,29 @@ def test_what_preload_returns_is_sent(tmp_path, queue):
     assert (tmp_path / "45").exists()
 
 
-def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(tmp_path):
-    queue = AsyncCallsQueue(persistent=True)
+@pytest.mark.long
+def test_a_process_killed_between_calls_is_replaced(tmp_path):
+    caller = PersistentAsyncCaller()
+    for name in "ab":
+        caller.schedule_async_call(AsyncRequest(_append, (tmp_path / name, name), []))
+        assert caller.is_current_async_call_done(blocking=True) and caller.failure is None
+        os.kill(caller.process.pid, signal.SIGKILL)
+        caller.process.join()
+    caller.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_what_cannot_be_pickled_is_a_failure_of_its_call(tmp_path, queue):
+    queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
+    queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "a", "a"), []))
+    with pytest.raises(WorkerError, match="lambda"):
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert (tmp_path / "a").exists()
+
+
+def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(tmp_path, queue):
+    """The last test of the shared queue, which it closes."""
     never = tmp_path / "never"
     for work, args in (
         (_fail, (CapacityError("disk full"),)),
@@ -143,27 +164,6 @@ def test_failures_and_deaths_are_reported_and_the_next_call_gets_a_new_process(t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "c"]
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "c").read_text()), 0)
-
-
-@pytest.mark.long
-def test_a_process_killed_between_calls_is_replaced(tmp_path):
-    caller = PersistentAsyncCaller()
-    for name in "ab":
-        caller.schedule_async_call(AsyncRequest(_append, (tmp_path / name, name), []))
-        assert caller.is_current_async_call_done(blocking=True) and caller.failure is None
-        os.kill(caller.process.pid, signal.SIGKILL)
-        caller.process.join()
-    caller.close()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-
-
-def test_what_cannot_be_pickled_is_a_failure_of_its_call(tmp_path, queue):
-    queue.schedule_async_request(AsyncRequest(lambda: None, (), []))
-    queue.schedule_async_request(AsyncRequest(_append, (tmp_path / "a", "a"), []))
-    with pytest.raises(WorkerError, match="lambda"):
-        queue.maybe_finalize_async_calls(blocking=True)
-    queue.maybe_finalize_async_calls(blocking=True)
-    assert (tmp_path / "a").exists()
 
 
 def test_abort_ends_the_process_at_once(tmp_path):
@@ -210,7 +210,7 @@ if __name__ == "__main__":
     ("kind", "end"),
     [
         pytest.param("persistent", "returns", marks=pytest.mark.long),
-        ("persistent", "killed"),
+        pytest.param("persistent", "killed", marks=pytest.mark.long),
         ("temporal", "killed"),
     ],
 )

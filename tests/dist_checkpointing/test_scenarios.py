@@ -182,7 +182,7 @@ LOADS = covering_cases(
         for reader in readers(name, layout)
         for writer in writers(name)
     ),
-    lambda name, layout, reader, writer: {"who": (name, reader, writer), "layout": layout},
+    lambda name, layout, reader, writer: {"name": name, "who": (reader, writer), "layout": layout},
 )
 
 

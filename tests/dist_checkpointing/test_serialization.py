@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import queue
 import shutil
 import signal
 import time
@@ -823,7 +824,10 @@ def _with_megatron(rank: int, world: int, folder: str) -> dict[str, Any]:
 
     warnings.simplefilter("ignore")
     from megatron.core import dist_checkpointing as theirs
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+    # Its own comes from a process that imports torch.
+    filesystem_async._results_queue = queue.Queue()
     torch.cuda.synchronize = lambda *_: None
     torch.cuda.current_device = lambda: torch.device("cpu")
     return {

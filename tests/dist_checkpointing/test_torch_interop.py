@@ -118,7 +118,8 @@ def test_megatron_core_loads_what_we_save(n_saved, n_loaded, options, tmp_path):
 @needs_megatron
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize("n_saved", [1, 2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("n_saved", [2, 1])
 def test_we_load_what_megatron_core_saves(n_saved, tmp_path):
     run_ranks(n_saved, _theirs_save, tmp_path)
     for n_loaded in (1, 2, 4):
@@ -253,7 +254,8 @@ def _items(folder: Path) -> dict[tuple[str, tuple[int, ...] | None], bytes]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("n", "with_objects"), [(1, True), (2, False), (2, True), (4, False)])
+@pytest.mark.first(2)
+@pytest.mark.parametrize(("n", "with_objects"), [(2, True), (2, False), (1, True), (4, False)])
 def test_what_is_saved_is_byte_for_byte_what_the_converter_makes_of_it(n, with_objects, tmp_path):
     saved, made = tmp_path / "saved", tmp_path / "made"
     saved.mkdir()

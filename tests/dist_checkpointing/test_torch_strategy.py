@@ -132,7 +132,8 @@ def check_tensors(found: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("n_saved", [1, 2, 4])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("n_saved", [2, 1, 4])
 def test_what_is_saved_is_loaded_at_any_number_of_ranks_and_read_by_torch(n_saved, tmp_path):
     on_ranks(n_saved, _save, tmp_path, {})
     assert {file.name for file in tmp_path.iterdir()} == {

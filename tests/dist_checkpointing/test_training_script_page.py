@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
+import socket
 from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+
 ROOT = Path(__file__).resolve().parent.parent.parent
+N_RANKS = 2
 
 
 @pytest.mark.dist
@@ -20,17 +22,41 @@ def test_the_examples_of_the_page_run_one_after_the_other(tmp_path):
     save, convert = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
     (tmp_path / "train.py").write_text(save)
     (tmp_path / "convert.py").write_text(convert)
-    for command in (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"],
-        ["convert.py"],
-    ):
-        done = subprocess.run(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    # What torchrun tells each rank; torchrun itself and its workers would import torch again.
+    run_ranks_of(
+        "train.py", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=N_RANKS
+    )
+    done = forked.run(["convert.py"], cwd=tmp_path, env=environment(), timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
     assert [path.name for path in sorted((tmp_path / "model").iterdir())] == ["model.safetensors"]
+
+
+def run_ranks_of(script: str, folder: Path, **variables: object) -> None:
+    """Run a script on all ranks at once, to its end."""
+    running = []
+    for rank in range(N_RANKS):
+        with (folder / f"printed{rank}").open("w") as output, open(os.devnull) as nothing:
+            running.append(
+                forked.start(
+                    [script],
+                    stdin=nothing.fileno(),
+                    stdout=output.fileno(),
+                    stderr=output.fileno(),
+                    env=environment(RANK=rank, LOCAL_RANK=rank, **variables),
+                    cwd=folder,
+                )
+            )
+    codes = [program.wait(240) for program in running]
+    assert codes == [0] * N_RANKS, [
+        (folder / f"printed{rank}").read_text()[-4000:] for rank in range(N_RANKS)
+    ]
+
+
+def environment(**variables: object) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        **{name: str(value) for name, value in variables.items()},
+    }

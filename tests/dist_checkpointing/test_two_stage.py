@@ -67,10 +67,8 @@ def _load(rank: int, world: int, root: str, dp: int) -> tuple[int, list[str]]:
 @pytest.mark.parametrize(
     ("world", "dp"),
     [
-        (1, 1),
         (4, 2),
-        (4, 4),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in [(2, 2), (4, 1)]),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(1, 1), (2, 2), (4, 4), (4, 1)]),
     ],
 )
 def test_the_lowest_rank_reads_and_all_have_every_tensor(

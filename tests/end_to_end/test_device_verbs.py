@@ -67,6 +67,7 @@ def test_values_and_fingerprints_are_found_on_a_device(tmp_path: Path) -> None:
     assert {VALUES, FINGERPRINT} <= used()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name", ["mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "torch_dcp/tp2_fsdp2_dp2"]
 )

@@ -17,6 +17,7 @@ LATE = ("zarr", "orbax")
 """Formats whose data files are opened by the copy only."""
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
 def test_no_file_is_passed_over_in_silence(
     golden: Path,

@@ -167,6 +167,7 @@ def test_a_config_that_is_not_needed_or_not_there_is_refused(golden: Path, tmp_p
         )
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("to", "names"), [("hf", None), ("megatron", None), ("dcp", "hf"), ("dcp", "megatron")]
 )

@@ -95,7 +95,14 @@ def test_states_can_be_left_out_alone(golden: Path, tmp_path: Path) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
-@pytest.mark.parametrize("glob", [None, "*.weight", "*layers.1.*", "*"])
+@pytest.mark.parametrize(
+    "glob",
+    [
+        None,
+        "*",
+        *(pytest.param(glob, marks=pytest.mark.long) for glob in ("*.weight", "*layers.1.*")),
+    ],
+)
 def test_a_cast_leaves_the_optimizer_as_it_is(
     golden: Path, tmp_path: Path, source: str, glob: str | None
 ) -> None:
@@ -108,6 +115,7 @@ def test_a_cast_leaves_the_optimizer_as_it_is(
     assert after[model][0] == "float16"
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("source", "glob"),
     [(FSDP, "app.optim.*.exp_avg"), (FSDP, "*.exp_avg"), (MEGATRON, "optimizer.state.exp_avg.*")],
@@ -184,6 +192,7 @@ def test_an_entry_that_an_untied_parameter_has_already_is_refused(
         run(job)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 def test_states_are_stacked_and_taken_apart_with_their_parameters(
     golden: Path, tmp_path: Path, source: str

@@ -122,6 +122,8 @@ OF_A_FORM_ABOVE = {
     "golden/mcore_torch_dist/moe_seq/tp2_pp2_ep2",
     "golden/torch_dcp/tp2_fsdp2_dp2",
     "golden/torch_dcp/fsdp2_dp2",
+    "golden/accelerate/fsdp2_dp2/checkpoint_0",
+    "torchtitan/llama/step-2",
     "quantized_ranks/adamw8bit_hsdp",
 }
 """Other models in the same kinds of files: converted with ``--long``."""

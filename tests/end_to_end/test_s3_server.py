@@ -358,6 +358,7 @@ def test_a_request_is_never_answered(server: S3Server) -> None:
     assert server.objects("runs") == {}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("fault", "is_done"), [("kill", False), ("kill after", True)])
 def test_a_process_is_killed_at_a_request(server: S3Server, fault: str, is_done: bool) -> None:
     script = (

@@ -95,6 +95,7 @@ def _set(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new).replace(before, after))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -122,6 +122,7 @@ def test_other_checksums_cannot_be_compared_with_a_manifest(
     assert "the store states CRC-32C, the manifest CRC-32" in note["message"]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("algorithm", ["CRC32", "CRC32C", "SHA256", "SHA1"])
 def test_what_is_read_is_compared(
     client: Any,

@@ -36,7 +36,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """Returns a store of tests/golden whose answers a test can replace."""
-    with mounted_store(golden, monkeypatch) as store:
+    with mounted_store(golden, monkeypatch, is_constant=True) as store:
         yield store
 
 

@@ -72,7 +72,9 @@ def end_when(
     "phase",
     [
         # Each starts the program; others of its commands wait for the same kinds of requests.
-        pytest.param(phase, marks=pytest.mark.long if phase in ("checking", "comparing") else ())
+        pytest.param(
+            phase, marks=() if phase in ("listing", "copying", "putting") else pytest.mark.long
+        )
         for phase in PHASES
     ],
 )

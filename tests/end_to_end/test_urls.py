@@ -87,7 +87,8 @@ def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("name", [TORCH_DIST, SAFETENSORS])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", [SAFETENSORS, TORCH_DIST])
 def test_a_web_server_has_no_listing_and_is_read_all_the_same(
     server: S3Server, golden: Path, tmp_path: Path, name: str
 ) -> None:

@@ -19,7 +19,7 @@ SOURCES = ("mcore_legacy/dense_gqa/tp2_pp1_optim", "mcore_torch_dist/dense_gqa/t
 @pytest.fixture
 def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """Returns an S3 server whose bucket ``runs`` is tests/golden."""
-    with mounted_store(golden, monkeypatch) as server:
+    with mounted_store(golden, monkeypatch, is_constant=True) as server:
         yield server
 
 

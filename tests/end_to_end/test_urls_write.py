@@ -47,7 +47,7 @@ CONVERSIONS = {
 @pytest.fixture
 def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """Returns an S3 server whose bucket ``runs`` is tests/golden."""
-    with mounted_store(golden, monkeypatch) as server:
+    with mounted_store(golden, monkeypatch, is_constant=True) as server:
         yield server
 
 
@@ -231,16 +231,14 @@ def test_a_failed_run_is_continued(
     assert_nothing_remains(store)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize(
     "operation",
     [
         "CompleteMultipartUpload",
-        "DeleteObjects",
-        pytest.param("DeleteObject", marks=pytest.mark.long),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("DeleteObjects", "DeleteObject")),
     ],
 )
-@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize("first", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_an_interrupted_publication_is_finished(
     store: S3Server, golden: Path, operation: str, first: int
 ) -> None:
@@ -455,6 +453,7 @@ def test_the_report_counts_requests_and_repetitions(
     assert re.search(r"store +[\d,]+ requests \(\d+ repeated\)", capsys.readouterr().out)
 
 
+@pytest.mark.long  # uploads that are resumed, and those begun twice, have tests above
 def test_of_two_uploads_of_an_object_the_recorded_one_is_finished(store: S3Server) -> None:
     source = "s3://runs/hf/llama/safetensors_single"
     words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--resume"]

@@ -78,6 +78,7 @@ def test_the_tables_name_the_classifiers_of_transformers() -> None:
         assert list(family.classifiers) == expected, model_type
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize(
     ("name", "kind"), every_third((pytest.param(*case) for case in CLASSIFIERS), start=2)
 )

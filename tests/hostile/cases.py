@@ -642,6 +642,11 @@ def _sparse_zip(folder: Path) -> Path:
     return folder / "model.pt"
 
 
+def _many_records(folder: Path) -> Path:
+    records = {f"x{n}": b"" for n in range(20_000)}
+    return torch_file(torch_zip(b"\x80\x02}.", **records))(folder)
+
+
 def _sparse_metadata(folder: Path) -> Path:
     made = changed("dcp")(folder)
     _sparse(made / ".metadata", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0.")
@@ -753,9 +758,7 @@ OTHERS: dict[str, Make] = {
     "zip: an offset that lies": torch_file(
         PLAIN_TORCH[:-6] + struct.pack("<I", 0xFFFFFF00) + PLAIN_TORCH[-2:]
     ),
-    "zip: 20000 records": torch_file(
-        torch_zip(b"\x80\x02}.", **{f"x{n}": b"" for n in range(20_000)})
-    ),
+    "zip: 20000 records": _many_records,
     "zip: a name of control characters": torch_file(torch_zip(b"\x80\x02}.", **{"\x1b[2J": b""})),
     "zip: a name that climbs": torch_file(torch_zip(b"\x80\x02}.", **{"../../x": b""})),
     "zip: TorchScript": torch_file(

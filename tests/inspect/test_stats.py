@@ -39,6 +39,7 @@ def check(stats: ValueStatistics | None, tensor: torch.Tensor) -> None:
     assert stats.std == pytest.approx(float(values.std()), rel=1e-12)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("layout", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])
 def test_shards_and_replicas_of_ranks_count_once(layout: str, golden: Path) -> None:
     stats = measured(golden / "mcore_legacy/dense_gqa" / layout)

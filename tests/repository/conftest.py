@@ -25,3 +25,13 @@ def trees() -> Iterator[dict[str, ast.Module]]:
     assert parsed
     yield parsed
     parsed.clear()
+
+
+@pytest.fixture(scope="package")
+def nodes(trees: dict[str, ast.Module]) -> Iterator[dict[str, list[ast.AST]]]:
+    """Path of every module of the program → all nodes of its syntax tree; to find them takes a
+    second.
+    """
+    walked = {path: list(ast.walk(tree)) for path, tree in trees.items()}
+    yield walked
+    walked.clear()

@@ -88,8 +88,15 @@ def test_of_long_ones(a: int) -> None:
     assert a in (0, 1)
 
 
+@pytest.mark.first(2)
+@pytest.mark.parametrize("a", [0, pytest.param(1, marks=pytest.mark.long), 2, 3])
+def test_of_first_ones(a: int) -> None:
+    assert a in (0, 1, 2, 3)
+
+
 @pytest.mark.parametrize(
-    ("name", "n_short", "n_all"), [("pairs", 4, 8), ("values", 3, 6), ("long_ones", 1, 2)]
+    ("name", "n_short", "n_all"),
+    [("pairs", 4, 8), ("values", 3, 6), ("long_ones", 1, 2), ("first_ones", 2, 4)],
 )
 def test_the_others_are_left_to_long_runs(
     name: str, n_short: int, n_all: int, request: pytest.FixtureRequest

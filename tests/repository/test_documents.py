@@ -21,7 +21,10 @@ DOCS = ROOT / "docs"
 GUIDES = [
     page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))
 ]
-START_MANY = {"launch.md", "ci.md", "megatron-rank-files.md", "torch-dist-and-zarr.md"}
+START_MANY = {
+    *("launch.md", "ci.md", "megatron-rank-files.md", "torch-dist-and-zarr.md"),
+    "first-steps.md",
+}
 """Pages whose commands start processes, or go through many checkpoints."""
 PAGES = [page for page in pages() if steps_of(page.read_text("utf-8"))]
 

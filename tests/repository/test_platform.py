@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 
 from tests.support.like_macos import LINUX_ONLY
 
@@ -13,11 +14,11 @@ HOMES = {
 
 
 def test_names_that_only_linux_has_are_used_where_their_absence_is_handled(
-    trees: dict[str, ast.Module],
+    nodes: Mapping[str, list[ast.AST]],
 ) -> None:
     uses = []
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
+    for name, nodes_of_module in nodes.items():
+        for node in nodes_of_module:
             if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
                 continue
             module = node.value.id

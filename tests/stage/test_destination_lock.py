@@ -31,7 +31,7 @@ LOCK = ".out.ckpt-stage/lock"
 @pytest.fixture
 def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
     """Returns an S3 server whose bucket ``runs`` is tests/golden."""
-    with mounted_store(golden, monkeypatch) as server:
+    with mounted_store(golden, monkeypatch, is_constant=True) as server:
         yield server
 
 

@@ -52,16 +52,21 @@ def upload(client: Any, folder: Path, bucket: str, prefix: str) -> None:
 
 @contextmanager
 def mounted_store(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, certificate: Path | None = None
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    certificate: Path | None = None,
+    is_constant: bool = False,
 ) -> Iterator[S3Server]:
     """Serve a directory as the bucket ``runs``, and point the environment at the server.
 
     Args:
+        is_constant: the directory never changes, as ``S3Server.mount`` has it.
         certificate: file with a certificate and its key, for TLS; None for plain HTTP.
     """
     lent = started_server(certificate=certificate) if certificate else shared_server()
     with lent as server:
-        server.mount("runs", folder)
+        server.mount("runs", folder, is_constant=is_constant)
         for name in ("AWS_PROFILE", "HTTP_PROXY", "HTTPS_PROXY"):
             monkeypatch.delenv(name, raising=False)
         for name, value in server.environment().items():

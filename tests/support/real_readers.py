@@ -32,7 +32,8 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, tor
             yield from leaves(item, (*path, str(key)))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from leaves(item, (*path, str(number)))
+            if not isinstance(item, (int, str)):  # random states are lists of millions of them
+                yield from leaves(item, (*path, str(number)))
 
 
 def read_torch(path: Path) -> Tensors:

@@ -49,8 +49,8 @@ def test_a_dumb_terminal_is_refused(environ: dict[str, str]) -> None:
     assert caught.value.hint == "print it instead: ckpt inspect 'a b'"
 
 
-def test_the_command_imports_textual_only_when_it_runs() -> None:
+def test_the_command_imports_textual_only_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("ckpt_cli.explore")]:
-        del sys.modules[name]
+        monkeypatch.delitem(sys.modules, name)
     assert callable(parse_command(["explore", "run"]))
     assert not any(name.startswith("ckpt_cli.explore") for name in sys.modules)

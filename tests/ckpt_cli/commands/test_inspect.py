@@ -98,6 +98,7 @@ def test_every_golden_checkpoint_is_told_apart(
         assert run(golden / name, *([], ["--flat"], ["--sort", "size"])[(turn + number) % 3])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("layout", ["tp1_pp1", "tp2_pp2", "tp4_pp1", "tp1_pp2_vpp2"])
 def test_rank_files_are_shown_as_the_global_model(
     layout: str, golden: Path, shown: Callable[..., Any]

@@ -55,6 +55,7 @@ def test_a_name_is_not_searched(golden: Path, shown: Callable[..., Any]) -> None
     assert not any("no key matches" in note for note in page["notes"])
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("name", "wrong", "right"),
     [

@@ -121,6 +121,7 @@ def test_baselines_and_reports_are_written_once(damaged: Path, tmp_path: Path) -
     assert json.loads(report.read_text())["runs"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     "name", ["hf/llama/bin_sharded", "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"]
 )

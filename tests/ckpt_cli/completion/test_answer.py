@@ -1,4 +1,6 @@
-"""Completion as the scripts of the shells ask for it: by variables, in a process of its own."""
+"""Completion as the scripts of the shells ask for it: by variables, mostly in a process of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import pytest
 from typer.main import get_command
 
 from ckpt_cli.app import app
-from ckpt_cli.completion.answer import ITERATIONS, KEYS, PAIRS, WORDS
+from ckpt_cli.completion.answer import ITERATIONS, KEYS, PAIRS, WORDS, answer
 from ckpt_cli.completion.source import MOST_KEYS, offered_keys
 from core.arrays.dtypes import dtype_of
 from core.changes.quantize import KINDS
@@ -105,10 +107,13 @@ def model(tmp_path: Path) -> str:
         (["no-such-command", ""], [""]),
     ],
 )
-def test_commands_options_and_fixed_values(
-    words: list[str], candidates: list[str], tmp_path: Path
-) -> None:
-    assert bash(tmp_path, *words) == candidates
+def test_commands_options_and_fixed_values(words: list[str], candidates: list[str]) -> None:
+    question = {
+        "_CKPT_COMPLETE": "complete_bash",
+        "COMP_WORDS": "\n".join(["ckpt", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
+    assert answer(get_command(app), question).text.split("\n") == candidates
 
 
 def test_an_option_is_offered_once_unless_it_can_be_repeated(tmp_path: Path) -> None:
@@ -153,6 +158,7 @@ def test_many_keys_are_offered_by_their_next_name() -> None:
     ]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("words", [["inspect"], ["convert", "a"], ["convert", "--rules"]])
 def test_paths_are_left_to_the_shell(words: list[str], tmp_path: Path) -> None:
     text = f"ckpt {' '.join(words)} "
@@ -223,6 +229,7 @@ def test_keys_are_remembered_until_the_checkpoint_changes(model: str, tmp_path: 
     assert bash(tmp_path, *words) == ["lm_tail.weight"]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     "variables",
     [

@@ -217,15 +217,8 @@ def test_a_job_goes_on_after_a_host_was_killed_and_a_plug_pulled(
 
 @pytest.mark.dist
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "max_restarts"),
-    [
-        (1, 0),
-        pytest.param(0, 0, marks=pytest.mark.long),
-        pytest.param(1, 2, marks=pytest.mark.long),
-        pytest.param(0, 2, marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.long  # a worker that is killed on one host is test_run's
+@pytest.mark.parametrize(("victim", "max_restarts"), [(1, 0), (0, 0), (1, 2), (0, 2)])
 def test_what_a_killed_host_leaves_is_finished_by_the_other(
     victim: int, max_restarts: int, source: Path, wanted: dict[str, str], place: Path
 ) -> None:

@@ -95,10 +95,8 @@ def test_without_restarts_a_killed_worker_is_named_and_torchrun_goes_on(
     assert listed(tmp_path) == {"out"}
 
 
-@pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
-)
+@pytest.mark.long  # a launcher that hears a signal is test_guard's, a worker test_torch_team's
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_ends_all_workers_and_keeps_the_stage(
     number: signal.Signals, code: int, source: Path, tmp_path: Path
 ) -> None:

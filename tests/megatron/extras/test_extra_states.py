@@ -60,6 +60,7 @@ def test_a_tensor_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     assert not any(STATE in text for text in report.dropped)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("data", [b"", RECIPE, delayed(1.5)], ids=["empty", "recipe", "delayed"])
 def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, data: bytes) -> None:
     source = with_state(golden, tmp_path / "a", {folder: io.BytesIO(data) for folder in both(0)})
@@ -70,7 +71,11 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
         assert found.getvalue() == data
 
 
-@pytest.mark.parametrize("kind", [as_tensor, io.BytesIO], ids=["tensor", "stream"])
+@pytest.mark.parametrize(
+    "kind",
+    [as_tensor, pytest.param(io.BytesIO, marks=pytest.mark.long)],
+    ids=["tensor", "stream"],
+)
 @pytest.mark.parametrize(
     ("one", "other", "why"),
     [

@@ -61,6 +61,7 @@ def with_remainders(src: Path, dst: Path) -> Path:
     return dst
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("source", "to"),
     [(FLAT, "megatron"), (BY_NAME, "torch_dist"), (BY_NAME, "megatron"), (BY_NAME, "fsdp_dtensor")],

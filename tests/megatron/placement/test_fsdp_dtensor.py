@@ -89,6 +89,7 @@ def test_torch_dist_has_the_masters_and_moments_of_the_run(
             assert torch.equal(place_in(stored, name), tensor.to(dtype)), key
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("case", "change"),
     [

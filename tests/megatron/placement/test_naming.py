@@ -130,6 +130,7 @@ def test_ranks_that_would_share_a_file_are_refused(
     assert reshard(golden / EXPERTS / "tp1_pp1", tmp_path / "b", *dist) == 0
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("ep", "etp", "names"),
     [

@@ -62,6 +62,7 @@ def test_shared_embeddings(golden: Path, tmp_path: Path, a: str, b: str, names: 
     assert_same_nested(tmp_path / "out", tmp_path / "b")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("a", "b"),
     [("tp1_pp1", "tp2_pp2_vpp2"), ("tp1_pp2_vpp2", "tp4_pp1"), ("tp2_pp2", "tp1_pp2_vpp2")],
@@ -76,6 +77,7 @@ def test_an_output_layer_of_its_own_gated_mlps_and_model_chunks(
     assert_same_nested(tmp_path / "out", tmp_path / "b")
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("a", "b"),
     [("tp1_pp1", "tp2_pp1_ep2"), ("tp1_pp2_ep2", "tp1_pp1_ep4"), ("tp2_pp1_ep2", "tp1_pp1")],

@@ -279,6 +279,7 @@ WHOLE = [
 ]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("whole", WHOLE)
 def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, whole: str) -> None:
     tensors = complete()

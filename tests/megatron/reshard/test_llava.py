@@ -88,6 +88,7 @@ def test_a_complete_model_has_no_findings(name: str, level: Level, models: Path)
     assert not [finding for finding in findings if finding.severity > Severity.NOTE]
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("lost", [LOST_LAYER, *LOST_TENSORS, *TOWERS])
 def test_what_rank_files_lack_of_the_tower_is_found(lost: str, models: Path) -> None:
     for folder in rank_dirs(models / "llava").values():
@@ -106,6 +107,7 @@ def test_what_rank_files_lack_of_the_tower_is_found(lost: str, models: Path) -> 
             reshard(models / "llava", models / "one", tp=1)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     "lost",
     [
@@ -126,7 +128,8 @@ def test_what_torch_dist_lacks_of_the_tower_is_found(lost: str, models: Path) ->
     assert {finding.key for finding in findings} == keys
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 1), (2, 2)])
 def test_rank_files_at_other_sizes_and_back_are_the_same(tp: int, pp: int, models: Path) -> None:
     other = reshard(models / "llava", models / "other", tp=tp, pp=pp)
     back = reshard(other, models / "back", tp=2)
@@ -184,7 +187,8 @@ def test_torch_dist_becomes_the_rank_files_that_megatron_saves(models: Path) -> 
         assert list(ours) == list(theirs)
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2), (2, 2)])
+@pytest.mark.first(1)
+@pytest.mark.parametrize(("tp", "pp"), [(1, 2), (1, 1), (2, 2)])
 def test_torch_dist_through_rank_files_of_other_sizes_is_the_same(
     tp: int, pp: int, models: Path
 ) -> None:

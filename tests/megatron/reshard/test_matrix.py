@@ -104,6 +104,7 @@ def test_resharded_files_equal_those_that_megatron_saved(
     )
 
 
+@pytest.mark.long  # each of its ways is another test's
 def test_experts_there_and_back_give_the_first_files_again(golden: Path, tmp_path: Path) -> None:
     first = golden / "mcore_legacy" / "moe_seq" / "tp2_pp1_ep2_etp1"
     reshard(first, tmp_path / "a", tp=1, pp=2, ep=4, etp=1)
@@ -137,6 +138,7 @@ def test_resharded_experts_equal_megatrons_own_torch_dist(golden: Path, tmp_path
         theirs.store.close()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
 def test_there_and_back_gives_the_first_files_again(
     golden: Path, tmp_path: Path, model: str
@@ -148,6 +150,7 @@ def test_there_and_back_gives_the_first_files_again(
     assert_same_weights(tmp_path / "c", first)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("model", ["dense_gqa", "dense_gelu"])
 def test_a_detour_through_torch_dist_changes_nothing(
     golden: Path, tmp_path: Path, model: str

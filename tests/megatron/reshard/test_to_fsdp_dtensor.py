@@ -37,7 +37,14 @@ def objects(folder: Path) -> dict[str, object]:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("case", [name for name, run in RUNS.items() if run.optimizer.is_bf16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=[] if name in ("dense_dp2", "experts_ep2") else pytest.mark.long)
+        for name, run in RUNS.items()
+        if run.optimizer.is_bf16
+    ],
+)
 @pytest.mark.parametrize("to", ["torch_dist", "megatron"])
 def test_the_way_back_gives_what_megatron_fsdp_wrote(
     megatron_fsdp: Path, tmp_path: Path, case: str, to: str

@@ -143,7 +143,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("source", "back", "options", "counts", "args"), CASES)
+FURTHER = (0, 4, 6)
+"""Numbers of the cases that are further examples: of a first stage, and of layouts in one text."""
+
+
+@pytest.mark.parametrize(
+    ("source", "back", "options", "counts", "args"),
+    [
+        pytest.param(*case, marks=pytest.mark.long if number in FURTHER else ())
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_uneven_layouts_of_golden_weights(
     golden: Path,
     tmp_path: Path,

@@ -158,6 +158,7 @@ def make_uneven(golden: Path, root: Path, counts: list[list[int]], **arguments: 
     return root
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("counts", "first", "last"),
     [([[2, 1], [2, 1]], 2, 2), ([[3, 1], [1, 1]], 3, None), ([[1, 1], [3, 1]], None, 3)],

@@ -87,9 +87,15 @@ class S3Server:
         """Return the number of requests that are without an answer by a rule."""
         return int(self._control("hanging", None))
 
-    def mount(self, bucket: str, folder: Path, prefix: str = "") -> None:
-        """Make the files of a directory objects of a bucket; the server never changes them."""
-        self._control("mount", [bucket, prefix, str(folder)])
+    def mount(
+        self, bucket: str, folder: Path, prefix: str = "", *, is_constant: bool = False
+    ) -> None:
+        """Make the files of a directory objects of a bucket; the server never changes them.
+
+        Args:
+            is_constant: nor does anybody else: mounted again, they are not looked at again.
+        """
+        self._control("mount", [bucket, prefix, str(folder), is_constant])
 
     def create_bucket(self, bucket: str) -> None:
         """Make an empty bucket."""

@@ -44,12 +44,12 @@ class Blob:
 
     Args:
         path: the file; an empty blob needs none.
-        is_owned: the file is to be made; otherwise it exists, and is left alone.
+        size: number of bytes that the file has already.
     """
 
-    def __init__(self, path: Path, *, is_owned: bool) -> None:
+    def __init__(self, path: Path, size: int = 0) -> None:
         self.path = path
-        self.size = 0 if is_owned else path.stat().st_size
+        self.size = size
 
     def open_new(self) -> io.FileIO:
         """Make the file, which is deleted when nobody has the blob any more."""
@@ -75,7 +75,7 @@ class BlobWriter:
 
     def __init__(self, path: Path, sums: Sequence[str]) -> None:
         self._file: io.FileIO | None = None
-        self.blob = Blob(path, is_owned=True)
+        self.blob = Blob(path)
         self.sums: dict[str, Checksum] = {name: MAKERS[name]() for name in sums}
 
     def write(self, data: memoryview) -> None:
@@ -172,6 +172,8 @@ class Objects:
         self.uploads: dict[str, MultipartUpload] = {}
         self._order: dict[str, list[str] | None] = {}
         """Bucket → its keys in order; None after a change."""
+        self._constant: dict[Path, dict[str, StoredObject]] = {}
+        """Directory whose files never change → its files."""
         self._numbers = itertools.count(1)
 
     def new_writer(self, sums: Sequence[str]) -> BlobWriter:
@@ -189,18 +191,36 @@ class Objects:
             tag = writer.sums["content-md5"].digest().hex()
         return StoredObject((writer.blob,), f'"{tag}"', headers)
 
-    def mount(self, bucket: str, prefix: str, folder: Path) -> None:
-        """Make the files of a directory objects, without copying them."""
+    def mount(self, bucket: str, prefix: str, folder: Path, *, is_constant: bool = False) -> None:
+        """Make the files of a directory objects, without copying them.
+
+        Args:
+            is_constant: the files never change: when the directory is mounted again, it is not
+                looked at again.
+        """
+        files = self._constant.get(folder)
+        if files is None:
+            files = self._list_files(folder)
+            if is_constant:
+                self._constant[folder] = files
         with self.lock:
             objects = self.buckets.setdefault(bucket, {})
-            for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
-                if path.is_file():
-                    key = prefix + path.relative_to(folder).as_posix()
-                    objects[key] = self._of_file(path)
+            objects.update((prefix + name, entry) for name, entry in files.items())
             self._order[bucket] = None
 
+    def _list_files(self, folder: Path) -> dict[str, StoredObject]:
+        """Return the files below a directory by their paths in it."""
+        files = {}
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                path = Path(parent, name)
+                if path.exists():  # a link may lead nowhere
+                    files[path.relative_to(folder).as_posix()] = self._of_file(path)
+        return files
+
     def _of_file(self, path: Path) -> StoredObject:
-        blob, status = Blob(path, is_owned=False), path.stat()
+        status = path.stat()
+        blob = Blob(path, status.st_size)
         opaque_tag = f'"{status.st_mtime_ns:x}-{status.st_size:x}"'
         tag = opaque_tag if self.are_tags_opaque else None
         return StoredObject((blob,), tag, {}, status.st_mtime_ns)

@@ -118,8 +118,8 @@ class Service:
             case "rules":
                 self.rules.replace([Rule(**rule) for rule in argument])
             case "mount":
-                bucket, prefix, folder = argument
-                self.objects.mount(bucket, prefix, Path(folder))
+                bucket, prefix, folder, is_constant = argument
+                self.objects.mount(bucket, prefix, Path(folder), is_constant=is_constant)
             case "reset":
                 self.rules.replace([])
                 self.objects.clear()

@@ -128,6 +128,7 @@ def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: 
     assert not any("buffer" in note for note in found.notes)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("model", "topology"), SIZES)
 def test_files_from_before_buckets_were_coalesced_are_read(
     model: Model, topology: Topology

@@ -77,7 +77,13 @@ def test_resharded_optimizers_equal_those_that_megatron_saved(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("target", GOLD)
+@pytest.mark.parametrize(
+    "target",
+    [
+        *("tp1_pp1", "tp4_pp1"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("tp2_pp1", "tp2_pp2")),
+    ],
+)
 @pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0161_torch_dist"])
 def test_optimizers_out_of_torch_dist_equal_those_that_megatron_saved(
     golden: Path, tmp_path: Path, family: str, target: str
@@ -109,6 +115,7 @@ def test_groups_of_older_versions_stand_as_a_stage_first_needs_them(
     assert any("before 0.16" in note for note in report.notes)
 
 
+@pytest.mark.long  # each of its ways is another test's
 def test_there_and_back_gives_the_first_optimizer_again(golden: Path, tmp_path: Path) -> None:
     first = golden / "mcore_legacy" / "dense_gqa" / "tp2_pp2_optim"
     reshard(first, tmp_path / "a", Topology(tp=1, pp=2, vpp=2))
@@ -173,11 +180,12 @@ _EXPERTS = [
     Topology(tp=2, pp=2),
     Topology(tp=2, pp=2, ep=2, etp=1),
 ]
+_LONG = [pytest.param(_EXPERTS[number], marks=pytest.mark.long) for number in (0, 2)]
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("b", _EXPERTS, ids=str)
-@pytest.mark.parametrize("a", _EXPERTS, ids=str)
+@pytest.mark.parametrize("b", [_EXPERTS[1], *_EXPERTS[3:], *_LONG], ids=str)
+@pytest.mark.parametrize("a", [_EXPERTS[1], *_EXPERTS[3:], *_LONG], ids=str)
 @pytest.mark.parametrize(
     ("model", "style"),
     [
@@ -281,10 +289,17 @@ KINDS: dict[str, tuple[Model, Style]] = {
     ),
 }
 """Kinds of experts with Transformer Engine: model, and style of its files."""
+RING = list(zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(("a", "b"), list(permutations(KINDS, 2)))
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        # Without --long, each kind is a source once and a target once.
+        pytest.param(*pair, marks=[] if pair in RING else pytest.mark.long)
+        for pair in permutations(KINDS, 2)
+    ],
+)
 def test_every_kind_of_experts_becomes_every_other_with_its_states(
     tmp_path: Path, a: str, b: str
 ) -> None:
@@ -370,7 +385,7 @@ def test_grouped_experts_come_back_out_of_megatrons_distributed_formats(
     assert_same_weights(tmp_path / "single", wanted)
 
 
-@pytest.mark.parametrize("order", ["sorted", "seen", "own"])
+@pytest.mark.parametrize("order", ["sorted", "own", pytest.param("seen", marks=pytest.mark.long)])
 def test_empty_groups_are_listed_or_left_out_as_the_source_has_it(
     tmp_path: Path, order: str
 ) -> None:

@@ -363,6 +363,7 @@ RANKS = {
 }
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("case", RANKS)
 def test_rank_files_become_what_megatron_saves_as_torch_dist(
     golden: Path, tmp_path: Path, case: str
