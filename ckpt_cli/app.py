@@ -22,7 +22,7 @@ from typer import Exit, Option, Typer
 from typer.core import TyperGroup
 from typer.main import get_group
 
-from ckpt_cli.options.transfer import UNSHARED, TransferOptions, accepts
+from ckpt_cli.options.declaration import accepts
 from ckpt_cli.options.typer_command import HELP_ALL, Command, Group, short_page
 from ckpt_cli.screen.failure import Failure, end_on_signals, failure_of
 from ckpt_cli.screen.terminal import screen_of
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ckpt_cli.options.manifest import ManifestOptions
     from ckpt_cli.options.merge import MergeOptions
     from ckpt_cli.options.prune import PruneOptions
+    from ckpt_cli.options.transfer import TransferOptions
     from ckpt_cli.options.validate import ValidateOptions
 
 _PAGES = ("-h", "--help", "--help-all", "--version")
@@ -55,6 +56,12 @@ _TRANSFER_EPILOG = (
     "--stack-layers, --unstack-layers, both with --layer-axis; "
     "--dtype; --quantize. Each sees the names that the previous ones produced."
 )
+
+_NOT_IN_MERGE = (
+    *("src", "dst", "iteration", "metadata_only", "no_optim"),
+    *("dequantize", "dequantize_optim", "param_order"),
+)
+"""Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
 
 app = Typer(
     name="ckpt",
@@ -201,7 +208,7 @@ def _reshard(options: TransferOptions) -> Work:
     "the order that ckpt convert --help-all gives.",
     short_help="Average or add checkpoints, or fold in a LoRA adapter.",
 )
-@accepts("merge.MergeOptions", "transfer.TransferOptions", without=UNSHARED)
+@accepts("merge.MergeOptions", "transfer.TransferOptions", without=_NOT_IN_MERGE)
 def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
     """Compute one checkpoint from several, in float32; optimizers are not merged."""
     from ckpt_cli.commands.merge import merge
@@ -276,6 +283,8 @@ def _launch(options: LaunchOptions) -> Work:
     if not callable(work):
         return partial(int, work)
     # The launcher tells what an interruption leaves at the destination.
+    from ckpt_cli.options.transfer import TransferOptions
+
     named = work.args[0] if isinstance(work, partial) else None
     dst = named.output or named.dst if isinstance(named, TransferOptions) else None
     return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]), dst=dst)

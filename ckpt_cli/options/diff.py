@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
-
-from ckpt_cli.options.shared.progress import ProgressForm
-from ckpt_cli.options.shared.storage import StorageOptions
-from ckpt_cli.options.shared.values import whole_number
-from ckpt_cli.options.transfer import (
-    CHECKS,
-    CONTENT,
-    LAYOUT,
-    TALK,
-    Debug,
-    Flag,
-    Json,
-    Memory,
-    MissingChunks,
-    NoOptim,
-    NoPager,
-    RulesFile,
+from ckpt_cli.options.declaration import CHECKS, CONTENT, LAYOUT, MESSAGES, argument
+from ckpt_cli.options.shared.declared import (
+    debug_flag,
+    json_flag,
+    memory_option,
+    missing_chunks_option,
+    no_optim_flag,
+    no_pager_flag,
+    progress_option,
     report_option,
+    rules_option,
+    storage_option,
     threads_option,
 )
+from ckpt_cli.options.shared.values import whole_number
 from core.errors import UsageError
 from core.values import dataclass
 
@@ -50,156 +43,64 @@ def _tolerance(text: str) -> float:
 class DiffOptions:
     """Options of ``ckpt diff``."""
 
-    a: Annotated[
-        Path,
-        Argument(metavar="A", help="First checkpoint: a directory, a file or a training root."),
-    ]
-    b: Annotated[
-        Path, Argument(metavar="B", help="Second checkpoint; its format and layout may differ.")
-    ]
+    a: Path = argument("A", "First checkpoint: a directory, a file or a training root.")
+    b: Path = argument("B", "Second checkpoint; its format and layout may differ.")
     # How tensors are compared; without a tolerance, bit for bit.
-    rtol: Annotated[
-        float | None,
-        Option(
-            "--rtol",
-            metavar="X",
-            parser=_tolerance,
-            rich_help_panel=CHECKS,
-            help="Compare by value: equal if |A-B| <= ATOL + X·|B|, also across dtypes. "
-            "[bit for bit]",
-        ),
-    ] = None
-    atol: Annotated[
-        float | None,
-        Option(
-            "--atol",
-            metavar="X",
-            parser=_tolerance,
-            rich_help_panel=CHECKS,
-            help="ATOL in the formula of --rtol. [0]",
-        ),
-    ] = None
-    nan_differs: Annotated[
-        bool,
-        Flag(
-            "--nan-differs",
-            rich_help_panel=CHECKS,
-            help="With --rtol or --atol: NaN is not equal to NaN.",
-        ),
-    ] = False
-    stat_only: Annotated[
-        bool,
-        Flag(
-            "--stat-only",
-            rich_help_panel=CHECKS,
-            help="Compare names, shapes, dtypes and entries; read no tensor.",
-        ),
-    ] = False
-    read: Annotated[
-        bool,
-        Flag(
-            "--read",
-            rich_help_panel=CHECKS,
-            help="Read the tensors even if both manifests have fingerprints.",
-        ),
-    ] = False
+    rtol: float | None = CHECKS.option(
+        "--rtol X",
+        "Compare by value: equal if |A-B| <= ATOL + X·|B|, also across dtypes. [bit for bit]",
+        parser=_tolerance,
+    )
+    atol: float | None = CHECKS.option(
+        "--atol X", "ATOL in the formula of --rtol. [0]", parser=_tolerance
+    )
+    nan_differs: bool = CHECKS.flag(
+        "--nan-differs", "With --rtol or --atol: NaN is not equal to NaN."
+    )
+    stat_only: bool = CHECKS.flag(
+        "--stat-only", "Compare names, shapes, dtypes and entries; read no tensor."
+    )
+    read: bool = CHECKS.flag("--read", "Read the tensors even if both manifests have fingerprints.")
     # What is compared.
-    include: Annotated[
-        list[str] | None,
-        Option(
-            "--include",
-            metavar="GLOB",
-            rich_help_panel=CONTENT,
-            help="Compare only tensors that match; repeatable.",
-        ),
-    ] = None
-    exclude: Annotated[
-        list[str] | None,
-        Option(
-            "--exclude",
-            metavar="GLOB",
-            rich_help_panel=CONTENT,
-            help="Skip tensors and entries that match; repeatable.",
-        ),
-    ] = None
-    tensors_only: Annotated[
-        bool,
-        Flag(
-            "--tensors-only",
-            rich_help_panel=CONTENT,
-            help="Skip arguments, settings, counters and random states.",
-        ),
-    ] = False
-    no_optim: NoOptim = False
-    strip_prefix: Annotated[
-        list[str] | None,
-        Option(
-            "--strip-prefix",
-            metavar="TEXT",
-            rich_help_panel=CONTENT,
-            help="Remove this prefix from keys if more of them then match; repeatable.",
-        ),
-    ] = None
+    include: list[str] | None = CONTENT.option(
+        "--include GLOB", "Compare only tensors that match; repeatable."
+    )
+    exclude: list[str] | None = CONTENT.option(
+        "--exclude GLOB", "Skip tensors and entries that match; repeatable."
+    )
+    tensors_only: bool = CONTENT.flag(
+        "--tensors-only", "Skip arguments, settings, counters and random states."
+    )
+    no_optim: bool = no_optim_flag()
+    strip_prefix: list[str] | None = CONTENT.option(
+        "--strip-prefix TEXT",
+        "Remove this prefix from keys if more of them then match; repeatable.",
+    )
     # How the checkpoints are read.
-    iteration: Annotated[
-        int | None,
-        Option(
-            "--iteration",
-            metavar="N",
-            parser=whole_number(0),
-            rich_help_panel=LAYOUT,
-            help="Iteration to read, if A is a training root.",
-        ),
-    ] = None
-    iteration_b: Annotated[
-        int | None,
-        Option(
-            "--iteration-b",
-            metavar="N",
-            parser=whole_number(0),
-            rich_help_panel=LAYOUT,
-            help="Iteration to read, if B is a training root.",
-        ),
-    ] = None
-    missing_chunks: MissingChunks = None
-    rules: RulesFile = None
-    memory: Memory = None
-    threads: Annotated[
-        int | None,
-        threads_option("Number of threads. [2]"),
-    ] = None
+    iteration: int | None = LAYOUT.option(
+        "--iteration N", "Iteration to read, if A is a training root.", parser=whole_number(0)
+    )
+    iteration_b: int | None = LAYOUT.option(
+        "--iteration-b N", "Iteration to read, if B is a training root.", parser=whole_number(0)
+    )
+    missing_chunks: str | None = missing_chunks_option(CONTENT)
+    rules: Path | None = rules_option()
+    memory: int | None = memory_option()
+    threads: int | None = threads_option("Number of threads. [2]")
     # What is printed.
-    report: Annotated[
-        Path | None,
-        report_option("Also write a heat map and the worst tensors to FILE (.html).", TALK),
-    ] = None
-    map: Annotated[
-        bool,
-        Flag(
-            "--map",
-            rich_help_panel=TALK,
-            help="Draw layers × modules: where the checkpoints differ, and how much.",
-        ),
-    ] = False
-    limit: Annotated[
-        int | None,
-        Option(
-            "--limit",
-            metavar="N",
-            parser=whole_number(0),
-            rich_help_panel=TALK,
-            help="Show at most N lines of each list; 0 for all. [10]",
-        ),
-    ] = None
-    flat: Annotated[
-        bool,
-        Flag("--flat", rich_help_panel=TALK, help="One line per tensor, without folding layers."),
-    ] = False
-    json: Json = False
-    quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only the verdict.")
-    ] = False
-    no_pager: NoPager = False
-    storage_option: StorageOptions = None
-    progress: ProgressForm = None
-    debug: Debug = False
+    report: Path | None = report_option(
+        "Also write a heat map and the worst tensors to FILE (.html).", MESSAGES
+    )
+    map: bool = MESSAGES.flag(
+        "--map", "Draw layers × modules: where the checkpoints differ, and how much."
+    )
+    limit: int | None = MESSAGES.option(
+        "--limit N", "Show at most N lines of each list; 0 for all. [10]", parser=whole_number(0)
+    )
+    flat: bool = MESSAGES.flag("--flat", "One line per tensor, without folding layers.")
+    json: bool = json_flag()
+    quiet: bool = MESSAGES.flag("-q, --quiet", "Print only the verdict.")
+    no_pager: bool = no_pager_flag()
+    storage_option: list[str] | None = storage_option()
+    progress: str | None = progress_option()
+    debug: bool = debug_flag()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument
-
-from ckpt_cli.options.shared.storage import storage_option
-from ckpt_cli.options.transfer import (
-    Flag,
+from ckpt_cli.options.declaration import OPTIONS, argument
+from ckpt_cli.options.shared.declared import (
+    debug_flag,
     iteration_option,
     memory_option,
     missing_chunks_option,
+    storage_option,
     threads_option,
 )
 from core.values import dataclass
@@ -22,17 +20,12 @@ from core.values import dataclass
 class ExploreOptions:
     """Options of ``ckpt explore``."""
 
-    path: Annotated[
-        Path,
-        Argument(
-            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
-        ),
-    ] = Path()
-    iteration: Annotated[int | None, iteration_option("Options")] = None
-    missing_chunks: Annotated[str | None, missing_chunks_option("Options")] = None
-    memory: Annotated[int | None, memory_option("Memory limit.", None)] = None
-    threads: Annotated[
-        int | None, threads_option("Number of reading threads. [one per core]", None)
-    ] = None
-    storage_option: Annotated[list[str] | None, storage_option("Options")] = None
-    debug: Annotated[bool, Flag("--debug", help="Print a traceback on errors.")] = False
+    path: Path = argument(
+        "PATH", "Checkpoint directory, one of its files, or a training root.", default=Path()
+    )
+    iteration: int | None = iteration_option(OPTIONS)
+    missing_chunks: str | None = missing_chunks_option(OPTIONS)
+    memory: int | None = memory_option(OPTIONS)
+    threads: int | None = threads_option(panel=OPTIONS)
+    storage_option: list[str] | None = storage_option(OPTIONS)
+    debug: bool = debug_flag(OPTIONS)

@@ -8,28 +8,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-from typer import Argument, Option
 
 from ckpt_cli.host.binding import MODES
-from ckpt_cli.options.shared.progress import progress_option
+from ckpt_cli.options.declaration import FAILURES, HOSTS, LOGS, WORKERS, argument
+from ckpt_cli.options.shared.declared import progress_option
 from ckpt_cli.options.shared.values import one_of, whole_number
-from ckpt_cli.options.typer_command import LAUNCH_PANELS
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES
 from core.errors import UsageError, did_you_mean
 from core.values import dataclass
 
-WORKERS, HOSTS, FAILURES, LOGS = LAUNCH_PANELS
 _COUNTS = ("auto", "cpu", "gpu")
 """Words that ``--nproc-per-node`` accepts instead of a number."""
 _PORT = (1, 2**16 - 1)
 """Smallest and largest port number."""
-_TEXT = partial(Option, show_default=False, show_envvar=False)
-"""An option whose help text contains its default; the ``PET_`` variable is not shown."""
 
 
 def parse_nodes(text: str | None) -> tuple[int, int]:
@@ -105,270 +98,143 @@ def _check_settings(text: str) -> str:
 class LaunchOptions:
     """Options of ``ckpt launch``."""
 
-    command: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[--] COMMAND ARGS…",
-            show_default=False,
-            help="A ckpt command with its arguments.",
-        ),
-    ] = None
+    command: list[str] | None = argument(
+        "[--] COMMAND ARGS…", "A ckpt command with its arguments.", default=None
+    )
     # Workers of this host.
-    nnodes: Annotated[
-        str | None,
-        _TEXT(
-            "--nnodes",
-            metavar="N|MIN:MAX",
-            parser=_check_nodes,
-            envvar="PET_NNODES",
-            rich_help_panel=WORKERS,
-            help="Number of hosts; run the same command on each. [1]",
-        ),
-    ] = None
-    nproc_per_node: Annotated[
-        str | None,
-        _TEXT(
-            "--nproc-per-node",
-            metavar="N|auto|cpu|gpu",
-            parser=_check_workers,
-            envvar="PET_NPROC_PER_NODE",
-            rich_help_panel=WORKERS,
-            help="Workers per host: a number, cpu (one per core), gpu (one per GPU); "
-            "auto: one per GPU unless --device is cpu, else one per core, at most 16. [auto]",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        _TEXT(
-            "--device",
-            metavar="|".join(DEVICES),
-            parser=one_of(*DEVICES),
-            rich_help_panel=WORKERS,
-            help="Device for casts and checks; cuda uses one GPU per worker. [cpu]",
-        ),
-    ] = None
-    backend: Annotated[
-        str | None,
-        _TEXT(
-            "--backend",
-            metavar="|".join(BACKENDS),
-            parser=one_of(*BACKENDS),
-            rich_help_panel=WORKERS,
-            help="How workers communicate; auto: gloo, plus nccl on GPUs. [auto]",
-        ),
-    ] = None
-    bind: Annotated[
-        str | None,
-        _TEXT(
-            "--bind",
-            metavar="|".join(MODES),
-            parser=one_of(*MODES),
-            rich_help_panel=WORKERS,
-            help="Pin each worker to its own cores or to a NUMA node; "
-            "auto: to a node, if there are several nodes and a worker for each. [auto]",
-        ),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        _TEXT(
-            "--timeout",
-            metavar="SECONDS",
-            parser=seconds(1),
-            rich_help_panel=WORKERS,
-            help="Give up on a worker after this long without a heartbeat. [60]",
-        ),
-    ] = None
+    nnodes: str | None = WORKERS.option(
+        "--nnodes N|MIN:MAX",
+        "Number of hosts; run the same command on each. [1]",
+        parser=_check_nodes,
+        envvar="PET_NNODES",
+    )
+    nproc_per_node: str | None = WORKERS.option(
+        "--nproc-per-node N|auto|cpu|gpu",
+        "Workers per host: a number, cpu (one per core), gpu (one per GPU); "
+        "auto: one per GPU unless --device is cpu, else one per core, at most 16. [auto]",
+        parser=_check_workers,
+        envvar="PET_NPROC_PER_NODE",
+    )
+    device: str | None = WORKERS.option(
+        f"--device {'|'.join(DEVICES)}",
+        "Device for casts and checks; cuda uses one GPU per worker. [cpu]",
+        parser=one_of(*DEVICES),
+    )
+    backend: str | None = WORKERS.option(
+        f"--backend {'|'.join(BACKENDS)}",
+        "How workers communicate; auto: gloo, plus nccl on GPUs. [auto]",
+        parser=one_of(*BACKENDS),
+    )
+    bind: str | None = WORKERS.option(
+        f"--bind {'|'.join(MODES)}",
+        "Pin each worker to its own cores or to a NUMA node; "
+        "auto: to a node, if there are several nodes and a worker for each. [auto]",
+        parser=one_of(*MODES),
+    )
+    timeout: float | None = WORKERS.option(
+        "--timeout SECONDS",
+        "Give up on a worker after this long without a heartbeat. [60]",
+        parser=seconds(1),
+    )
 
     # How the hosts find each other.
-    standalone: Annotated[
-        bool,
-        _TEXT(
-            "--standalone",
-            rich_help_panel=HOSTS,
-            help="Run on this host only. [unless an option below is given]",
-        ),
-    ] = False
-    rdzv_endpoint: Annotated[
-        str | None,
-        _TEXT(
-            "--rdzv-endpoint",
-            metavar="HOST[:PORT]",
-            envvar="PET_RDZV_ENDPOINT",
-            rich_help_panel=HOSTS,
-            help="Meeting point of the hosts: one of them, the same for all. [port 29400]",
-        ),
-    ] = None
-    rdzv_backend: Annotated[
-        str | None,
-        _TEXT(
-            "--rdzv-backend",
-            metavar="NAME",
-            parser=one_of("c10d", "static", "etcd", "etcd-v2"),
-            envvar="PET_RDZV_BACKEND",
-            rich_help_panel=HOSTS,
-            help="Rendezvous backend: c10d, static, etcd, etcd-v2. "
-            "[c10d; static with --node-rank or --master-addr]",
-        ),
-    ] = None
-    rdzv_id: Annotated[
-        str | None,
-        _TEXT(
-            "--rdzv-id",
-            metavar="NAME",
-            envvar="PET_RDZV_ID",
-            rich_help_panel=HOSTS,
-            help="Job name; distinguishes jobs that share an endpoint. [ckpt]",
-        ),
-    ] = None
-    rdzv_conf: Annotated[
-        str | None,
-        _TEXT(
-            "--rdzv-conf",
-            metavar="KEY=VALUE,…",
-            parser=_check_settings,
-            envvar="PET_RDZV_CONF",
-            rich_help_panel=HOSTS,
-            help="Rendezvous settings; join_timeout=SECONDS limits the wait for hosts. [600]",
-        ),
-    ] = None
-    node_rank: Annotated[
-        int | None,
-        _TEXT(
-            "--node-rank",
-            metavar="N",
-            parser=whole_number(0),
-            envvar="PET_NODE_RANK",
-            rich_help_panel=HOSTS,
-            help="Rank of this host, from 0 (static rendezvous).",
-        ),
-    ] = None
-    master_addr: Annotated[
-        str | None,
-        _TEXT(
-            "--master-addr",
-            metavar="HOST",
-            envvar="PET_MASTER_ADDR",
-            rich_help_panel=HOSTS,
-            help="Address of host 0 (static rendezvous).",
-        ),
-    ] = None
-    master_port: Annotated[
-        int | None,
-        _TEXT(
-            "--master-port",
-            metavar="PORT",
-            parser=whole_number(*_PORT),
-            envvar="PET_MASTER_PORT",
-            rich_help_panel=HOSTS,
-            help="Port of host 0 (static rendezvous). [29500]",
-        ),
-    ] = None
-    local_addr: Annotated[
-        str | None,
-        _TEXT(
-            "--local-addr",
-            metavar="ADDRESS",
-            envvar="PET_LOCAL_ADDR",
-            rich_help_panel=HOSTS,
-            help="Address at which other hosts reach this one. [its fully qualified name]",
-        ),
-    ] = None
+    standalone: bool = HOSTS.flag(
+        "--standalone", "Run on this host only. [unless an option below is given]"
+    )
+    rdzv_endpoint: str | None = HOSTS.option(
+        "--rdzv-endpoint HOST[:PORT]",
+        "Meeting point of the hosts: one of them, the same for all. [port 29400]",
+        envvar="PET_RDZV_ENDPOINT",
+    )
+    rdzv_backend: str | None = HOSTS.option(
+        "--rdzv-backend NAME",
+        "Rendezvous backend: c10d, static, etcd, etcd-v2. "
+        "[c10d; static with --node-rank or --master-addr]",
+        parser=one_of("c10d", "static", "etcd", "etcd-v2"),
+        envvar="PET_RDZV_BACKEND",
+    )
+    rdzv_id: str | None = HOSTS.option(
+        "--rdzv-id NAME",
+        "Job name; distinguishes jobs that share an endpoint. [ckpt]",
+        envvar="PET_RDZV_ID",
+    )
+    rdzv_conf: str | None = HOSTS.option(
+        "--rdzv-conf KEY=VALUE,…",
+        "Rendezvous settings; join_timeout=SECONDS limits the wait for hosts. [600]",
+        parser=_check_settings,
+        envvar="PET_RDZV_CONF",
+    )
+    node_rank: int | None = HOSTS.option(
+        "--node-rank N",
+        "Rank of this host, from 0 (static rendezvous).",
+        parser=whole_number(0),
+        envvar="PET_NODE_RANK",
+    )
+    master_addr: str | None = HOSTS.option(
+        "--master-addr HOST", "Address of host 0 (static rendezvous).", envvar="PET_MASTER_ADDR"
+    )
+    master_port: int | None = HOSTS.option(
+        "--master-port PORT",
+        "Port of host 0 (static rendezvous). [29500]",
+        parser=whole_number(*_PORT),
+        envvar="PET_MASTER_PORT",
+    )
+    local_addr: str | None = HOSTS.option(
+        "--local-addr ADDRESS",
+        "Address at which other hosts reach this one. [its fully qualified name]",
+        envvar="PET_LOCAL_ADDR",
+    )
 
     # What happens if a worker or host fails.
-    max_restarts: Annotated[
-        int,
-        _TEXT(
-            "--max-restarts",
-            metavar="N",
-            parser=whole_number(0),
-            envvar="PET_MAX_RESTARTS",
-            rich_help_panel=FAILURES,
-            help="Maximum number of restarts after a worker dies; workers continue where they "
-            "stopped. [3]",
-        ),
-    ] = 3
-    rejoin_timeout: Annotated[
-        float | None,
-        _TEXT(
-            "--rejoin-timeout",
-            metavar="SECONDS",
-            parser=seconds(1),
-            rich_help_panel=FAILURES,
-            help="How long to wait for a lost host before the job fails. [--timeout plus 60]",
-        ),
-    ] = None
-    monitor_interval: Annotated[
-        float,
-        _TEXT(
-            "--monitor-interval",
-            metavar="SECONDS",
-            parser=seconds(0.01),
-            envvar="PET_MONITOR_INTERVAL",
-            rich_help_panel=FAILURES,
-            help="Time between checks on the workers. [0.1]",
-        ),
-    ] = 0.1
-    shutdown_timeout: Annotated[
-        int,
-        _TEXT(
-            "--shutdown-timeout",
-            metavar="SECONDS",
-            parser=whole_number(1),
-            envvar="PET_SHUTDOWN_TIMEOUT",
-            rich_help_panel=FAILURES,
-            help="How long workers may take to exit before they are killed. [30]",
-        ),
-    ] = 30
+    max_restarts: int = FAILURES.option(
+        "--max-restarts N",
+        "Maximum number of restarts after a worker dies; workers continue where they stopped. [3]",
+        default=3,
+        parser=whole_number(0),
+        envvar="PET_MAX_RESTARTS",
+    )
+    rejoin_timeout: float | None = FAILURES.option(
+        "--rejoin-timeout SECONDS",
+        "How long to wait for a lost host before the job fails. [--timeout plus 60]",
+        parser=seconds(1),
+    )
+    monitor_interval: float = FAILURES.option(
+        "--monitor-interval SECONDS",
+        "Time between checks on the workers. [0.1]",
+        default=0.1,
+        parser=seconds(0.01),
+        envvar="PET_MONITOR_INTERVAL",
+    )
+    shutdown_timeout: int = FAILURES.option(
+        "--shutdown-timeout SECONDS",
+        "How long workers may take to exit before they are killed. [30]",
+        default=30,
+        parser=whole_number(1),
+        envvar="PET_SHUTDOWN_TIMEOUT",
+    )
 
     # The workers' output.
-    log_dir: Annotated[
-        Path | None,
-        _TEXT(
-            "--log-dir",
-            metavar="DIR",
-            envvar="PET_LOG_DIR",
-            rich_help_panel=LOGS,
-            help="Directory for worker logs. [a temporary one, kept if the job fails]",
-        ),
-    ] = None
-    redirects: Annotated[
-        str | None,
-        _TEXT(
-            "-r",
-            "--redirects",
-            metavar="N",
-            parser=_check_streams,
-            envvar="PET_REDIRECTS",
-            rich_help_panel=LOGS,
-            help="Streams redirected to log files: 1 stdout, 2 stderr, 3 both; "
-            "or per local rank: 0:3,1:2. [both, except for local rank 0]",
-        ),
-    ] = None
-    tee: Annotated[
-        str | None,
-        _TEXT(
-            "-t",
-            "--tee",
-            metavar="N",
-            parser=_check_streams,
-            envvar="PET_TEE",
-            rich_help_panel=LOGS,
-            help="Streams written to log files and to the terminal.",
-        ),
-    ] = None
-    role: Annotated[
-        str,
-        _TEXT(
-            "--role",
-            metavar="NAME",
-            envvar="PET_ROLE",
-            rich_help_panel=LOGS,
-            help="Prefix of teed lines. [ckpt]",
-        ),
-    ] = "ckpt"
-    progress: Annotated[
-        str | None,
-        progress_option(
-            LOGS, "Progress of COMMAND, unless it has this option itself: a bar, lines, or none."
-        ),
-    ] = None
+    log_dir: Path | None = LOGS.option(
+        "--log-dir DIR",
+        "Directory for worker logs. [a temporary one, kept if the job fails]",
+        envvar="PET_LOG_DIR",
+    )
+    redirects: str | None = LOGS.option(
+        "-r, --redirects N",
+        "Streams redirected to log files: 1 stdout, 2 stderr, 3 both; "
+        "or per local rank: 0:3,1:2. [both, except for local rank 0]",
+        parser=_check_streams,
+        envvar="PET_REDIRECTS",
+    )
+    tee: str | None = LOGS.option(
+        "-t, --tee N",
+        "Streams written to log files and to the terminal.",
+        parser=_check_streams,
+        envvar="PET_TEE",
+    )
+    role: str = LOGS.option(
+        "--role NAME", "Prefix of teed lines. [ckpt]", default="ckpt", envvar="PET_ROLE"
+    )
+    progress: str | None = progress_option(
+        LOGS, "Progress of COMMAND, unless it has this option itself: a bar, lines, or none."
+    )

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
-
-from ckpt_cli.options.shared.progress import ProgressForm
-from ckpt_cli.options.shared.storage import StorageOptions
-from ckpt_cli.options.transfer import (
-    OUTPUT,
-    TALK,
-    Debug,
-    Flag,
-    Iteration,
-    Json,
-    Memory,
-    MissingChunks,
-    ReadingThreads,
-    RulesFile,
+from ckpt_cli.options.declaration import CONTENT, MESSAGES, OUTPUT, argument
+from ckpt_cli.options.shared.declared import (
+    debug_flag,
+    iteration_option,
+    json_flag,
+    memory_option,
+    missing_chunks_option,
+    progress_option,
+    rules_option,
+    storage_option,
+    threads_option,
 )
 from core.values import dataclass
 
@@ -28,42 +23,23 @@ from core.values import dataclass
 class ManifestOptions:
     """Options of ``ckpt manifest``."""
 
-    path: Annotated[
-        Path,
-        Argument(
-            metavar="PATH", help="Checkpoint directory, one of its files, or a training root."
-        ),
-    ] = Path()
-    fingerprints: Annotated[
-        bool,
-        Flag(
-            "--fingerprints/--no-fingerprints",
-            rich_help_panel=OUTPUT,
-            help="Include tensor fingerprints. [yes]",
-        ),
-    ] = True
-    output: Annotated[
-        Path | None,
-        Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            help="Write the manifest to FILE instead of next to the data.",
-        ),
-    ] = None
-    force: Annotated[
-        bool, Flag("--force", "-f", rich_help_panel=OUTPUT, help="Replace an existing manifest.")
-    ] = False
-    iteration: Iteration = None
-    missing_chunks: MissingChunks = None
-    rules: RulesFile = None
-    memory: Memory = None
-    threads: ReadingThreads = None
-    json: Json = False
-    quiet: Annotated[
-        bool, Flag("-q", "--quiet", rich_help_panel=TALK, help="Print only errors.")
-    ] = False
-    storage_option: StorageOptions = None
-    progress: ProgressForm = None
-    debug: Debug = False
+    path: Path = argument(
+        "PATH", "Checkpoint directory, one of its files, or a training root.", default=Path()
+    )
+    fingerprints: bool = OUTPUT.flag(
+        "--fingerprints/--no-fingerprints", "Include tensor fingerprints. [yes]", default=True
+    )
+    output: Path | None = OUTPUT.option(
+        "-o, --output FILE", "Write the manifest to FILE instead of next to the data."
+    )
+    force: bool = OUTPUT.flag("--force, -f", "Replace an existing manifest.")
+    iteration: int | None = iteration_option(OUTPUT)
+    missing_chunks: str | None = missing_chunks_option(CONTENT)
+    rules: Path | None = rules_option()
+    memory: int | None = memory_option()
+    threads: int | None = threads_option()
+    json: bool = json_flag()
+    quiet: bool = MESSAGES.flag("-q, --quiet", "Print only errors.")
+    storage_option: list[str] | None = storage_option()
+    progress: str | None = progress_option()
+    debug: bool = debug_flag()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
-
-from ckpt_cli.options.transfer import CONTENT, MERGE, OUTPUT, Flag
+from ckpt_cli.options.declaration import CONTENT, MERGE, OUTPUT, argument
 from core.errors import UsageError
 from core.files.remote_path import location_of
 from core.values import dataclass
@@ -44,103 +41,31 @@ def parse_number(text: str) -> float:
 class MergeOptions:
     """The options of ``ckpt merge`` that name its sources and the computation."""
 
-    paths: Annotated[
-        list[Path],
-        Argument(
-            metavar="SRC…",
-            help="Checkpoints of one model, of any format and layout.",
-        ),
-    ]
-    output: Annotated[
-        Path | None,
-        Option(
-            "-o", "--output", metavar="DST", rich_help_panel=OUTPUT, help="Destination. [required]"
-        ),
-    ] = None
-    average: Annotated[
-        bool,
-        Flag("--average", rich_help_panel=MERGE, help="Mean of all sources."),
-    ] = False
-    weights: Annotated[
-        str | None,
-        Option(
-            "--weights",
-            metavar="W,W,…",
-            rich_help_panel=MERGE,
-            help="Weighted sum: a number per source, in total 1.",
-        ),
-    ] = None
-    ema: Annotated[
-        float | None,
-        Option(
-            "--ema",
-            metavar="DECAY",
-            parser=parse_number,
-            rich_help_panel=MERGE,
-            help="Exponential moving average, the oldest first.",
-        ),
-    ] = None
-    slerp: Annotated[
-        float | None,
-        Option(
-            "--slerp",
-            metavar="T",
-            parser=parse_number,
-            rich_help_panel=MERGE,
-            help="Spherical interpolation of two: 0 is the first.",
-        ),
-    ] = None
-    delta: Annotated[
-        bool,
-        Flag(
-            "--delta",
-            rich_help_panel=MERGE,
-            help="Task vector: a tuned model minus its base.",
-        ),
-    ] = False
-    add_delta: Annotated[
-        list[Path] | None,
-        Option(
-            "--add-delta",
-            metavar="DELTA",
-            parser=location_of,
-            rich_help_panel=MERGE,
-            help="Add a task vector to SRC; repeatable.",
-        ),
-    ] = None
-    scale: Annotated[
-        float | None,
-        Option(
-            "--scale",
-            metavar="S",
-            parser=parse_number,
-            rich_help_panel=MERGE,
-            help="Factor for --add-delta. [1]",
-        ),
-    ] = None
-    lora: Annotated[
-        Path | None,
-        Option(
-            "--lora",
-            metavar="ADAPTER",
-            parser=location_of,
-            rich_help_panel=MERGE,
-            help="Fold a LoRA adapter of peft or Megatron-Bridge into its base.",
-        ),
-    ] = None
-    replace: Annotated[
-        bool,
-        Flag(
-            "--replace",
-            rich_help_panel=MERGE,
-            help="The second source's tensors, all others of the first.",
-        ),
-    ] = False
-    keep_first: Annotated[
-        bool,
-        Flag(
-            "--keep-first",
-            rich_help_panel=CONTENT,
-            help="Take integers and objects that differ from the first source, not fail.",
-        ),
-    ] = False
+    paths: list[Path] = argument("SRC…", "Checkpoints of one model, of any format and layout.")
+    output: Path | None = OUTPUT.option("-o, --output DST", "Destination. [required]")
+    average: bool = MERGE.flag("--average", "Mean of all sources.")
+    weights: str | None = MERGE.option(
+        "--weights W,W,…", "Weighted sum: a number per source, in total 1."
+    )
+    ema: float | None = MERGE.option(
+        "--ema DECAY", "Exponential moving average, the oldest first.", parser=parse_number
+    )
+    slerp: float | None = MERGE.option(
+        "--slerp T", "Spherical interpolation of two: 0 is the first.", parser=parse_number
+    )
+    delta: bool = MERGE.flag("--delta", "Task vector: a tuned model minus its base.")
+    add_delta: list[Path] | None = MERGE.option(
+        "--add-delta DELTA", "Add a task vector to SRC; repeatable.", parser=location_of
+    )
+    scale: float | None = MERGE.option(
+        "--scale S", "Factor for --add-delta. [1]", parser=parse_number
+    )
+    lora: Path | None = MERGE.option(
+        "--lora ADAPTER",
+        "Fold a LoRA adapter of peft or Megatron-Bridge into its base.",
+        parser=location_of,
+    )
+    replace: bool = MERGE.flag("--replace", "The second source's tensors, all others of the first.")
+    keep_first: bool = CONTENT.flag(
+        "--keep-first", "Take integers and objects that differ from the first source, not fail."
+    )

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
-
-from ckpt_cli.options.shared.progress import ProgressForm
-from ckpt_cli.options.shared.storage import StorageOptions
-from ckpt_cli.options.shared.values import one_of, whole_number
-from ckpt_cli.options.transfer import (
-    CHECKS,
-    OUTPUT,
-    TALK,
-    CheckedIteration,
-    CheckedMissingChunks,
-    Debug,
-    Flag,
-    Memory,
-    NoPager,
-    ReadingThreads,
-    RulesFile,
+from ckpt_cli.options.declaration import CHECKS, MESSAGES, OUTPUT, argument
+from ckpt_cli.options.shared.declared import (
+    debug_flag,
+    iteration_option,
+    memory_option,
+    missing_chunks_option,
+    no_pager_flag,
+    progress_option,
+    rules_option,
+    storage_option,
+    threads_option,
 )
+from ckpt_cli.options.shared.values import one_of, whole_number
 from core.files.remote_path import location_of
 from core.values import dataclass
 
@@ -34,169 +28,73 @@ FORMATS = ("text", "json", "junit", "sarif", "github")
 class ValidateOptions:
     """Options of ``ckpt validate``."""
 
-    paths: Annotated[
-        list[Path] | None,
-        Argument(
-            metavar="PATH…",
-            parser=location_of,
-            help="Checkpoint directories, files in them, or training roots. [.]",
-        ),
-    ] = None
+    paths: list[Path] | None = argument(
+        "PATH…",
+        "Checkpoint directories, files in them, or training roots. [.]",
+        default=None,
+        parser=location_of,
+    )
     # What is checked, and which findings count.
-    headers: Annotated[
-        bool,
-        Flag(
-            "--headers",
-            rich_help_panel=CHECKS,
-            help="Also read every container's headers: offsets, sizes, strides.",
-        ),
-    ] = False
-    deep: Annotated[
-        bool,
-        Flag(
-            "--deep",
-            rich_help_panel=CHECKS,
-            help="Also read every byte: checksums, digests, NaN, replicas.",
-        ),
-    ] = False
-    strict: Annotated[
-        bool, Flag("--strict", rich_help_panel=CHECKS, help="Treat warnings as errors.")
-    ] = False
-    ignore: Annotated[
-        list[str] | None,
-        Option(
-            "--ignore",
-            metavar="CODE[:GLOB]",
-            rich_help_panel=CHECKS,
-            help="Ignore a code (CK101), a group (CK7), or either in matching files or keys only; "
-            "repeatable.",
-        ),
-    ] = None
-    baseline: Annotated[
-        Path | None,
-        Option(
-            "--baseline",
-            metavar="FILE",
-            rich_help_panel=CHECKS,
-            help="Ignore findings recorded in FILE.",
-        ),
-    ] = None
-    write_baseline: Annotated[
-        Path | None,
-        Option(
-            "--write-baseline",
-            metavar="FILE",
-            rich_help_panel=CHECKS,
-            help="Record the findings in FILE, for --baseline.",
-        ),
-    ] = None
-    against: Annotated[
-        Path | None,
-        Option(
-            "--against",
-            metavar="PATH",
-            rich_help_panel=CHECKS,
-            help="Compare all tensors with another checkpoint or with a manifest's fingerprints.",
-        ),
-    ] = None
-    plan_for: Annotated[
-        str | None,
-        Option(
-            "--plan-for",
-            metavar="tp=N,pp=N,…",
-            rich_help_panel=CHECKS,
-            help="Check that the checkpoint can be resharded to these sizes "
-            "(and, with format=FORMAT, written in that format).",
-        ),
-    ] = None
-    newest_valid: Annotated[
-        bool,
-        Flag(
-            "--newest-valid",
-            rich_help_panel=CHECKS,
-            help="Print only the path of the newest valid iteration in a training root.",
-        ),
-    ] = False
-    missing_chunks: CheckedMissingChunks = None
-    iteration: CheckedIteration = None
-    all_iterations: Annotated[
-        bool,
-        Flag(
-            "--all-iterations",
-            rich_help_panel=CHECKS,
-            help="Check every iteration in a training root.",
-        ),
-    ] = False
-    list_checks: Annotated[
-        bool,
-        Flag(
-            "--list-checks",
-            rich_help_panel=CHECKS,
-            help="List all codes and their meaning, and exit.",
-        ),
-    ] = False
+    headers: bool = CHECKS.flag(
+        "--headers", "Also read every container's headers: offsets, sizes, strides."
+    )
+    deep: bool = CHECKS.flag("--deep", "Also read every byte: checksums, digests, NaN, replicas.")
+    strict: bool = CHECKS.flag("--strict", "Treat warnings as errors.")
+    ignore: list[str] | None = CHECKS.option(
+        "--ignore CODE[:GLOB]",
+        "Ignore a code (CK101), a group (CK7), or either in matching files or keys only; "
+        "repeatable.",
+    )
+    baseline: Path | None = CHECKS.option("--baseline FILE", "Ignore findings recorded in FILE.")
+    write_baseline: Path | None = CHECKS.option(
+        "--write-baseline FILE", "Record the findings in FILE, for --baseline."
+    )
+    against: Path | None = CHECKS.option(
+        "--against PATH",
+        "Compare all tensors with another checkpoint or with a manifest's fingerprints.",
+    )
+    plan_for: str | None = CHECKS.option(
+        "--plan-for tp=N,pp=N,…",
+        "Check that the checkpoint can be resharded to these sizes "
+        "(and, with format=FORMAT, written in that format).",
+    )
+    newest_valid: bool = CHECKS.flag(
+        "--newest-valid", "Print only the path of the newest valid iteration in a training root."
+    )
+    missing_chunks: str | None = missing_chunks_option(CHECKS)
+    iteration: int | None = iteration_option(CHECKS)
+    all_iterations: bool = CHECKS.flag(
+        "--all-iterations", "Check every iteration in a training root."
+    )
+    list_checks: bool = CHECKS.flag("--list-checks", "List all codes and their meaning, and exit.")
 
     # Where the report goes, and in which format.
-    format: Annotated[
-        str | None,
-        Option(
-            "--format",
-            metavar="FORMAT",
-            parser=one_of(*FORMATS),
-            rich_help_panel=OUTPUT,
-            help=f"Report format: {', '.join(FORMATS)}. [text]",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None,
-        Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            rich_help_panel=OUTPUT,
-            help="Write the report to FILE; stdout then shows text.",
-        ),
-    ] = None
-    report: Annotated[
-        list[Path] | None,
-        Option(
-            "--report",
-            metavar="FILE",
-            parser=Path,
-            rich_help_panel=OUTPUT,
-            help="Write another report, in the format of FILE's suffix: "
-            ".html (with pictures), .json, .xml (JUnit), .sarif, .txt; repeatable.",
-        ),
-    ] = None
-    json: Annotated[bool, Flag("--json", rich_help_panel=OUTPUT, help="Same as --format json.")] = (
-        False
+    format: str | None = OUTPUT.option(
+        "--format FORMAT", f"Report format: {', '.join(FORMATS)}. [text]", parser=one_of(*FORMATS)
     )
-    limit: Annotated[
-        int | None,
-        Option(
-            "--limit",
-            metavar="N",
-            parser=whole_number(0),
-            rich_help_panel=OUTPUT,
-            help="Show at most N locations per code in text; 0 for all. [8]",
-        ),
-    ] = None
+    output: Path | None = OUTPUT.option(
+        "-o, --output FILE", "Write the report to FILE; stdout then shows text."
+    )
+    report: list[Path] | None = OUTPUT.option(
+        "--report FILE",
+        "Write another report, in the format of FILE's suffix: "
+        ".html (with pictures), .json, .xml (JUnit), .sarif, .txt; repeatable.",
+        parser=Path,
+    )
+    json: bool = OUTPUT.flag("--json", "Same as --format json.")
+    limit: int | None = OUTPUT.option(
+        "--limit N",
+        "Show at most N locations per code in text; 0 for all. [8]",
+        parser=whole_number(0),
+    )
 
-    rules: RulesFile = None
+    rules: Path | None = rules_option()
 
-    memory: Memory = None
-    threads: ReadingThreads = None
+    memory: int | None = memory_option()
+    threads: int | None = threads_option()
 
-    quiet: Annotated[
-        bool,
-        Flag(
-            "-q",
-            "--quiet",
-            rich_help_panel=TALK,
-            help="Print nothing for checkpoints without errors.",
-        ),
-    ] = False
-    no_pager: NoPager = False
-    storage_option: StorageOptions = None
-    progress: ProgressForm = None
-    debug: Debug = False
+    quiet: bool = MESSAGES.flag("-q, --quiet", "Print nothing for checkpoints without errors.")
+    no_pager: bool = no_pager_flag()
+    storage_option: list[str] | None = storage_option()
+    progress: str | None = progress_option()
+    debug: bool = debug_flag()

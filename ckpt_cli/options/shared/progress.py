@@ -1,40 +1,14 @@
-"""The option ``--progress``, which the commands that take long share."""
+"""The form in which progress is shown: that of ``--progress``, or of the environment."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated
-
-from typer import Option
-
-from ckpt_cli.options.shared.values import one_of
-from ckpt_cli.options.typer_command import PANELS
 
 FORMS = ("auto", "bar", "log", "none")
 """How progress is shown; ``auto`` is a bar on a terminal, else a log of jobs that take long."""
 _NAME = "--progress"
 _VARIABLE = "CKPT_PROGRESS"
-
-
-def progress_option(panel: str, text: str) -> object:
-    """Return the option for a section of the help page.
-
-    Args:
-        text: the help text.
-    """
-    return Option(
-        _NAME, metavar="|".join(FORMS), parser=one_of(*FORMS), rich_help_panel=panel, help=text
-    )
-
-
-ProgressForm = Annotated[
-    str | None,
-    progress_option(
-        PANELS[-1],
-        "Progress on stderr: a bar, lines for a log, or none. [auto: bar on a terminal, else log]",
-    ),
-]
 
 
 def progress_form(

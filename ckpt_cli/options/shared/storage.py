@@ -1,25 +1,12 @@
-"""The option ``--storage-option``, which the commands that read URLs share."""
+"""The values of ``--storage-option``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import Annotated
 
-from typer import Option
-
-from ckpt_cli.options.typer_command import PANELS
 from core.errors import UsageError
 
 _WEB = frozenset({"http", "https"})
-_HELP = "Setting of the object store of a URL, such as endpoint=URL or region=NAME; repeatable."
-
-
-def storage_option(panel: str) -> object:
-    """Return the option for a section of the help page."""
-    return Option("--storage-option", metavar="KEY=VALUE", rich_help_panel=panel, help=_HELP)
-
-
-StorageOptions = Annotated[list[str] | None, storage_option(PANELS[-1])]
 
 
 def parse_storage_options(texts: Sequence[str], *, schemes: Set[str]) -> dict[str, str]:
