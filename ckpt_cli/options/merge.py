@@ -6,7 +6,6 @@ from pathlib import Path
 
 from ckpt_cli.options.declaration import CONTENT, MERGE, OUTPUT, argument
 from core.errors import UsageError
-from core.files.remote_path import location_of
 from core.values import dataclass
 
 
@@ -55,15 +54,13 @@ class MergeOptions:
     )
     delta: bool = MERGE.flag("--delta", "Task vector: a tuned model minus its base.")
     add_delta: list[Path] | None = MERGE.option(
-        "--add-delta DELTA", "Add a task vector to SRC; repeatable.", parser=location_of
+        "--add-delta DELTA", "Add a task vector to SRC; repeatable."
     )
     scale: float | None = MERGE.option(
         "--scale S", "Factor for --add-delta. [1]", parser=parse_number
     )
     lora: Path | None = MERGE.option(
-        "--lora ADAPTER",
-        "Fold a LoRA adapter of peft or Megatron-Bridge into its base.",
-        parser=location_of,
+        "--lora ADAPTER", "Fold a LoRA adapter of peft or Megatron-Bridge into its base."
     )
     replace: bool = MERGE.flag("--replace", "The second source's tensors, all others of the first.")
     keep_first: bool = CONTENT.flag(

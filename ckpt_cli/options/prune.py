@@ -14,7 +14,6 @@ from ckpt_cli.options.shared.declared import (
     threads_option,
 )
 from ckpt_cli.options.shared.values import whole_number
-from core.files.remote_path import location_of
 from core.values import dataclass
 
 
@@ -22,9 +21,7 @@ from core.values import dataclass
 class PruneOptions:
     """Options of ``ckpt prune``."""
 
-    root: Path = argument(
-        "ROOT", "Directory or URL that contains the iterations.", parser=location_of
-    )
+    root: Path = argument("ROOT", "Directory or URL that contains the iterations.")
     keep_last: int | None = CONTENT.option(
         "--keep-last N", "Keep the newest N valid iterations.", parser=whole_number(1)
     )

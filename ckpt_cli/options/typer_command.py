@@ -234,7 +234,7 @@ class _ValueConverter:
 
     def __init__(self, descriptor: Any) -> None:
         self._parser = descriptor.parameter_info.parser
-        self._is_path = descriptor.annotation is Path
+        self._is_path = descriptor.annotation in (Path, list[Path])
 
     def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
         """Convert a text, a list of texts or a default; typer calls this method by its name.
@@ -245,11 +245,14 @@ class _ValueConverter:
         is_repeatable = param.multiple or param.nargs == -1
         if value is None:
             return () if is_repeatable else None
-        if self._parser is None:
-            return location_of(value) if self._is_path else value
+        parse = self._parser or (location_of if self._is_path else None)
+        if parse is None:
+            return value
         try:
-            return [self._parser(item) for item in value] if is_repeatable else self._parser(value)
+            return [parse(item) for item in value] if is_repeatable else parse(value)
         except (UsageError, BadParameter) as err:
+            if self._parser is None:
+                raise  # the message names the URL
             name = next((name for name in param.opts if name.startswith("--")), param.metavar)
             raise UsageError(
                 f"invalid value for '{name}': {err.message}",

@@ -17,7 +17,6 @@ from ckpt_cli.options.shared.declared import (
     threads_option,
 )
 from ckpt_cli.options.shared.values import one_of, whole_number
-from core.files.remote_path import location_of
 from core.values import dataclass
 
 FORMATS = ("text", "json", "junit", "sarif", "github")
@@ -29,10 +28,7 @@ class ValidateOptions:
     """Options of ``ckpt validate``."""
 
     paths: list[Path] | None = argument(
-        "PATH…",
-        "Checkpoint directories, files in them, or training roots. [.]",
-        default=None,
-        parser=location_of,
+        "PATH…", "Checkpoint directories, files in them, or training roots. [.]", default=None
     )
     # What is checked, and which findings count.
     headers: bool = CHECKS.flag(
@@ -79,7 +75,6 @@ class ValidateOptions:
         "--report FILE",
         "Write another report, in the format of FILE's suffix: "
         ".html (with pictures), .json, .xml (JUnit), .sarif, .txt; repeatable.",
-        parser=Path,
     )
     json: bool = OUTPUT.flag("--json", "Same as --format json.")
     limit: int | None = OUTPUT.option(

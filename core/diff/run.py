@@ -445,7 +445,10 @@ class _Comparison:
         if diff.kind not in ("only_a", "only_b"):
             return False
         side, other = (self._a, self._b) if diff.a is not None else (self._b, self._a)
-        return side.catalog.ties.get(diff.key) in other.catalog.tensors
+        ties = side.catalog.ties
+        first = ties.get(diff.key, diff.key)
+        tied = (first, *(key for key, original in ties.items() if original == first))
+        return any(key in other.catalog.tensors for key in tied)
 
 
 def _is_read(diff: TensorDiff) -> bool:

@@ -21,7 +21,7 @@ from core.arrays.box import boxes_of_flat_range
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
-from core.catalog.facets import MegatronModel
+from core.catalog.facets import MegatronModel, TrainingState
 from core.catalog.key_patterns import listed_keys, some_of
 from core.catalog.stored import Encoding, Extent, StoredArray, files_read
 from core.catalog.tensor import Fragment, Tensor, whole_fragment
@@ -223,12 +223,17 @@ def _different_objects(first: Catalog, other: Catalog, store: ReadStore) -> list
     """List the objects of which two sources hold different values.
 
     Those of a Megatron checkpoint are states of the run: random states, and extra states, which
-    depend on the implementation.
+    depend on the implementation. So are those in files of their own beside the weights: schedulers,
+    random states, whatever accelerate was told to save.
     """
     if first.facet(MegatronModel) is not None:
         return []
+    states = (first.facet(TrainingState), other.facet(TrainingState))
+    of_run = {entry for state in states if state is not None for entry in state.files}
     different = []
     for key in dict.fromkeys((*first.objects, *other.objects)):
+        if key.partition(".")[0] in of_run:
+            continue
         item, other_item = first.objects.get(key), other.objects.get(key)
         is_equal = item is not None and other_item is not None and item.value == other_item.value
         # Tensors inside the value have equal keys now; compare their bytes.

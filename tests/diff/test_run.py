@@ -353,6 +353,15 @@ def test_keys_shapes_and_dtypes_come_first_and_the_farthest_values_next(tmp_path
     assert found.tensors[4].values.n_nan == 1
 
 
+@pytest.mark.parametrize("name", ["first", "second"])
+def test_a_tied_tensor_is_on_both_sides_under_any_of_its_names(tmp_path: Path, name: str) -> None:
+    weight = torch.arange(6.0)
+    torch.save({"first": weight, "second": weight}, tmp_path / "both.pt")
+    torch.save({name: weight}, tmp_path / "one.pt")
+    for pair in (("both.pt", "one.pt"), ("one.pt", "both.pt")):
+        assert kinds(compare(*(tmp_path / path for path in pair))) == {"equal": 1}
+
+
 def test_metadata_are_compared_without_a_byte_of_the_tensors(tmp_path: Path) -> None:
     one = {"w": torch.ones(100, 100), "v": torch.ones(3)}
     a, b = (

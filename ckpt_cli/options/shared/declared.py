@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ckpt_cli.options.declaration import CONTENT, ENGINE, LAYOUT, MESSAGES, OPTIONS, Panel
@@ -46,7 +45,7 @@ def report_option(text: str, panel: Panel = OPTIONS) -> Any:
     Args:
         text: help text: the content of the report.
     """
-    return panel.option("--report FILE", text, parser=Path)
+    return panel.option("--report FILE", text)
 
 
 def rules_option() -> Any:

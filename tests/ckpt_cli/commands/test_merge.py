@@ -100,6 +100,27 @@ def test_command_lines_that_make_no_sense_are_refused(
     assert not Path("out").exists()
 
 
+def test_a_result_can_be_replaced_but_no_source(
+    sources: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = sources
+    words = ["merge", str(a), str(b), "--average", "--quiet", "--force", "-o"]
+    for _ in range(2):
+        assert main([*words, str(tmp_path / "out")]) == 0
+    for source in sources:
+        assert main([*words, str(source)]) == 2
+        assert str(source) in capsys.readouterr().err
+        assert weight(source)
+
+
+def test_the_state_of_the_runs_is_not_compared(golden: Path, tmp_path: Path) -> None:
+    source = golden / "accelerate" / "plain"
+    merged = core.merge([source] * 2, tmp_path / "weights", average=True, to="safetensors")
+    assert any("scheduler" in line for line in merged.dropped)
+    merged = core.merge([source] * 2, tmp_path / "all", average=True, to="dcp")
+    assert not any("scheduler" in line for line in merged.dropped)
+
+
 def test_a_url_of_a_delta_is_not_a_local_path(
     sources: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

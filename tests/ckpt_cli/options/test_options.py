@@ -23,6 +23,7 @@ from ckpt_cli.options.transfer import TARGETS, TransferOptions
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
+from core.files.remote_path import location_of
 from core.formats.registry import formats
 
 
@@ -271,6 +272,18 @@ def test_stacking_and_unstacking_cannot_be_combined() -> None:
     options = parsed("convert", "a", "--to", "dcp", "--stack-layers", "--unstack-layers", "auto")
     with pytest.raises(UsageError, match="cannot be combined"):
         build_job(options, keeps_layout=False)
+
+
+def test_every_path_of_a_command_line_is_a_path_or_a_url() -> None:
+    words = ("merge", "a", "s3://bucket/b", "-o", "c", "--add-delta", "d", "--config", "e")
+    work = app(list(words), prog_name="ckpt", standalone_mode=False)
+    options, merge_options = work.args
+    assert merge_options.paths == [Path("a"), location_of("s3://bucket/b")]
+    assert merge_options.add_delta == [Path("d")]
+    assert (merge_options.output, options.config) == (Path("c"), Path("e"))
+    validated = parsed("validate", "s3://bucket/a", "b", "--report", "c.html", "--report", "d.xml")
+    assert validated.paths == [location_of("s3://bucket/a"), Path("b")]
+    assert validated.report == [Path("c.html"), Path("d.xml")]
 
 
 def test_an_axis_of_layers_needs_layers_to_stack() -> None:
