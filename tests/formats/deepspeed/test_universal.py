@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
 from core.catalog.stored import Extent, StoredArray
 from core.changes.select import without_optimizer
 from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
+from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.deepspeed import format as deepspeed
@@ -562,3 +564,24 @@ def test_a_step_is_one_number(golden: Path, tmp_path: Path) -> None:
     shutil.copyfile(zero / "norm.bias" / "exp_avg.pt", zero / "norm.weight" / "step.pt")
     with pytest.raises(CorruptError, match="the step is a tensor of shape"):
         deepspeed_universal.read(LocalStore(zero.parent))
+
+
+def test_an_optimizer_beside_its_model_is_written_once_its_prefix_is_gone(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(3, 3)])})
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["layers"][0](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    src = tmp_path / "state.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, src)
+    job = Job(src=src, dst=tmp_path / "out", to="deepspeed_universal", param_order="model")
+    with pytest.raises(UnsupportedError) as caught:
+        run(job)
+    assert caught.value.hint is not None
+    assert caught.value.hint.endswith("add --strip-prefix model.")
+    # The steps of one layer, stacked, are a tensor of one element.
+    for stack_layers in (False, True):
+        run(replace(job, strip_prefix=("model.",), stack_layers=stack_layers, force=True))
+        store, catalog = opened(tmp_path / "out")
+        key = "layers.weight" if stack_layers else "layers.0.weight"
+        step = tensor_bytes(catalog, store, f"optimizer.state.{key}.step")
+        assert step.view("float32").item() == 1.0

@@ -156,7 +156,7 @@ def read_parameter(
         )
     # ``fp32.pt`` is read first, so that damage to it is reported first.
     entries = {
-        stem: _read_entry(store, f"{folder}/{stem}.pt", shape, key=name)
+        stem: _read_entry(store, f"{folder}/{stem}.pt", None if stem == STEP else shape, key=name)
         for stem in (FP32, *(stems if has_states else ()))
     }
 
@@ -213,7 +213,7 @@ def _read_entry(
     """Read a file of a parameter: its array or value, and the other entries of its dict.
 
     Args:
-        shape: shape in the model states, for a bare tensor.
+        shape: shape in the model states, for a bare tensor; None for a step, which is one number.
         key: the parameter, for messages.
     """
     with placing_errors(key=key):

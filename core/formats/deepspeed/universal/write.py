@@ -201,11 +201,18 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
     for key in states:
         state_key = state_of(key, parameters)
         if state_key is None:
+            hint = (
+                "rename it to optimizer.state.<parameter>.<state> with --rename, skip it with "
+                "--exclude, or skip the optimizer with --no-optim"
+            )
+            # Many scripts save a model under a key of its own, and the optimizer beside it.
+            for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
+                if state_of(key, {name.removeprefix(prefix) for name in parameters}) is not None:
+                    hint = f"its parameter has the prefix {prefix!r}: add --strip-prefix {prefix}"
             raise UnsupportedError(
                 "the tensor belongs to the optimizer, but not to a parameter that is written",
                 key=key,
-                hint="rename it to optimizer.state.<parameter>.<state> with --rename, skip it with "
-                "--exclude, or skip the optimizer with --no-optim",
+                hint=hint,
             )
         name, state = state_key
         _check_state(target, key, name, state)
