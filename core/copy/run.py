@@ -174,9 +174,9 @@ class CopyRun:
             digest=options.digest,
             on_array=options.on_array,
         )
-        self._items = self._all_items()
         self._lock = threading.Lock()
         self._threads = ThreadGroup("copy")
+        self._items = self._threads.share(self._all_items())
         self._read_bytes = 0
         self._written_bytes = 0
         self._resumed_bytes = 0
@@ -226,12 +226,6 @@ class CopyRun:
         """Copy all items in threads; the calling thread waits and stays open to signals."""
         self._threads.run(self._work, self._plan.threads)
 
-    def _next_item(self) -> tuple[ItemNumber, Item] | None:
-        if self._options.before_item is not None:
-            self._options.before_item()
-        with self._lock:
-            return None if self._threads.is_stopped() else next(self._items, None)
-
     def _work(self) -> None:
         worker = CopyWorker(
             self._source_store,
@@ -244,8 +238,9 @@ class CopyRun:
             is_stopped=self._threads.is_stopped,
         )
         journal = self._options.journal
-        while (numbered := self._next_item()) is not None:
-            number, item = numbered
+        for number, item in self._items:
+            if self._options.before_item is not None:
+                self._options.before_item()
             if not self._is_resumed(number):
                 record, files = worker.do(item)
                 if journal is not None and record is not None:

@@ -50,8 +50,7 @@ from core.numbers.difference import Tolerance
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.open import FILL, Checkpoint
 from core.plan.box_reader import BoxReader
-from core.plan.memory import MIB, RUNTIME_BYTES, limit_objects
-from core.plan.plan import DECODER_BYTES
+from core.plan.memory import DECODER_BYTES, MIB, RUNTIME_BYTES, limit_objects
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.scan.share import RankShare, divide_in_order
 from core.team.agreement import require_agreement

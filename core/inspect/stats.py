@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.key_patterns import fold_keys
 from core.catalog.optimizer_keys import param_of
 from core.convert.job import DEFAULT_MEMORY_BYTES
@@ -26,8 +25,7 @@ from core.megatron.rules.tables import load_rules
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.memory import MIB, RUNTIME_BYTES
-from core.plan.plan import DECODER_BYTES
+from core.plan.memory import MIB, RUNTIME_BYTES, fit_threads
 from core.team.threads import ThreadGroup
 from core.values import dataclass
 
@@ -158,9 +156,18 @@ def measure_layers(
             sources.append((catalog, key, tensor))
 
     # Divide the memory, and read in threads.
-    n_threads, cache_bytes = _fit_to_memory(
-        (tensor for _, _, tensor in sources), threads or len(allowed_cores()), memory_bytes
+    n_threads, cache_bytes, least_bytes = fit_threads(
+        (tensor for _, _, tensor in sources),
+        threads or len(allowed_cores()),
+        memory_bytes - RUNTIME_BYTES,
+        thread_bytes=_THREAD_BYTES,
     )
+    if not n_threads:
+        n_mib = -(-(RUNTIME_BYTES + least_bytes) // MIB)
+        raise CapacityError(
+            f"--stats needs {n_mib:,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
+            hint=f"set --memory to at least {n_mib}MiB",
+        )
     readers = {
         id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
         for catalog in (view, checkpoint.catalog)
@@ -235,30 +242,6 @@ def _fold(
     )
 
 
-def _fit_to_memory(tensors: Iterable[Tensor], threads: int, memory_bytes: int) -> tuple[int, int]:
-    """Reduce the number of threads until they fit into the memory.
-
-    Returns:
-        The number of threads, and the size of the cache of decoded units (zarr chunks, deflated
-        records); 0 if nothing is encoded.
-
-    Raises:
-        CapacityError: not even one thread fits.
-    """
-    unit_bytes = max((decoding_bytes(tensor.fragments()) for tensor in tensors), default=0)
-    fixed = RUNTIME_BYTES + (DECODER_BYTES if unit_bytes else 0)
-    free_bytes = memory_bytes - fixed
-    threads = min(threads, free_bytes // (_THREAD_BYTES + unit_bytes))
-    if threads < 1:
-        n_mib = -(-(fixed + _THREAD_BYTES + unit_bytes) // MIB)
-        raise CapacityError(
-            f"--stats needs {n_mib:,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
-            hint=f"set --memory to at least {n_mib}MiB",
-        )
-    spare_bytes = free_bytes - threads * (_THREAD_BYTES + unit_bytes)
-    return threads, min(DEFAULT_CACHE_BYTES, spare_bytes) if unit_bytes else 0
-
-
 def _in_layer(boxes: Iterable[Box], layer: int) -> list[Box]:
     """Return boxes of one layer as boxes of the tensor with all layers."""
     return [Box((layer, *box.offset), (1, *box.shape)) for box in boxes]
@@ -289,12 +272,12 @@ class _Measurement:
         total_bytes: int,
         progress: Progress | None,
     ) -> None:
-        self._items = self._all_items(tensors)
         self._total_bytes = total_bytes
         self._progress = progress
         self._done_bytes = 0
         self._lock = threading.Lock()
         self._threads = ThreadGroup("stats")
+        self._items = self._threads.share(self._all_items(tensors))
         self._results: dict[str, tuple[ValueStatistics, ...] | None] = {}
 
     def run(self, n_threads: int) -> dict[str, tuple[ValueStatistics, ...] | None]:
@@ -309,7 +292,7 @@ class _Measurement:
     def _all_items(
         self, tensors: Iterable[tuple[BoxReader, str, int]]
     ) -> Iterator[tuple[_MeasuredTensor, int, list[Box]]]:
-        """Yield each tensor in groups of bands, with their layer; called under the lock."""
+        """Yield each tensor in groups of bands, with their layer."""
         for reader, key, n_layers in tensors:
             try:
                 tensor = reader.tensor(key)
@@ -332,16 +315,10 @@ class _Measurement:
                 for group in groups:
                     yield job, layer, group if n_layers == 1 else _in_layer(group, layer)
 
-    def _next_item(self) -> tuple[_MeasuredTensor, int, list[Box]] | None:
-        """Return the next group of bands; None at the end."""
-        with self._lock:
-            return None if self._threads.is_stopped() else next(self._items, None)
-
     def _work(self) -> None:
         """Describe groups of bands until there are no more; the task of one thread."""
         out, raw = (memoryview(mmap.mmap(-1, _BAND_BYTES)) for _ in range(2))
-        while (item := self._next_item()) is not None:
-            job, layer, boxes = item
+        for job, layer, boxes in self._items:
             parts = []
             for box in boxes:
                 if self._threads.is_stopped():

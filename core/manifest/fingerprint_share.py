@@ -23,7 +23,7 @@ from core.arrays.box import Box, flat_offset
 from core.arrays.dtypes import itemsize
 from core.calibration.choice import choose_device
 from core.catalog.catalog import Catalog
-from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
+from core.catalog.decoded import DEFAULT_CACHE_BYTES
 from core.device.device import FINGERPRINT, Device
 from core.errors import CheckpointingException
 from core.files.store import ReadStore, list_files_below
@@ -35,8 +35,7 @@ from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.memory import RUNTIME_BYTES, limit_objects
-from core.plan.plan import DECODER_BYTES
+from core.plan.memory import RUNTIME_BYTES, fit_threads, limit_objects
 from core.progress import OnProgress, Phase, begin_phase
 from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement
@@ -304,36 +303,23 @@ class _FingerprintPass:
         """
         begun = time.monotonic()
         self._meter = Meter(self._team, self._share.n_bytes)
-        threads, cache_bytes = self._fit_to_memory(threads, memory_bytes)
+        cache_bytes = DEFAULT_CACHE_BYTES
+        if memory_bytes is not None:
+            threads, cache_bytes, _ = fit_threads(
+                (self._catalog.tensors[key] for key in self._share.spans),
+                threads,
+                memory_bytes - RUNTIME_BYTES - self._team.runtime_bytes,
+                thread_bytes=_THREAD_BYTES,
+            )
         if threads:  # else the lead reports that the memory is too small
-            items = self._items(BoxReader(self._catalog, self._store, cache_bytes=cache_bytes))
+            reader = BoxReader(self._catalog, self._store, cache_bytes=cache_bytes)
+            items = self._threads.share(self._items(reader))
             with fastest_products(self._share.n_bytes, self._device) as products:
                 self._threads.run(lambda: self._work(items, products), threads)
         self._meter.finish()
         rank, n_bytes = self._team.rank, sum(n for n, _ in self._sums.values())
         figures = Figures(rank, self._team.hosts[rank], n_bytes, 0, time.monotonic() - begun)
         return _RankSums(figures, self._sums, frozenset(self._failed))
-
-    def _fit_to_memory(self, threads: int, memory_bytes: int | None) -> tuple[int, int]:
-        """Reduce the number of threads until they fit into the memory.
-
-        Returns:
-            The number of threads (0 if not even one fits), and bytes of the cache of decoded units.
-        """
-        unit_bytes = max(
-            (decoding_bytes(self._catalog.fragments(key)) for key in self._share.spans), default=0
-        )
-        if memory_bytes is None:
-            return threads, DEFAULT_CACHE_BYTES
-        free_bytes = (
-            memory_bytes
-            - RUNTIME_BYTES
-            - self._team.runtime_bytes
-            - (DECODER_BYTES if unit_bytes else 0)
-        )
-        threads = max(0, min(threads, free_bytes // (_THREAD_BYTES + unit_bytes)))
-        cache_bytes = min(DEFAULT_CACHE_BYTES, free_bytes - threads * (_THREAD_BYTES + unit_bytes))
-        return threads, cache_bytes if unit_bytes else 0
 
     def _items(self, reader: BoxReader) -> Iterator[tuple[str, TensorReader, list[Box]]]:
         """Yield this rank's bands, several of one tensor at a time; record tensors that fail."""
@@ -362,19 +348,12 @@ class _FingerprintPass:
             for start in range(0, len(boxes), _GROUP):
                 yield key, tensor, boxes[start : start + _GROUP]
 
-    def _next(
-        self, items: Iterator[tuple[str, TensorReader, list[Box]]]
-    ) -> tuple[str, TensorReader, list[Box]] | None:
-        with self._lock:
-            return None if self._threads.is_stopped() else next(items, None)
-
     def _work(
         self, items: Iterator[tuple[str, TensorReader, list[Box]]], products: Products
     ) -> None:
         # Each thread has a buffer for a band, and one for scattered elements of it.
         out, raw = (memoryview(bytearray(_BAND_BYTES)) for _ in range(2))
-        while (item := self._next(items)) is not None:
-            key, tensor, boxes = item
+        for key, tensor, boxes in items:
             try:
                 self._sum_up(key, tensor, boxes, out, raw, products)
             except StoppedError:

@@ -27,7 +27,7 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.file_image import FileImage
 from core.errors import CapacityError
 from core.plan.match import Match, match
-from core.plan.memory import MIB, RUNTIME_BYTES
+from core.plan.memory import DECODER_BYTES, MIB, RUNTIME_BYTES
 from core.plan.positions import ArrayCoverage, Places
 from core.values import dataclass
 
@@ -42,8 +42,6 @@ Runs that are consecutive on both sides use one MiB of it, splits and merges alo
 to four MiB; transposed sources profit from the full size.
 """
 MIN_BUFFER_BYTES = MIB
-DECODER_BYTES = 192 * MIB
-"""Memory of tensorstore and other codecs, in addition to the units that they decode."""
 TENSOR_BYTES = 4 << 10
 """Metadata per tensor: catalog entries, path in a nested state, header text, manifest line."""
 PIECE_BYTES = 3 << 9

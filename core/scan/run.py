@@ -240,12 +240,11 @@ class ScanRun:
         self._meter = Meter()
         # The files that several ranks read; None if the file cannot be read.
         self._divided_files: dict[str, _ScannedFile | None] = {}
-        self._items = self._all_items()
         self._n_bytes = sum(files.values())
         self._done_bytes = 0
-        self._items_lock = threading.Lock()
         self._lock = threading.Lock()
         self._threads = ThreadGroup("scan")
+        self._items = self._threads.share(self._all_items())
 
     def run_threads(self, n_threads: int) -> None:
         """Read in threads; the calling thread waits and stays responsive to signals."""
@@ -459,11 +458,6 @@ class ScanRun:
         for observer in file.observers.get(array.name, ()):
             observer.finish(array)
 
-    def _next_item(self) -> _Segment | _SeparateItem | None:
-        """Return the next work item; None if there are no more or the scan was stopped."""
-        with self._items_lock:
-            return None if self._threads.is_stopped() else next(self._items, None)
-
     def _work(self) -> None:
         """Read work items until there are none; the task of one thread."""
         # Each thread reuses one window; it is pinned if a device works on its bytes.
@@ -471,7 +465,7 @@ class ScanRun:
             self._device if self._device is not None and self._device.work else None, WINDOW_BYTES
         )
         reader = SeparateReader(self._store, self._budget, is_stopped=self._threads.is_stopped)
-        while (item := self._next_item()) is not None:
+        for item in self._items:
             array = item.array.array if isinstance(item, _SeparateItem) else None
             try:
                 if isinstance(item, _SeparateItem):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 from core.files.requests.ending import stop_waiting_when
 
+Item = TypeVar("Item")
 _WAIT_SECONDS = 0.5
 """Timeout of one join; without a timeout, the calling thread would not handle signals."""
 _PATIENCE = 3
@@ -29,6 +31,13 @@ class ThreadGroup:
     def is_stopped(self) -> bool:
         """Return True if the threads have been asked to stop."""
         return self._stop.is_set()
+
+    def share(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Return an iterator from which the threads take the items, each of them once.
+
+        It ends early if they are asked to stop. One thread at a time asks ``items`` for the next.
+        """
+        return _SharedItems(items, self.is_stopped)
 
     def run(self, work: Callable[[], None], n_threads: int) -> None:
         """Run ``work`` once in each thread; the calling thread waits and handles signals.
@@ -69,6 +78,21 @@ class ThreadGroup:
             raise
         if self._error is not None:
             raise self._error
+
+
+class _SharedItems(Iterator[Item]):
+    """An iterator that several threads use."""
+
+    def __init__(self, items: Iterable[Item], is_stopped: Callable[[], bool]) -> None:
+        self._items = iter(items)
+        self._is_stopped = is_stopped
+        self._lock = threading.Lock()
+
+    def __next__(self) -> Item:
+        with self._lock:
+            if self._is_stopped():
+                raise StopIteration
+            return next(self._items)
 
 
 def _join(threads: list[threading.Thread]) -> None:
