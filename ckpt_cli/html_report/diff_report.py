@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.heat_table import heat_tables
-from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.pages.diff_page import COLUMNS, count_rows, diff_facts, verdict_line
 from ckpt_cli.screen.blocks import Cell, fact_list, shape_text
 from ckpt_cli.screen.terminal import Screen

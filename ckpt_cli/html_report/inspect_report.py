@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.html_report.rank_table import rank_table
-from ckpt_cli.html_report.sizes_view import sizes_view
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
+from ckpt_cli.html_report.treemap import draw_sizes
 from ckpt_cli.pages.inspect_page import GROUP_TITLES, catalog_of, header_facts
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.screen.blocks import bytes_text, n_text
@@ -51,7 +50,7 @@ def inspect_html(
 
     command = f"ckpt inspect {shown_name(summary.path)} KEY --map"
     # The pictures, where the checkpoint has what they show.
-    sizes = sizes_view(sizes_of(view))
+    sizes = draw_sizes(sizes_of(view))
     grid = rank_grid(checkpoint)
     table = table_json(
         tensors,

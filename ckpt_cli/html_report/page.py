@@ -11,14 +11,14 @@ from __future__ import annotations
 import json
 import sys
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.screen.blocks import bytes_text, count_text, n_text, shape_text
+from ckpt_cli.screen.blocks import Cell, bytes_text, count_text, n_text, shape_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.terminal import escaped
 from core.errors import UsageError
@@ -144,3 +144,25 @@ def _environment() -> Environment:
         "n": n_text,
     }
     return environment
+
+
+def named_facts(
+    pairs: Iterable[tuple[str, Cell | str]],
+) -> list[tuple[str, list[dict[str, str]]]]:
+    """Return facts that the pages of the terminal show as values for the templates.
+
+    Args:
+        pairs: (name, text) of each; one with an empty name continues the one above.
+
+    Returns:
+        Name → its texts, each with a colour of the terminal as ``style``, "" for none.
+    """
+    facts: list[tuple[str, list[dict[str, str]]]] = []
+    for name, value in pairs:
+        cell = value if isinstance(value, Cell) else Cell(value)
+        text = {"text": cell.text, "style": cell.styles[0] if cell.styles else ""}
+        if name or not facts:
+            facts.append((name, [text]))
+        else:
+            facts[-1][1].append(text)
+    return facts

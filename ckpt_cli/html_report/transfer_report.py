@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.facts import named_facts
 from ckpt_cli.html_report.moves_table import moves_table
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import render
-from ckpt_cli.html_report.sizes_view import sizes_view
+from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
+from ckpt_cli.html_report.treemap import draw_sizes
 from ckpt_cli.pages.transfer import plan_facts
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.pictures.shards import rank_moves, shard_move
@@ -37,7 +36,7 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
         return shard_move(plan, key)
 
     # The pictures: bytes by module in the destination, the matrix, and the tensors.
-    sizes = sizes_view(sizes_of(prepared.form))
+    sizes = draw_sizes(sizes_of(prepared.form))
     matrix = moves_table(rank_moves(plan))
     tensors = {
         key: plan.target.tensors[key]

@@ -65,6 +65,26 @@ class Treemap:
     tiles: tuple[Tile, ...]
 
 
+def draw_sizes(sizes: tuple[SizeNode, SizeNode]) -> dict[str, object] | None:
+    """Draw the sizes of the model and of the optimizer, for wide and for narrow screens.
+
+    Returns:
+        The values of the template; None without any bytes.
+    """
+    roots = [
+        (name, root)
+        for name, root in zip(("model", "optimizer"), sizes, strict=True)
+        if root.n_bytes
+    ]
+    if not roots:
+        return None
+    return {
+        "groups": [{"name": name, "n_bytes": root.n_bytes} for name, root in roots],
+        "wide": draw_treemap(roots, width=1120, height=440),
+        "narrow": draw_treemap(roots, width=360, height=460),
+    }
+
+
 def draw_treemap(roots: Sequence[tuple[str, SizeNode]], *, width: int, height: int) -> Treemap:
     """Draw trees of sizes side by side, as nested rectangles.
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.text import validation_facts
-from ckpt_cli.html_report.facts import FactText, named_facts
-from ckpt_cli.html_report.page import render
+from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.html_report.rank_table import (
     CellFindings,
-    RankTable,
     rank_name,
     rank_table,
     zero_name,
@@ -23,7 +21,6 @@ from core.checks.registry import find_code
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pictures.ranks import RankGrid, read_rank_grid
 from core.pictures.zero_ranks import read_zero_grid
-from core.values import dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -36,40 +33,6 @@ _MAX_RANK_CHARACTERS = 300_000
 """Most characters of the names of ranks, by which findings are filtered."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindingView:
-    """A group of findings for the template.
-
-    Args:
-        severity: its label.
-        ranks: the names of its ranks for the filter, each ending with ``;``.
-    """
-
-    severity: str
-    code: str
-    title: str
-    count: str
-    place: str
-    message: str
-    hint: str
-    other_keys: tuple[str, ...]
-    ranks: str
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointView:
-    """The findings of one checkpoint for the template."""
-
-    path: str
-    verdict: str
-    worst: str
-    facts: list[tuple[str, list[FactText]]]
-    severities: tuple[tuple[str, str], ...]
-    findings: tuple[FindingView, ...]
-    n_more: int
-    grid: RankTable | None
-
-
 def validate_html(verdicts: Sequence[Verdict]) -> str:
     """Return the report of some checkpoints, the worst first if there are several."""
     verdicts = sorted(verdicts, key=lambda verdict: -_worst(verdict))
@@ -77,6 +40,10 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
     worst = max(map(_worst, verdicts), default=0)
     is_single = len(verdicts) == 1
     views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
+    sections = [("checkpoints", "Checkpoints")]
+    if is_single:
+        ranks = [("ranks-1", "Ranks")] if views[0]["grid"] is not None else []
+        sections = [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
     context = {
         "title": "validate",
         "subject": verdicts[0].validation.path
@@ -88,7 +55,7 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
         if n_bad
         else "none with errors",
         "worst": _LABELS[worst],
-        "sections": _sections(views[0]) if is_single else [("checkpoints", "Checkpoints")],
+        "sections": sections,
         "all": [
             (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
             for verdict in ([] if is_single else verdicts[:1000])
@@ -102,19 +69,13 @@ _LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}
 """Severity, or 0 without findings → CSS class."""
 
 
-def _sections(view: CheckpointView) -> list[tuple[str, str]]:
-    """Return the sections of the report of one checkpoint."""
-    ranks = [("ranks-1", "Ranks")] if view.grid is not None else []
-    return [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
-
-
 def _worst(verdict: Verdict) -> int:
     """Return the worst severity of the findings that count; 0 without any."""
     return max((int(finding.severity) for finding in verdict.judgement.counted), default=0)
 
 
-def _checkpoint_view(verdict: Verdict) -> CheckpointView:
-    """Collect what the report shows of one checkpoint."""
+def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
+    """Collect what the template shows of one checkpoint."""
     validation, counted = verdict.validation, verdict.judgement.counted
     # The places of the findings on the grid, if there is one.
     # Metadata that could not be read once are not read again; rank files have theirs in each file.
@@ -143,38 +104,41 @@ def _checkpoint_view(verdict: Verdict) -> CheckpointView:
         room -= len(ranks)
         # "rank:*;" passes the filter of every rank.
         views.append(_finding_view(group, ranks if room > 0 else "rank:*;"))
-    return CheckpointView(
-        validation.path,
-        verdict.counts_text,
-        _LABELS[_worst(verdict)],
-        named_facts(validation_facts(verdict)),
-        tuple(
+    return {
+        "path": validation.path,
+        "verdict": verdict.counts_text,
+        "facts": named_facts(validation_facts(verdict)),
+        "severities": [
             (severity.label, n_text(verdict.judgement.n_of(severity), severity.label))
             for severity in sorted(Severity, reverse=True)
             if verdict.judgement.n_of(severity)
-        ),
-        tuple(views),
-        sum(len(group.findings) for group in groups[MAX_GROUPS:]),
-        table,
-    )
+        ],
+        "findings": views,
+        "n_more": sum(len(group.findings) for group in groups[MAX_GROUPS:]),
+        "grid": table,
+    }
 
 
-def _finding_view(group: FindingGroup, ranks: str) -> FindingView:
-    """Return a group with the title of its code."""
+def _finding_view(group: FindingGroup, ranks: str) -> dict[str, object]:
+    """Collect what the template shows of a group of findings.
+
+    Args:
+        ranks: the names of its ranks for the filter, each ending with ``;``.
+    """
     first = group.first
     code = find_code(first.code)
     n = len(group.findings)
-    return FindingView(
-        first.severity.label,
-        first.code,
-        code.title if code else "",
-        f"× {n:,}" if n > 1 else "",
-        group.place,
-        group.message,
-        first.hint or "",
-        group.other_keys[:8],
-        ranks,
-    )
+    return {
+        "severity": first.severity.label,
+        "code": first.code,
+        "title": code.title if code else "",
+        "count": f"× {n:,}" if n > 1 else "",
+        "place": group.place,
+        "message": group.message,
+        "hint": first.hint or "",
+        "other_keys": group.other_keys[:8],
+        "ranks": ranks,
+    }
 
 
 def _names_of_cells(grid: RankGrid) -> dict[str, set[str]]:
