@@ -88,7 +88,7 @@ if TYPE_CHECKING:
 
     from ckpt_cli.options.transfer import TransferOptions
     from core.convert.job import Report
-    from core.convert.prepare import Prepared
+    from core.convert.prepared import Prepared
     from core.convert.report.dropped import DroppedReason
     from core.forecast.forecast import Forecast
     from core.megatron.model.pipeline import Pipeline

@@ -15,7 +15,7 @@ from core.pictures.shards import rank_moves, shard_move
 from core.pictures.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from core.convert.prepare import Prepared
+    from core.convert.prepared import Prepared
     from core.forecast.forecast import Forecast
     from core.pictures.shards import ShardMove
 

@@ -24,7 +24,7 @@ from core.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
     from core.convert.explain import LayoutLine
-    from core.convert.prepare import Prepared
+    from core.convert.prepared import Prepared
     from core.convert.run import Report
     from core.forecast.forecast import Forecast
     from core.plan.plan import Plan

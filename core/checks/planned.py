@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from core.checks.finding import Finding
     from core.checks.plan_request import PlanRequest
     from core.checks.subject import Subject
-    from core.convert.prepare import Prepared
+    from core.convert.prepared import Prepared
 
 IMPOSSIBLE = Code(
     "CK901",

@@ -1,4 +1,4 @@
-"""Lay out a checkpoint directory whose data files are hard links to the source's.
+"""Prepare a checkpoint directory whose data files are hard links to the source's.
 
 Megatron's torch_dist and DCP store global tensors, which any layout loads. Where no data has to
 change, another layout (or another choice or naming of DCP's entries) needs new metadata at most.
@@ -9,21 +9,35 @@ data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from core.catalog.catalog import Catalog
+from core.catalog.dropped import dropped_together
 from core.catalog.facets import DcpFacts
 from core.catalog.file_image import FileImage
+from core.catalog.files_beside import UNREAD
+from core.catalog.tensor import without_fragments
 from core.changes.select import without_optimizer
+from core.convert.account import check_account
 from core.convert.apply_changes import apply_changes
+from core.convert.destination import choose_dst, in_training_root, iteration_path
+from core.convert.global_form.build import global_form
 from core.convert.job import Job
+from core.convert.prepared import Prepared
+from core.convert.report.load_line import WrittenResult, load_line
+from core.convert.sizes import check_source_sizes, written_topology
+from core.convert.target_form import cut_form, describe_unsafe_files
 from core.errors import UnsupportedError, UsageError
 from core.formats.dcp.lightning_meta import META, meta_keys
 from core.formats.dcp.metadata_image import linked_metadata
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_files
+from core.formats.format import Format
 from core.megatron.optimizer.form import TITLES, optim_format_of
-from core.opening.open import Checkpoint
+from core.opening.objects import check_safety, loaded
+from core.opening.open import RELEASE, Checkpoint
+from core.opening.source_files import unread_files
+from core.plan.plan import make_plan
 from core.values import dataclass
 
 _OPTIONS = {
@@ -59,6 +73,79 @@ class LinkedCheckpoint:
     files: tuple[str, ...]
     images: tuple[FileImage, ...]
     notes: tuple[str, ...]
+
+
+def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
+    """Prepare a destination whose data files are hard links to the source's.
+
+    Raises:
+        CheckpointingException: data would have to change, the model cannot be cut to the requested
+            sizes, or an object is unsafe.
+    """
+    linked = link_data_files(job, source)
+    check_account(source.catalog, linked.catalog, linked.catalog, linked.catalog.dropped)
+
+    # The model must load at the requested sizes: plan the layout, without writing it.
+    if job.topology is not None:
+        check_source_sizes(job, source.catalog)
+        if job.topology.is_change:
+            planned = replace(job, metadata_only=False)
+            cut_form(planned, global_form(planned, source, format).catalog, format)
+    check_safety(loaded(linked.catalog, source.store), keeps_unknown=True, drop_unknown=False)
+
+    # Name the links and the new metadata as in the source, in a training root if it has one.
+    images = linked.images
+    beside = source.catalog.files
+    unsafe = describe_unsafe_files(source, beside)
+    refused = {name for entry in unsafe for name in entry.names}
+    linked_files = (*linked.files, *(path for path in beside if path not in refused))
+    paths = {name: name for name in linked_files}
+    if format.has_common_state:
+        iteration = RELEASE if source.is_release else source.iteration
+        images = in_training_root(images, iteration)
+        paths = {name: iteration_path(name, iteration) for name in linked_files}
+    links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
+
+    # The plan has no tensors: it only writes the new metadata.
+    dst = choose_dst(job, source, format)
+    target = linked.catalog.as_target(format.name, lambda _, tensor: without_fragments(tensor))
+    empty = replace(linked.catalog, tensors={}, hidden={}, files={}, objects={})
+    unread = unread_files(source, linked=linked.files)
+    return Prepared(
+        job=job,
+        source=source,
+        target_format=format,
+        dst=dst,
+        images=images,
+        plan=make_plan(
+            empty,
+            empty.as_target(empty.format, lambda _, tensor: without_fragments(tensor)),
+            images,
+            threads=job.threads,
+            memory_bytes=job.memory_bytes,
+        ),
+        renamed=(),
+        notes=(
+            *source.notes,
+            *linked.notes,
+            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
+            + " to the source's; no data was copied",
+        ),
+        dropped_entries=(*dropped_together(unread, UNREAD), *unsafe),
+        form=linked.catalog,
+        load_line=load_line(
+            WrittenResult(
+                dst=dst,
+                format=format,
+                target=target,
+                images=images,
+                topology=written_topology(job, linked.catalog, format),
+                config=None,
+            )
+        ),
+        n_tensors=len(linked.catalog.tensors),
+        links=links,
+    )
 
 
 def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_together
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel, WeightCopies
-from core.catalog.file_image import FileImage, literal_file
-from core.catalog.files_beside import FILES_BESIDE, UNREAD
+from core.catalog.file_image import FileImage
+from core.catalog.files_beside import FILES_BESIDE
 from core.catalog.key_patterns import folded, matcher
 from core.catalog.mapping_attributes import attributes_beside_tensors, attributes_of
-from core.catalog.tensor import Tensor, without_fragments
+from core.catalog.tensor import Tensor
 from core.convert.account import check_account
 from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
-from core.convert.global_form.build import global_form
+from core.convert.destination import choose_dst, in_training_root, iteration_path
 from core.convert.global_form.form import GlobalForm, is_model_form
 from core.convert.job import Job as Job
 from core.convert.job import Report as Report
@@ -35,15 +34,11 @@ from core.convert.nesting_notes import (
     root_notes,
     sharing_notes,
 )
-from core.convert.options import HF_ALIASES, check_merge, has_model_form
-from core.convert.report.dropped import (
-    DroppedReason,
-    dropped_lines,
-    group_by_reason,
-)
+from core.convert.options import HF_ALIASES, check_merge
+from core.convert.prepared import Prepared
 from core.convert.report.load_line import load_line
 from core.convert.report.training_state import without_training_state
-from core.convert.sizes import check_source_sizes, target_topology
+from core.convert.sizes import written_topology
 from core.convert.target_form import (
     cut_form,
     describe_loader_states,
@@ -58,178 +53,28 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.files.remote_path import RemotePath, absolute_location, is_remote
+from core.files.remote_path import RemotePath, is_remote
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_of, file_images
 from core.formats.registry import format_called, formats
-from core.megatron.model.topology import Topology
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import (
     KEEP_OBJECTS,
-    check_safety,
     has_tensors,
-    loaded,
     state_dict,
     with_objects_loaded,
 )
-from core.opening.open import RELEASE, TRACKER, Checkpoint, open_checkpoint
-from core.opening.source_files import config_of_source, unread_files, with_files_above
+from core.opening.open import RELEASE, Checkpoint, open_checkpoint
+from core.opening.source_files import config_of_source, with_files_above
 from core.opening.target import keeps_containers, tensors_only
 from core.pickle.noted import gc_paused
 from core.plan.memory import estimate_object_bytes, limit_objects
-from core.plan.plan import Plan, make_plan
+from core.plan.plan import make_plan
 from core.progress import OnProgress, Phase, count_steps
-from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.convert.explain import LayoutLine
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
-    """A job ready to run: everything is decided and proven, and no data has been copied.
-
-    Args:
-        job: the conversion.
-        source: the opened source.
-        target_format: the format of the destination.
-        dst: path of the destination.
-        images: the files to write.
-        plan: the proven work.
-        renamed: (old key, new key) of each entry that ``rename`` changed.
-        notes: notes for the user.
-        dropped_entries: entries of the source that the destination will not contain.
-        form: the source's global tensors under their final names, before they are cut for the
-            destination.
-        load_line: the line that loads the result.
-        n_tensors: number of tensors of the destination, without those that it records by name
-            only.
-        links: (path, file of the source, bytes) of each hard link, with ``metadata_only``.
-    """
-
-    job: Job
-    source: Checkpoint
-    target_format: Format
-    dst: Path
-    images: tuple[FileImage, ...]
-    plan: Plan
-    renamed: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    dropped_entries: tuple[Dropped, ...]
-    form: Catalog
-    load_line: str
-    n_tensors: int
-    links: tuple[tuple[str, str, int], ...] = ()
-
-    @property
-    def source_paths(self) -> tuple[Path, ...]:
-        """Paths of all sources, which the destination must not replace."""
-        merge = self.job.merge
-        return (self.source.path, *(() if merge is None else merge.others))
-
-    @property
-    def is_file(self) -> bool:
-        """True if the destination is one file."""
-        return self.target_format.writes_file(self.dst)
-
-    @property
-    def dropped(self) -> tuple[str, ...]:
-        """The complete list of ``dropped_entries``, a line each, with the reason."""
-        return dropped_lines(self.dropped_entries)
-
-    @property
-    def dropped_reasons(self) -> tuple[DroppedReason, ...]:
-        """The reasons of ``dropped_entries``, each once."""
-        return group_by_reason(self.dropped_entries)
-
-    @property
-    def files(self) -> list[tuple[str, int]]:
-        """Output files and their sizes in bytes, hard links first."""
-        return [
-            *((path, size) for path, _, size in self.links),
-            *((image.path, image.size) for image in self.images),
-        ]
-
-    def files_for_rank(self, rank: int) -> list[str]:
-        """Find the source files that one rank of the destination needs.
-
-        Args:
-            rank: index of the rank among the destination's rank directories in their order; in a
-                format without them, index of a file among those with tensors.
-
-        Raises:
-            UsageError: the destination has no such rank.
-        """
-        is_ranks = self.target_format.is_rank_local
-        # Collect the arrays of each rank's files.
-        arrays: dict[str, set[str]] = {}
-        for image in self.images:
-            if image.arrays and (not is_ranks or "mp_rank_" in image.path):
-                folder = image.path.rpartition("/")[0] if is_ranks else image.path
-                arrays.setdefault(folder, set()).update(
-                    placed.array.name for placed in image.arrays
-                )
-        if not 0 <= rank < len(arrays):
-            unit = "rank directories" if is_ranks else "files with tensors"
-            raise UsageError(
-                f"no rank {rank}: the destination has {len(arrays)} {unit}",
-                hint=f"ranks are numbered from 0 to {len(arrays) - 1}",
-            )
-        # Follow the plan from those arrays back to the source's files.
-        names = list(arrays.values())[rank]
-        files: set[str] = set()
-        for key in iter(self.plan.keys()):
-            work = self.plan.match(key)
-            for source_number, target_number, _ in work.pairs:
-                target = work.targets[target_number].array
-                array = work.pieces[source_number][1].array
-                if target is not None and target.name in names and array is not None:
-                    files.add(array.extent.file)
-        return sorted(files)
-
-    def explain_layout(self) -> list[LayoutLine]:
-        """Explain the layout rule of each tensor.
-
-        Raises:
-            UsageError: the destination is not cut by a parallel layout.
-        """
-        from core.convert.explain import explain_layout
-        from core.megatron.rules.tables import load_rules
-
-        if self.form.facet(MegatronModel) is None or not self.target_format.has_layout:
-            raise UsageError(
-                f"--explain: this conversion to {self.target_format.name} uses no layout rules",
-                hint="use it when writing megatron or torch_dist, for example "
-                "ckpt reshard SRC --tp-new 4 --explain",
-            )
-        topology = target_topology(self.job, self.form, self.target_format)
-        return explain_layout(
-            self.form,
-            topology,
-            load_rules(self.job.rules, unknown=self.job.unknown),
-            vocab_size=self.job.vocab_size,
-        )
-
-    def as_dict(self) -> dict[str, object]:
-        """Build the JSON object of the plan."""
-        return {
-            "src": str(self.source.path),
-            "source_format": self.source.format.name,
-            "dst": str(self.dst),
-            "target_format": self.target_format.name,
-            "n_tensors": self.n_tensors,
-            "read_bytes": self.plan.read_bytes,
-            "least_read_bytes": self.plan.least_read_bytes,
-            "write_bytes": self.plan.file_bytes,
-            "memory_bytes": self.plan.memory_bytes,
-            "n_fragments": self.plan.n_fragments,
-            "files": [{"path": path, "bytes": size} for path, size in self.files],
-            "renamed": [{"old": old, "new": new} for old, new in self.renamed],
-            "notes": list(self.notes),
-            "dropped": list(self.dropped),
-            "dropped_reasons": [asdict(reason) for reason in self.dropped_reasons],
-        }
+    pass
 
 
 def _is_to_hf(job: Job) -> bool:
@@ -435,7 +280,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
 
         source = replace(source, catalog=with_integer_keys(source.catalog))
     if job.metadata_only:
-        return _prepare_links(job, opened, format)
+        from core.convert.hard_links import prepare_links
+
+        return prepare_links(job, opened, format)
     if job.replicas != "error" and job.tie:
         raise UsageError(
             "--tie compares all copies, which --on-replica-mismatch first skips",
@@ -449,7 +296,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     except (CorruptError, UnsupportedError) as err:
         raise_if_copied(job, opened, err)
         raise
-    dst = _choose_dst(job, source, format)
+    dst = choose_dst(job, source, format)
     is_file, is_bare = format.writes_file(dst), format.writes_only_tensors(dst)
     if job.tokenizer is not None:
         from core.formats.huggingface.tokenizer import with_tokenizer
@@ -570,7 +417,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
                 format=format,
                 target=target,
                 images=images,
-                topology=_written_topology(job, form.catalog, format),
+                topology=written_topology(job, form.catalog, format),
                 config=_written_model(job, form, source),
             )
         ),
@@ -604,17 +451,6 @@ def _sending_bytes(job: Job, dst: Path, images: Sequence[FileImage]) -> int:
     from core.stage.bucket.stage import sending_bytes
 
     return sending_bytes(images, job.own_memory_bytes)
-
-
-def _written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:
-    """Return the parallel sizes of a Megatron checkpoint that is written, None for another."""
-    if not has_model_form(job, format) or catalog.args is None:
-        return None
-    try:
-        return target_topology(job, catalog, format)
-    except UnsupportedError:
-        # A script of one's own may save an ``args`` without sizes; Megatron's cannot load it.
-        return None
 
 
 def _written_model(job: Job, form: GlobalForm, source: Checkpoint) -> Mapping[str, object] | None:
@@ -676,88 +512,12 @@ def _lay_out_files(
             is_release = target.write.is_release or target.iteration is None
             iteration = RELEASE if is_release else target.iteration
             beside = [
-                replace(image, path=_iteration_path(image.path, iteration)) for image in beside
+                replace(image, path=iteration_path(image.path, iteration)) for image in beside
             ]
         images = (*images, *beside)
     if format.has_common_state or target.facet(FsdpDtensorFacts) is not None:
-        images = _in_training_root(images, RELEASE if source.is_release else target.iteration)
+        images = in_training_root(images, RELEASE if source.is_release else target.iteration)
     return (replace(images[0], path=dst.name),) if target.write.is_file else images
-
-
-def _prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
-    """Prepare a destination whose data files are hard links to the source's.
-
-    Raises:
-        CheckpointingException: data would have to change, the model cannot be cut to the requested
-            sizes, or an object is unsafe.
-    """
-    from core.convert.hard_links import link_data_files
-    from core.convert.report.load_line import WrittenResult
-
-    linked = link_data_files(job, source)
-    check_account(source.catalog, linked.catalog, linked.catalog, linked.catalog.dropped)
-
-    # The model must load at the requested sizes: plan the layout, without writing it.
-    if job.topology is not None:
-        check_source_sizes(job, source.catalog)
-        if job.topology.is_change:
-            planned = replace(job, metadata_only=False)
-            cut_form(planned, global_form(planned, source, format).catalog, format)
-    check_safety(loaded(linked.catalog, source.store), keeps_unknown=True, drop_unknown=False)
-
-    # Name the links and the new metadata as in the source, in a training root if it has one.
-    images = linked.images
-    beside = source.catalog.files
-    unsafe = describe_unsafe_files(source, beside)
-    refused = {name for entry in unsafe for name in entry.names}
-    linked_files = (*linked.files, *(path for path in beside if path not in refused))
-    paths = {name: name for name in linked_files}
-    if format.has_common_state:
-        iteration = RELEASE if source.is_release else source.iteration
-        images = _in_training_root(images, iteration)
-        paths = {name: _iteration_path(name, iteration) for name in linked_files}
-    links = tuple((path, name, source.store.size(name)) for name, path in paths.items())
-
-    # The plan has no tensors: it only writes the new metadata.
-    dst = _choose_dst(job, source, format)
-    target = linked.catalog.as_target(format.name, lambda _, tensor: without_fragments(tensor))
-    empty = replace(linked.catalog, tensors={}, hidden={}, files={}, objects={})
-    unread = unread_files(source, linked=linked.files)
-    return Prepared(
-        job=job,
-        source=source,
-        target_format=format,
-        dst=dst,
-        images=images,
-        plan=make_plan(
-            empty,
-            empty.as_target(empty.format, lambda _, tensor: without_fragments(tensor)),
-            images,
-            threads=job.threads,
-            memory_bytes=job.memory_bytes,
-        ),
-        renamed=(),
-        notes=(
-            *source.notes,
-            *linked.notes,
-            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
-            + " to the source's; no data was copied",
-        ),
-        dropped_entries=(*dropped_together(unread, UNREAD), *unsafe),
-        form=linked.catalog,
-        load_line=load_line(
-            WrittenResult(
-                dst=dst,
-                format=format,
-                target=target,
-                images=images,
-                topology=_written_topology(job, linked.catalog, format),
-                config=None,
-            )
-        ),
-        n_tensors=len(linked.catalog.tensors),
-        links=links,
-    )
 
 
 def _nesting_notes(catalog: Catalog, format: Format, *, is_bare: bool) -> list[str]:
@@ -829,52 +589,3 @@ def _describe_lost_files(
         if path not in written and id(content) not in copied and path not in described
     ]
     return [*dropped_together(lost, FILES_BESIDE)]
-
-
-def _in_training_root(images: tuple[FileImage, ...], iteration: object) -> tuple[FileImage, ...]:
-    """Move files to the iteration's directory of a training root, and add its tracker file.
-
-    Megatron finds the iteration by the tracker file. Without an iteration nothing changes.
-    """
-    if type(iteration) is not int and iteration != RELEASE:
-        return images
-    moved = tuple(replace(image, path=_iteration_path(image.path, iteration)) for image in images)
-    return (*moved, literal_file(TRACKER, str(iteration).encode("ascii"), is_metadata=True))
-
-
-def _iteration_path(path: str, iteration: object) -> str:
-    """Return the path of a file in a training root, the same path without an iteration."""
-    if iteration == RELEASE:
-        return f"{RELEASE}/{path}"
-    return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
-
-
-_SUFFIXES = {"torch": ".pt"}
-
-
-def _choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
-    """Return the job's destination, or propose one named after the source, in its directory.
-
-    The proposed name is ``SRC-tp4-pp1`` (followed by ``-ep2`` and the like where given) for another
-    layout, ``SRC-hf`` for a Hugging Face model, which is a directory, and else ``SRC.FORMAT``.
-    """
-    if job.dst is not None:
-        return job.dst
-    # Beside the source; in the working directory if that is remote.
-    src = absolute_location(job.src.name if is_remote(job.src) else job.src)
-    stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
-    if job.topology is not None and job.keeps_layout:
-        topology = target_topology(job, source.catalog, format)
-        name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
-        name += "".join(
-            f"-{size}{n}"
-            for size in ("vpp", "ep", "etp")
-            if (n := getattr(job.topology, size)) is not None
-        )
-        path = src.parent / (name if job.to is None else f"{name}.{format.name}")
-    elif job.to is not None and job.to.lower() in HF_ALIASES:
-        path = src.parent / f"{stem}-hf"
-    else:
-        path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
-    is_beside = job.src.is_absolute() and not is_remote(job.src)
-    return path if is_beside else Path(os.path.relpath(path))

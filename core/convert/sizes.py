@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from core.catalog.catalog import Catalog
 from core.convert.job import Job, TopologyChange
-from core.errors import UsageError
+from core.convert.options import has_model_form
+from core.errors import UnsupportedError, UsageError
 from core.formats.format import Format
 from core.megatron.model.topology import Topology
 
@@ -90,3 +91,14 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
             hint="give one part for every model chunk, PP × VPP in total, or set --pp-new",
         )
     return replace(topology, vpp=vpp)
+
+
+def written_topology(job: Job, catalog: Catalog, format: Format) -> Topology | None:
+    """Return the parallel sizes of a Megatron checkpoint that is written, None for another."""
+    if not has_model_form(job, format) or catalog.args is None:
+        return None
+    try:
+        return target_topology(job, catalog, format)
+    except UnsupportedError:
+        # A script of one's own may save an ``args`` without sizes; Megatron's cannot load it.
+        return None

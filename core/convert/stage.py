@@ -18,7 +18,7 @@ from core.values import dataclass
 from core.version import TOOL, __version__
 
 if TYPE_CHECKING:
-    from core.convert.prepare import Prepared
+    from core.convert.prepared import Prepared
     from core.copy.run import CopyResult
     from core.files.store import WriteStore
     from core.fingerprint.definition import Fingerprint

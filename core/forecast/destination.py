@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.convert.prepare import Prepared
+from core.convert.prepared import Prepared
 from core.errors import UsageError
 from core.files.remote_path import is_remote
 from core.stage.existing import check_replaceable

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
-from core.convert.prepare import Prepared
+from core.convert.prepared import Prepared
 from core.convert.stage import stage_of
 from core.errors import CapacityError, CheckpointingException
 from core.files.folders import SYNC_THREADS, nearest_folder

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from core.catalog.decoded import DecodedStore
-from core.convert.prepare import Prepared, prepare
+from core.convert.prepare import prepare
+from core.convert.prepared import Prepared
 from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats

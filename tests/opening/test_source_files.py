@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from core.convert.job import TopologyChange
-from core.convert.prepare import Prepared, prepare
+from core.convert.prepare import prepare
+from core.convert.prepared import Prepared
 from core.convert.run import Job, run
 from core.errors import UsageError
 from core.files.store import list_files_below

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeVar
 
 from core.convert.job import Job, Report
-from core.convert.prepare import Prepared, prepare
+from core.convert.prepare import prepare
+from core.convert.prepared import Prepared
 from core.convert.run import within_memory
 from core.convert.stage import (
     WrittenFingerprints,
