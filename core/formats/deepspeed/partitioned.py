@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.catalog.dropped import Dropped
 from core.catalog.facets import WeightCopies
+from core.catalog.flat_runs import FlatRun
 from core.catalog.key_patterns import some_of
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import whole_tensor
@@ -33,7 +34,6 @@ from core.formats.deepspeed.model_states import ZeroFacts, parse_model_states, r
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import (
-    StoredRun,
     list_runs_in_groups,
     pair_with_copy,
     tensor_in_groups,
@@ -92,7 +92,7 @@ class PartitionedStates:
     dropped: Sequence[Dropped]
     extras: Mapping[str, object] = field(default_factory=dict)
     copies: WeightCopies | None = None
-    masters_of: Callable[[str], list[StoredRun]] = lambda name: []
+    masters_of: Callable[[str], list[FlatRun]] = lambda name: []
     optimizers: Sequence[object] = ()
     files: Sequence[StateFile] = ()
 
@@ -210,7 +210,7 @@ def read_partitioned(
         name: tensor_in_groups(partition, name, shape, flat) for name, shape in shapes.items()
     }
 
-    def runs(name: str) -> list[StoredRun]:
+    def runs(name: str) -> list[FlatRun]:
         return list_runs_in_groups(partition, name, flat) if name in shapes else []
 
     unlisted, unlisted_notes, lost = unlisted_weights(model, weights, head.stage)
@@ -258,7 +258,7 @@ def _frozen_notes(model: ModelStates, weights: Mapping[str, Tensor]) -> list[str
 
 
 def pair_copies(
-    model: ModelStates, names: Iterable[str], masters_of: Callable[[str], list[StoredRun]]
+    model: ModelStates, names: Iterable[str], masters_of: Callable[[str], list[FlatRun]]
 ) -> list[tuple[str, StoredArray, StoredArray]]:
     """Return the pieces of the master weights with their copies in the model file."""
     return [

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.catalog.dropped import Dropped, dropped_each
+from core.catalog.flat_runs import FlatRun, tensor_of_runs
 from core.catalog.key_patterns import some_of
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, MissingShardError, UnsafeError
-from core.formats.deepspeed.runs import StoredRun, reshaped, tensor_of_runs
+from core.formats.deepspeed.runs import reshaped
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -94,11 +95,11 @@ def _frozen_3(
             )
         flat.append(reshaped(array, (part,)))
 
-    def runs() -> Iterator[StoredRun]:
+    def runs() -> Iterator[FlatRun]:
         for rank, array in enumerate(flat):
             start, stop = rank * part, min((rank + 1) * part, n)
             if start < stop:
-                yield StoredRun(array, 0, start, stop - start)
+                yield FlatRun(start, stop - start, array, 0)
 
     return tensor_of_runs(arrays[0].dtype, shape, runs)
 

@@ -31,6 +31,7 @@ from math import prod
 from core.arrays.sharding import ShardPiece, trim_piece
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped
+from core.catalog.flat_runs import fragments_of_run, runs_in
 from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
 from core.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -41,7 +42,6 @@ from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.vocabulary import rows_of
-from core.megatron.optimizer.flat.boxes import fragments_of_run, runs_in
 from core.megatron.optimizer.flat.buffers import (
     Bucketing,
     bucketing_of,

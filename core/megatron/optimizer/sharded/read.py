@@ -36,6 +36,7 @@ from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog
 from core.catalog.dropped import left_out
 from core.catalog.facets import TorchDistFacts
+from core.catalog.flat_runs import FlatRun, fragments_of_run
 from core.catalog.optimizer_keys import (
     MASTER,
     STEP,
@@ -48,7 +49,6 @@ from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, read_entries
-from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
 from core.megatron.placement.origins import (

@@ -1,4 +1,4 @@
-"""core.megatron.optimizer.flat.boxes: every element of a shard comes from where a flat array has
+"""core.catalog.flat_runs: every element of a shard comes from where a flat array has
 it.
 """
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Shape
 from core.arrays.sharding import replicated_pieces, split_axis, trim_piece
+from core.catalog.flat_runs import FlatRun, fragments_of_run, runs_in
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Fragment
-from core.megatron.optimizer.flat.boxes import FlatRun, fragments_of_run, runs_in
 
 
 def _stored(name: str, n: int, offset: int = 0) -> StoredArray:

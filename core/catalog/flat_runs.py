@@ -1,7 +1,8 @@
-"""Boxes of a global tensor that a run of a flattened shard holds.
+"""Tensors in flat arrays: the boxes that a run of a flattened tensor, or of a shard of it, holds.
 
-The distributed optimizer cuts its flat buffers at arbitrary elements, so one stored array holds a
-run of the elements of a rank's shard, in C order. A run is at most a few boxes::
+Distributed optimizers (Megatron's, ZeRO) flatten and join tensors, and cut the result at arbitrary
+elements, so one stored array holds a run of a tensor's elements, in C order. A run is at most a few
+boxes::
 
     shard of shape (4, 5), elements 3–17        . . . 3 4      end of a row
                                                 5 6 7 8 9      complete rows
@@ -15,22 +16,22 @@ the part of the array that has the box's shape.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
-from core.arrays.sharding import ShardPiece
+from core.arrays.sharding import ShardPiece, replicated_pieces
 from core.catalog.stored import StoredArray, part_of
-from core.catalog.tensor import Fragment
+from core.catalog.tensor import Fragment, Tensor
 from core.values import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class FlatRun:
-    """Consecutive elements of a flattened shard, and where they are stored.
+    """Consecutive elements of a flattened tensor or shard, and where they are stored.
 
     Args:
-        start: number of elements of the shard before the run.
+        start: number of elements of the tensor or shard before the run.
         n: number of elements in the run.
         array: the array that holds the run.
         at: number of elements of the array before the run.
@@ -84,6 +85,22 @@ def fragments_of_run(
                 index - first for index, first in zip(common.offset, local.offset, strict=True)
             )
             yield Fragment(common.shift(delta), part, at)
+
+
+def tensor_of_runs(dtype: str, shape: Shape, runs: Callable[[], Iterable[FlatRun]]) -> Tensor:
+    """Return a tensor whose elements are stored in several flat arrays.
+
+    Args:
+        runs: returns the runs that together are the tensor; called when fragments are requested.
+    """
+
+    def fragments() -> list[Fragment]:
+        pieces = replicated_pieces(shape)
+        return [
+            fragment for run in runs() for fragment in fragments_of_run(run, pieces, shape=shape)
+        ]
+
+    return Tensor(dtype, shape, fragments)
 
 
 def runs_in(stored: Sequence[tuple[int, StoredArray]], start: int, n: int) -> Iterator[FlatRun]:
