@@ -7,9 +7,9 @@ from dataclasses import field
 from typing import TYPE_CHECKING, TypeGuard
 
 from core.arrays.box import Box, Shape
+from core.arrays.sharding import ShardPiece
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tensors import MAX_RANK, unsupported_kind
-from core.formats.torch_sharded.mesh_cut import HeldBox
 from core.pickle.inert import Global, Inert, TensorLeaf
 from core.values import dataclass
 
@@ -28,7 +28,7 @@ class HeldArray:
     """An array in a rank's file, and the boxes of the global tensor that it consists of."""
 
     array: StoredArray
-    boxes: tuple[HeldBox, ...]
+    boxes: tuple[ShardPiece, ...]
 
 
 @dataclass(frozen=True, slots=True)

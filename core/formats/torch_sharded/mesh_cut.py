@@ -21,6 +21,7 @@ from itertools import product
 from math import prod
 
 from core.arrays.box import Box, Shape
+from core.arrays.sharding import ShardPiece
 from core.errors import UnsupportedError
 from core.values import dataclass
 
@@ -48,20 +49,7 @@ class MeshCut:
     split_factor: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class HeldBox:
-    """A box of a tensor that a rank holds.
-
-    Args:
-        box: the box in the tensor.
-        at: its first element in the rank's local tensor.
-    """
-
-    box: Box
-    at: Shape
-
-
-def local_boxes(shape: Shape, cuts: Iterable[MeshCut]) -> tuple[Shape, list[HeldBox]]:
+def local_boxes(shape: Shape, cuts: Iterable[MeshCut]) -> tuple[Shape, list[ShardPiece]]:
     """Return the shape of a rank's local tensor, and the boxes of the global one that are in it.
 
     Args:
@@ -133,9 +121,9 @@ def _with_positions(ranges: Sequence[_Range]) -> list[tuple[_Range, int]]:
     return placed
 
 
-def _held_box(parts: Sequence[tuple[_Range, int]]) -> HeldBox:
+def _held_box(parts: Sequence[tuple[_Range, int]]) -> ShardPiece:
     """Build a box from one range per axis."""
     box = Box(
         tuple(start for (start, _), _ in parts), tuple(stop - start for (start, stop), _ in parts)
     )
-    return HeldBox(box, tuple(position for _, position in parts))
+    return ShardPiece(box, tuple(position for _, position in parts))

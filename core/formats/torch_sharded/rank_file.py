@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES
+from core.arrays.sharding import ShardPiece
 from core.catalog.dropped import Dropped
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch.tree import keys_of, parse
@@ -48,7 +49,6 @@ from core.formats.torch_sharded.local_part import (
     shape_of,
     unwrapped,
 )
-from core.formats.torch_sharded.mesh_cut import HeldBox
 from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, walk
 from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
 from core.values import dataclass
@@ -277,7 +277,7 @@ def sharded_tensor_part(
                 f"the shard at {offset} of shape {sizes} is not in a ShardedTensor of shape {shape}"
             )
         if 0 not in sizes:
-            box = HeldBox(Box(offset, sizes), (0,) * len(sizes))
+            box = ShardPiece(Box(offset, sizes), (0,) * len(sizes))
             arrays_of_rank.append(HeldArray(array, (box,)))
     return LocalPart(
         "ShardedTensor",
