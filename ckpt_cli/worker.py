@@ -110,27 +110,27 @@ def _join_team(
     n_cores = _pin_to_cores(identity, options)
     if identity.size == 1:
         if options.device != "cpu":
-            from ckpt_cli.workers.device import device_of
+            from ckpt_cli.workers.device import open_device
 
-            teamwork.join(ALONE, device_of(options.device, identity))
+            teamwork.join(ALONE, open_device(options.device, identity))
         return None
     # torch's native log repeats errors that are reported anyway; the level is read at its import.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from ckpt_cli.workers.begin_check import check_members, facts_of
-    from ckpt_cli.workers.device import backend_of, device_of, use_device
+    from ckpt_cli.workers.begin_check import check_members, describe_worker
+    from ckpt_cli.workers.device import backend_of, open_device, use_device
     from ckpt_cli.workers.rendezvous import meet_workers
     from ckpt_cli.workers.torch_team import PART_MEMORY_BYTES, TorchTeam
 
     # A worker that cannot run joins nevertheless, so that the others do not wait for it;
     # ``meet_workers`` then raises its error on all of them.
     try:
-        device = device_of(options.device, identity)
+        device = open_device(options.device, identity)
         backend = backend_of(options.backend, device)
         torch_name = "cpu" if device is None else device.torch_name
         use_device(device)
-        facts = facts_of(identity, command, backend=backend, device=torch_name)
+        facts = describe_worker(identity, command, backend=backend, device=torch_name)
     except CheckpointingException as err:
-        facts = facts_of(identity, command, problem=err)
+        facts = describe_worker(identity, command, problem=err)
     # Meet the others and start the team.
     meeting = meet_workers(
         identity,

@@ -41,7 +41,7 @@ def acceptance_of(options: ValidateOptions) -> Acceptance:
     )
 
 
-def examine(
+def examine_path(
     path: Path, options: ValidateOptions, *, progress: OnProgress | None = None
 ) -> Validation:
     """Check one checkpoint.

@@ -118,7 +118,7 @@ from core.errors import UnsupportedError, UsageError
 from core.inspect.optimizer_states import is_state, states_of
 from core.inspect.select import model_tensors, require_key, select_entries, with_selected
 from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
-from core.inspect.tree import tree_of
+from core.inspect.tree import build_tree
 from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
 from core.opening.iterations import CHECKPOINTS_BELOW
@@ -536,7 +536,7 @@ def _lines(
             states = {}
     shown = [(key, tensor) for key, tensor in tensors.items() if key not in states]
     shown.sort(key=lambda entry: ROLES.index(role_of(bare_key(entry[0], view))))
-    nodes = tree_of(
+    nodes = build_tree(
         dict(shown), split=lambda key: path_of(key, view), folds_roots=view.is_rank_local
     )
     rows = list(tree_rows(nodes, sort=options.sort))

@@ -20,7 +20,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ckpt_cli.commands.examine import acceptance_of, examine, level_of
+from ckpt_cli.commands.examine import acceptance_of, examine_path, level_of
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.screen.blocks import n_text
@@ -31,7 +31,7 @@ from core.errors import UsageError
 from core.team.figures import sum_figures
 from core.team.protocol import Figures, broadcast_result, is_lead
 from core.validate.newest import Newest
-from core.validate.newest import newest_valid as find_newest_valid
+from core.validate.newest import find_newest_valid as find_newest_valid
 from core.validate.run import Validation
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _MOST_RUNS = 8
 """Maximum number of runs that are listed."""
 
 
-def newest_valid(options: ValidateOptions) -> int:
+def run_newest_valid(options: ValidateOptions) -> int:
     """Run ``ckpt validate --newest-valid`` and return the exit code.
 
     Raises:
@@ -55,7 +55,7 @@ def newest_valid(options: ValidateOptions) -> int:
     figures: list[tuple[Figures, ...]] = []
 
     def check_iteration(path: Path) -> tuple[bool, Validation]:
-        validation = examine(path, options, progress=progress)
+        validation = examine_path(path, options, progress=progress)
         figures.append(validation.figures)
         return acceptance.judge(validation.findings).is_valid, validation
 

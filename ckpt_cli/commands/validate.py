@@ -18,7 +18,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_cli.commands.examine import acceptance_of, examine, level_of, plan_request
+from ckpt_cli.commands.examine import acceptance_of, examine_path, level_of, plan_request
 from ckpt_cli.findings.verdict import Verdict, exit_code_of
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
@@ -34,7 +34,7 @@ from core.pickle.noted import gc_paused
 from core.progress import Phase, begin_phase
 from core.team.protocol import broadcast_result, is_lead
 from core.validate.accepted import baseline_text
-from core.validate.run import distinct_paths, refused
+from core.validate.run import build_refusal, distinct_paths
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
@@ -68,9 +68,9 @@ def validate(options: ValidateOptions) -> int:
             else 0
         )
     if options.newest_valid:
-        from ckpt_cli.commands.newest_valid import newest_valid
+        from ckpt_cli.commands.newest_valid import run_newest_valid
 
-        return newest_valid(options)
+        return run_newest_valid(options)
     # The checkpoints, and the errors of paths that do not exist.
     acceptance = broadcast_result(workers, lambda: acceptance_of(options))
     form = progress_form(options.progress, is_quiet=options.quiet)
@@ -87,9 +87,9 @@ def validate(options: ValidateOptions) -> int:
                 if error is not None and len(errors) == 1:
                     raise error
                 validation = (
-                    examine(path, options, progress=progress)
+                    examine_path(path, options, progress=progress)
                     if error is None
-                    else refused(path, level=level_of(options), error=error)
+                    else build_refusal(path, level=level_of(options), error=error)
                 )
                 verdicts.append(Verdict(validation, acceptance.judge(validation.findings)))
         if options.write_baseline is not None:

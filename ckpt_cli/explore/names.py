@@ -187,7 +187,7 @@ class Entry:
     def children(self) -> list[Entry]:
         """Return the entries of the next level: at most ``MOST_SIBLINGS``."""
         siblings = self.branches if self.kind == "range" else tuple(self.branch.below.values())
-        return entries_of(siblings, self.path, is_object=self.is_object)
+        return group_entries(siblings, self.path, is_object=self.is_object)
 
     def covers(self, path: tuple[str, ...]) -> bool:
         """Return whether a name is this entry's, or below it."""
@@ -197,7 +197,7 @@ class Entry:
         return self.kind != "range" or any(branch.name == path[n] for branch in self.branches)
 
 
-def entries_of(
+def group_entries(
     branches: tuple[NamedBranch, ...], path: tuple[str, ...], *, is_object: bool
 ) -> list[Entry]:
     """Return the entries of some siblings, in ranges if they are too many.

@@ -170,7 +170,7 @@ class CheckpointSource:
         from core.diff.run import DiffJob, diff
 
         defaults = DiffJob(a=self.checkpoint.path, b=other)
-        pattern = None if entry is None else pattern_of(entry)
+        pattern = None if entry is None else find_key_pattern(entry)
         job = DiffJob(
             a=self.checkpoint.path,
             b=other,
@@ -251,7 +251,7 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
         checkpoint.store.on_open = None
 
 
-def pattern_of(entry: Entry) -> str | None:
+def find_key_pattern(entry: Entry) -> str | None:
     """Return the key pattern of an entry's tensors; None for all tensors.
 
     A range is compared with its siblings. A character with a meaning in patterns stands as ``?``,

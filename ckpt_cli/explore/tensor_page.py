@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_tensor import number_text
-from ckpt_cli.pages.pictures.bars import bar_text
+from ckpt_cli.pages.pictures.bars import draw_bar
 from ckpt_cli.pages.pictures.histogram import histogram_line, scale_of
 from ckpt_cli.pages.pictures.shards import picture_lines
 from ckpt_cli.screen.blocks import (
@@ -163,7 +163,7 @@ def module_page(
                 Cell(name),
                 Cell(bytes_text(member.n_bytes)),
                 Cell(f"{share:.0%}", ("dim",)),
-                Cell(bar_text(share, _BAR), ("cyan",)),
+                Cell(draw_bar(share, _BAR), ("cyan",)),
             ]
         )
     yield from _named_rows(screen, rows, align="<>><")

@@ -10,7 +10,7 @@ from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.html_report.rank_table import rank_table
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
-from ckpt_cli.pages.inspect_page import GROUP_TITLES, catalog_of, header_facts
+from ckpt_cli.pages.inspect_page import GROUP_TITLES, choose_catalog, header_facts
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.inspect.summary import bare_key
@@ -46,7 +46,7 @@ def inspect_html(
     view = summary.view
 
     def map_of(key: str) -> ShardMap:
-        return shard_map(catalog_of(summary, checkpoint, key), key)
+        return shard_map(choose_catalog(summary, checkpoint, key), key)
 
     command = f"ckpt inspect {shown_name(summary.path)} KEY --map"
     # The pictures, where the checkpoint has what they show.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import object_json, plain_json
-from ckpt_cli.pages.inspect_page import catalog_of, map_of
+from ckpt_cli.pages.inspect_page import choose_catalog, map_of
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json
 from ckpt_cli.pages.pictures.shards import map_json
@@ -133,7 +133,7 @@ def _tensor_json(
     n_values: int,
 ) -> dict[str, object]:
     """Return a tensor, with its places and values only if it was selected by KEY."""
-    catalog = catalog_of(summary, checkpoint, key)
+    catalog = choose_catalog(summary, checkpoint, key)
     entry: dict[str, object] = {
         "key": key,
         "dtype": tensor.dtype,

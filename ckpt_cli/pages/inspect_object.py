@@ -45,7 +45,7 @@ def plain_json(value: object) -> object:
 def attribute_facts(values: Mapping[str, object]) -> list[tuple[str, str]]:
     """Return attributes as facts, one for each; only the first has a label."""
     return [
-        ("" if number else "attributes", f"{escaped(name)}: {value_text(plain_json(value))}")
+        ("" if number else "attributes", f"{escaped(name)}: {format_value(plain_json(value))}")
         for number, (name, value) in enumerate(values.items())
     ]
 
@@ -56,7 +56,7 @@ def attributes_text(values: Mapping[str, object]) -> str:
     Long values are shortened, and attributes that are left out are counted.
     """
     texts = [
-        f"{name}: {shortened(value_text(plain_json(value)), _MAX_CELL)}"
+        f"{name}: {shortened(format_value(plain_json(value)), _MAX_CELL)}"
         for name, value in islice(values.items(), _MOST_ATTRIBUTES)
     ]
     n_more = len(values) - len(texts)
@@ -76,7 +76,7 @@ def object_lines(
     rows: list[list[Cell]] = []
     for key, value in entries:
         if not isinstance(value, (dict, list)):
-            rows.append([Cell(escaped(key), ("bold",)), Cell(value_text(value))])
+            rows.append([Cell(escaped(key), ("bold",)), Cell(format_value(value))])
             continue
         yield from table(screen, rows, align="<<")
         rows.clear()
@@ -86,14 +86,14 @@ def object_lines(
     yield from table(screen, rows, align="<<")
 
 
-def value_text(value: object) -> str:
+def format_value(value: object) -> str:
     """Return a JSON value on one line; text without quotation marks."""
     return escaped(value if isinstance(value, str) else json.dumps(value))
 
 
 def value_cell(value: object) -> Cell:
     """Return the cell of an object in a list: its value if that is short, else ``object``."""
-    text = value_text(value)
+    text = format_value(value)
     if isinstance(value, dict) or len(text) > _MAX_CELL:
         return Cell("object", ("dim",))
     return Cell(text)

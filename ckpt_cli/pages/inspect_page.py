@@ -42,7 +42,7 @@ _MOST_ATTRIBUTED = 4
 """Maximum number of containers and tensors whose attributes are shown above the tree."""
 
 
-def catalog_of(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
+def choose_catalog(summary: Summary, checkpoint: Checkpoint, key: str) -> Catalog:
     """Return the catalog that contains a selected tensor: the view, or that of the rank files."""
     return summary.view if key in summary.view.tensors else checkpoint.catalog
 
@@ -55,7 +55,7 @@ def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
     """
     from core.pictures.shards import shard_map
 
-    return shard_map(catalog_of(summary, checkpoint, key), key)
+    return shard_map(choose_catalog(summary, checkpoint, key), key)
 
 
 def map_page(
@@ -111,7 +111,7 @@ def detail_lines(
     for number, (key, tensor) in enumerate(tensors.items()):
         if number:
             yield ""
-        catalog = catalog_of(summary, checkpoint, key)
+        catalog = choose_catalog(summary, checkpoint, key)
         values = first_values(checkpoint.store, catalog, key, n_values) if n_values else None
         attributes = summary.attributes.get(key, {})
         places = places_of(catalog, key)

@@ -13,7 +13,7 @@ from core import __version__
 from core.errors import CheckpointingException, UsageError, WorkerError
 
 
-def facts_of(
+def describe_worker(
     identity: WorkerIdentity,
     arguments: Sequence[str],
     *,
@@ -63,7 +63,7 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
     """Return the reason why workers cannot run one job together; None if they can.
 
     Args:
-        members: the workers' descriptions from ``facts_of``, by rank, each with its ``host``.
+        members: what ``describe_worker`` says of each worker, by rank, each with its ``host``.
     """
     # A worker with a problem comes first: it has no backend, which would look like a difference.
     for rank, member in enumerate(members):

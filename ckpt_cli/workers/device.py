@@ -7,7 +7,7 @@ from core.device.device import Device, device_named
 from core.errors import UsageError
 
 
-def device_of(name: str, identity: WorkerIdentity) -> Device | None:
+def open_device(name: str, identity: WorkerIdentity) -> Device | None:
     """Return the worker's device; None for the CPU path.
 
     Args:

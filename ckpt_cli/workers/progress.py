@@ -151,7 +151,7 @@ class PhaseTracker:
         Args:
             is_new: the phase has begun since the last call, so that earlier rates do not count.
         """
-        from ckpt_cli.workers.work_state import state_of
+        from ckpt_cli.workers.work_state import measure_work
 
         progress = self._latest
         if progress is None:
@@ -165,7 +165,7 @@ class PhaseTracker:
             self._samples.popleft()
         first_at, before = self._samples[0]
         # Members that have copied all bytes wait for their disks, which nobody reports.
-        state = state_of(amounts, before, now - first_at)
+        state = measure_work(amounts, before, now - first_at)
         if self._figures is not None and progress.phase is Phase.COPYING:
             with self._lock:
                 if 0 < state.total <= state.done and self._latest is progress:
@@ -224,7 +224,7 @@ def _write_lines(tracker: PhaseTracker, stop: Event, stream: TextIO, *, quiet_s:
 
 def _draw_bar(tracker: PhaseTracker, stop: Event, stream: TextIO, screen: Screen) -> None:
     """Draw the progress as a bar until ``stop`` is set; then erase it."""
-    from ckpt_cli.workers.work_state import bar_text
+    from ckpt_cli.workers.work_state import describe_progress
 
     # Nothing is drawn, and rich is not imported, for work that is short.
     if stop.wait(_BAR_AFTER_S):
@@ -247,7 +247,7 @@ def _draw_bar(tracker: PhaseTracker, stop: Event, stream: TextIO, screen: Screen
                     completed=state.done,
                     total=state.total or None,
                     phase=progress.phase,
-                    words=bar_text(
+                    words=describe_progress(
                         state,
                         progress.unit,
                         words_width,

@@ -56,7 +56,7 @@ class WorkState:
         return min(100 * self.done // max(self.total, 1), 100)
 
 
-def state_of(now: Amounts, before: Amounts, seconds: float) -> WorkState:
+def measure_work(now: Amounts, before: Amounts, seconds: float) -> WorkState:
     """Return the state of the work.
 
     Args:
@@ -84,7 +84,7 @@ def state_of(now: Amounts, before: Amounts, seconds: float) -> WorkState:
     return WorkState(done, total, rate, remaining_s, last if is_notable else None, share)
 
 
-def bar_text(
+def describe_progress(
     state: WorkState,
     unit: Unit,
     width: int,

@@ -90,7 +90,7 @@ def is_supported(source: str, target: str) -> bool:
 
 
 @lru_cache
-def cast_of(source: str, target: str) -> Cast:
+def find_cast(source: str, target: str) -> Cast:
     """Return the function that casts dense little-endian elements from one dtype to another.
 
     Raises:

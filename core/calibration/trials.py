@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from core.arrays.box import Shape, full_box
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.decoded import DecodedStore
 from core.catalog.stored import Extent, StoredArray
@@ -105,7 +105,7 @@ def typical_numbers(dtype: str, n_bytes: int) -> Array:
     if dtype == "float32":
         return numbers.view("u1")
     data = np.empty(n * itemsize(dtype), "u1")
-    cast_of("float32", dtype)(memoryview(numbers.view("u1")), memoryview(data))
+    find_cast("float32", dtype)(memoryview(numbers.view("u1")), memoryview(data))
     return data
 
 
@@ -114,7 +114,7 @@ def _is_cast_exact(source: str, target: str, device: Device) -> bool:
     n_bytes = len(data) // itemsize(source) * itemsize(target)
     outs = [bytearray(n_bytes) for _ in range(2)]
     for cast, out in zip(
-        (cast_of(source, target), cast_on(device, source, target)), outs, strict=True
+        (find_cast(source, target), cast_on(device, source, target)), outs, strict=True
     ):
         cast(memoryview(data), memoryview(out))
     return outs[0] == outs[1]
@@ -127,7 +127,7 @@ def _typical_cast(source: str, target: str, device: Device | None, n_bytes: int)
     return lambda: cast(memoryview(data), out), len(data)
 
 
-def facts_of(device: Device | None, dtype: str, data: Array) -> ValueFacts:
+def measure_values(device: Device | None, dtype: str, data: Array) -> ValueFacts:
     """Return the facts about the values of an array, which is fed in windows."""
     array = StoredArray("sample", dtype, (len(data) // itemsize(dtype),), Extent("sample", 0))
     observer = ValueObserver(device)
@@ -151,7 +151,7 @@ def _are_values_exact(device: Device) -> bool:
         constant: Array = np.tile(data[: itemsize(dtype)], 100)
         typical = typical_numbers(base, 1 << 14)
         for sample in (data, data[::-1].copy(), constant, typical):
-            if facts_of(device, dtype, sample) != facts_of(None, dtype, sample):
+            if measure_values(device, dtype, sample) != measure_values(None, dtype, sample):
                 return False
     return True
 
@@ -160,7 +160,7 @@ def _typical_values(device: Device | None, n_bytes: int) -> tuple[Do, int]:
     data = typical_numbers("bfloat16", n_bytes)
 
     def do() -> None:
-        facts_of(device, "bfloat16", data)
+        measure_values(device, "bfloat16", data)
 
     return do, len(data)
 
@@ -268,7 +268,7 @@ def _is_quantization_exact(device: Device) -> bool:
         data = numbers.tobytes()
         if source != "float32":
             out = bytearray(numbers.size * 2)
-            cast_of("float32", source)(memoryview(data), memoryview(out))
+            find_cast("float32", source)(memoryview(data), memoryview(out))
             data = bytes(out)
         for per_block in (True, False):
             weight = _tensor("w", source, shape)

@@ -241,7 +241,7 @@ def is_decoded(file: str) -> bool:
     return isinstance(file, _ArrayName)
 
 
-def device_of(store: ReadStore) -> Device | None:
+def find_device(store: ReadStore) -> Device | None:
     """Return the device on which a store's encodings compute, or None for the CPU."""
     return store.device if isinstance(store, DecodedStore) else None
 

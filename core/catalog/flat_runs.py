@@ -9,8 +9,8 @@ boxes::
                                                 10 11 12 13 14
                                                 15 16 . . .    beginning of a row
 
-The elements of each box are consecutive in the array too, so ``core.catalog.stored.part_of`` gives
-the part of the array that has the box's shape.
+The elements of each box are consecutive in the array too, so ``core.catalog.stored.narrow_array``
+gives the part of the array that has the box's shape.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from operator import itemgetter
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, c_strides
 from core.arrays.sharding import ShardPiece, replicated_pieces
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.catalog.tensor import Fragment, Tensor
 from core.values import dataclass
 
@@ -60,7 +60,7 @@ def fragments_of_run(
 
     Raises:
         ValueError: the run is not inside the shard.
-        CorruptError, UnsupportedError: as for ``core.catalog.stored.part_of``.
+        CorruptError, UnsupportedError: as for ``core.catalog.stored.narrow_array``.
     """
     strides = c_strides(shape)
     for local in boxes_of_flat_range(shape, run.start, run.start + run.n):
@@ -76,7 +76,7 @@ def fragments_of_run(
             common = local.intersect(Box(piece.at, piece.box.shape))
             if common is None:
                 continue
-            part = part_of(run.array, run.at + before, local.shape) if part is None else part
+            part = narrow_array(run.array, run.at + before, local.shape) if part is None else part
             delta = (
                 global_start - local_start
                 for global_start, local_start in zip(piece.box.offset, piece.at, strict=True)

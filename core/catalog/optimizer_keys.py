@@ -94,7 +94,7 @@ def state_key(state: str, param: str) -> str:
     return f"{STATES}{state}.{param}"
 
 
-def state_of(key: str) -> tuple[str, str] | None:
+def split_state_key(key: str) -> tuple[str, str] | None:
     """Split a key in the global form into (state, parameter); None for keys of other tensors."""
     if not key.startswith(STATES):
         return None
@@ -104,7 +104,7 @@ def state_of(key: str) -> tuple[str, str] | None:
 
 def param_of(key: str) -> str:
     """Return the parameter whose layout rule applies: the key itself, or the state's parameter."""
-    state = state_of(key)
+    state = split_state_key(key)
     return key if state is None else state[1]
 
 
@@ -122,7 +122,7 @@ def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
     Returns:
         Parameter → number of its axes.
     """
-    parameters = {state[1] for key in tensors if (state := state_of(key)) is not None}
+    parameters = {state[1] for key in tensors if (state := split_state_key(key)) is not None}
     return {key: len(meta.shape) for key, meta in tensors.items() if key in parameters}
 
 

@@ -307,7 +307,7 @@ def strides_with_axes(strides: Shape, axes: Sequence[int | None]) -> Shape:
     return tuple(0 if axis is None else strides[axis] for axis in axes)
 
 
-def part_of(array: StoredArray, start: int, shape: Shape) -> StoredArray:
+def narrow_array(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     """Return a run of an array's elements, in C order, as an array with its own shape.
 
     Args:

@@ -15,7 +15,7 @@ from core.arrays.dtypes import dtype_called, dtype_of
 from core.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import LIST_THEM, matcher
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, state_of
+from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, split_state_key
 from core.catalog.removal import find_used_tensors, record_left_out, remove_entries
 from core.catalog.tensor import Tensor
 from core.changes.rename import add_prefix as add_prefix
@@ -110,7 +110,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
     # The optimizer's facts remain only as far as their tensors do, and hidden tensors as far as
     # something refers to them.
-    if not any(map(state_of, remaining.tensors)):
+    if not any(map(split_state_key, remaining.tensors)):
         remaining = replace(remaining, optimizer=None)
     used = find_used_tensors(remaining)
     hidden = {key: tensor for key, tensor in remaining.hidden.items() if key in used}
@@ -160,7 +160,7 @@ def _reaches(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]
     return reaches
 
 
-def cast_of(
+def choose_dtypes(
     rules: Sequence[tuple[str | None, str]],
     keys: Iterable[str] | None = None,
     *,

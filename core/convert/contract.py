@@ -193,7 +193,7 @@ def _check_tensors(catalog: Catalog, specs: Mapping[str, tuple[str, tuple[int, .
     assert not extra, f"unexpected tensors: {sorted(extra)[:4]}"
 
 
-def check_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
+def check_refused_dtypes(format: Format, folder: Path, sample: Sample = SAMPLE) -> None:
     """Check that an unsupported dtype is refused with the tensor's name and a hint."""
     if format.lay_out is None:
         return
@@ -287,7 +287,7 @@ CHECKS: tuple[Callable[..., None], ...] = (
     check_facts,
     check_images,
     check_round_trip,
-    check_dtypes,
+    check_refused_dtypes,
     check_damage,
 )
 """All checks; each takes a format, a new directory, and optionally a ``Sample``."""

@@ -28,9 +28,9 @@ def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]
     identical = _identical(source)
     if not identical:
         return []
-    from core.opening.canonical import files_of, without_other_files
+    from core.opening.canonical import list_tensor_files, without_other_files
 
-    copies = _copied_files(job, source, without_other_files(identical, files_of(used)))
+    copies = _copied_files(job, source, without_other_files(identical, list_tensor_files(used)))
     for copied in copies:
         if copied.is_proven:
             raise _error(copied)

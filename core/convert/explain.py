@@ -11,8 +11,8 @@ import re
 from core.arrays.box import Shape
 from core.catalog.catalog import Catalog
 from core.catalog.key_patterns import ranges
-from core.catalog.optimizer_keys import state_of
-from core.megatron.model.args import facts_of
+from core.catalog.optimizer_keys import split_state_key
+from core.megatron.model.args import read_facts
 from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
@@ -79,13 +79,13 @@ def explain_layout(
         UnsupportedError, CorruptError: a tensor cannot be cut, as in
             ``core.megatron.reshard.reshard.shard``.
     """
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
 
     # Assign each optimizer state to its parameter: states are cut like it and have no own line.
     states: dict[str, list[str]] = {}
     for key in cuts:
-        state = state_of(key)
+        state = split_state_key(key)
         if state is not None:
             name, parameter = state
             states.setdefault(parameter, []).append(name)
@@ -93,7 +93,7 @@ def explain_layout(
     # Group the parameters that differ only in the numbers within their names.
     groups: dict[tuple[str, Rule, Cut, tuple[str, ...]], list[str]] = {}
     for key, cut in cuts.items():
-        if state_of(key) is None:
+        if split_state_key(key) is None:
             kind = (_NUMBER.sub("#", key), rules.rule_of(key), cut, tuple(states.get(key, ())))
             groups.setdefault(kind, []).append(key)
     return [

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, state_of
+from core.catalog.optimizer_keys import MASTER, split_state_key
 from core.convert.job import Job
 from core.errors import UsageError
 from core.formats.format import Format
@@ -67,7 +67,7 @@ def has_model_form(job: Job, format: Format) -> bool:
     return format.has_layout or writes_fsdp_dtensor(job)
 
 
-def check_target(job: Job, format: Format, *, is_named: bool) -> None:
+def check_format_options(job: Job, format: Format, *, is_named: bool) -> None:
     """Raise if the destination's format cannot honour an option.
 
     Args:
@@ -171,7 +171,7 @@ def _check_rank_options(job: Job, format: Format) -> None:
         )
 
 
-def check_names(
+def check_target_names(
     job: Job,
     names: str | None,
     model_type: str | None,
@@ -214,7 +214,7 @@ def check_names(
     )
 
 
-def check_vocabulary(job: Job, config: Mapping[str, object]) -> None:
+def check_vocabulary_options(job: Job, config: Mapping[str, object]) -> None:
     """Raise if options about vocabulary padding do not suit weights with Hugging Face's names.
 
     Args:
@@ -296,10 +296,10 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
     if after.tensors is before.tensors:
         return
     # An optimizer that is dropped completely leaves a checkpoint for a fresh one.
-    if all(state_of(key) is None for key in after.tensors):
+    if all(split_state_key(key) is None for key in after.tensors):
         return
     for key, meta in before.tensors.items():
-        state = state_of(key)
+        state = split_state_key(key)
         if state is None or state[1] not in after.tensors:
             continue
         name, parameter = state

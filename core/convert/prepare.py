@@ -56,7 +56,7 @@ from core.errors import (
 from core.files.remote_path import RemotePath, is_remote
 from core.files.url import find_location, refuse_url
 from core.formats.format import Format
-from core.formats.huggingface.files import CONFIG, config_of, file_images
+from core.formats.huggingface.files import CONFIG, file_images, read_config_json
 from core.formats.registry import format_called, formats
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import (
@@ -495,7 +495,7 @@ def _keep_recordable_ties(
     from core.changes.tie import keep_recordable_ties
 
     # The configuration decides whether readers tie the output layer, if it is written at all.
-    config = config_of(source.store) if CONFIG in catalog.files else None
+    config = read_config_json(source.store) if CONFIG in catalog.files else None
     has_config = format.carries_files and not is_file
     return keep_recordable_ties(catalog, config_beside(catalog, config) if has_config else None)
 

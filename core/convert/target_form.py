@@ -30,12 +30,12 @@ from core.catalog.facets import (
     TrainingState,
 )
 from core.catalog.key_patterns import listed_keys, matcher
-from core.catalog.optimizer_keys import param_of, state_key, state_of
+from core.catalog.optimizer_keys import param_of, split_state_key, state_key
 from core.catalog.tensor import AnyTensor, Tensor
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
-from core.convert.global_form.request import load_rules
+from core.convert.global_form.request import load_job_rules
 from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
 from core.convert.report.training_state import without_unknown_classes
@@ -263,7 +263,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         target = shard(
             catalog,
             topology,
-            rules=load_rules(job),
+            rules=load_job_rules(job),
             vocab_size=job.vocab_size,
             rng=job.rng,
             version=job.megatron_version,
@@ -274,12 +274,12 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
 
     # Megatron's distributed checkpoints: global tensors, with layers stacked as Megatron does.
     if catalog.facet(MegatronModel) is not None and format.has_layout:
-        from core.megatron.reshard.to_torch_dist import stack
+        from core.megatron.reshard.to_torch_dist import to_torch_dist
 
-        stacked = stack(
+        stacked = to_torch_dist(
             catalog,
             target_topology(job, catalog, format),
-            rules=load_rules(job),
+            rules=load_job_rules(job),
             vocab_size=job.vocab_size,
             format=format.name,
             is_stacked=job.stacking,
@@ -295,7 +295,7 @@ def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, Targe
         form = to_fsdp_dtensor(
             catalog,
             target_topology(job, catalog, format),
-            rules=load_rules(job),
+            rules=load_job_rules(job),
             vocab_size=job.vocab_size,
         )
         source, target = source_and_target(form, format)
@@ -319,7 +319,7 @@ def _with_complete_names(catalog: Catalog) -> Catalog:
         return catalog
     new_of: dict[str, str] = {}
     for key in (*catalog.tensors, *catalog.objects):
-        state, name = state_of(key), wrapper.wrapped(param_of(key))
+        state, name = split_state_key(key), wrapper.wrapped(param_of(key))
         new_of[key] = name if state is None else state_key(state[0], name)
     return rename_entries(catalog, new_of)
 

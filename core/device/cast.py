@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from core.arrays.cast import Cast, cast_of, patterns_of
+from core.arrays.cast import Cast, find_cast, patterns_of
 from core.arrays.dtypes import dtype_of, itemsize
 from core.device.device import Device, cast_work
 from core.device.lane import Kernel, Lane, Tensor, lane_of
@@ -32,7 +32,7 @@ def cast_on(device: Device | None, source: str, target: str) -> Cast:
         WorkerError: the device failed otherwise.
     """
     if device is None or not device.does(cast_work(source, target)):
-        return cast_of(source, target)
+        return find_cast(source, target)
     lane = lane_of(device)
     kernel = kernel_of(lane, source, target)
     sizes = itemsize(source), itemsize(target)
@@ -105,7 +105,7 @@ def _to_float64(bits: Tensor) -> Tensor:
     wide = bits.to(torch.int64)
     nan = (wide & -0x8000_0000) << 32 | 0x7FF8 << 48 | (wide & 0x3F_FFFF) << 29
     return torch.where(
-        is_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64)
+        mask_nan(bits), nan, bits.view(torch.float32).to(torch.float64).view(torch.int64)
     )
 
 
@@ -118,7 +118,7 @@ def _to_float16(bits: Tensor) -> Tensor:
     # stays signalling; if those bits are 0, one is set, because the pattern would be infinity.
     payload = ((bits >> 13) & 0x3FF).clamp(min=1)
     nan = ((bits >> 16) & -0x8000 | 0x7C00 | payload).to(torch.int16)
-    return torch.where(is_nan(bits), nan, rounded)
+    return torch.where(mask_nan(bits), nan, rounded)
 
 
 def _to_bfloat16(bits: Tensor) -> Tensor:
@@ -128,10 +128,10 @@ def _to_bfloat16(bits: Tensor) -> Tensor:
     # To nearest, ties to even: add half of the last bit kept, or just less if that bit is even.
     rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
     # A NaN keeps its sign only.
-    return torch.where(is_nan(bits), (bits >> 16) & -0x8000 | 0x7FC0, rounded).to(torch.int16)
+    return torch.where(mask_nan(bits), (bits >> 16) & -0x8000 | 0x7FC0, rounded).to(torch.int16)
 
 
-def is_nan(bits: Tensor) -> Tensor:
+def mask_nan(bits: Tensor) -> Tensor:
     """Return a mask of the patterns of float32 that are NaN."""
     return (bits & 0x7FFF_FFFF) > 0x7F80_0000
 

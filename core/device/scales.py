@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import itemsize
-from core.device.cast import float32_bits, is_nan, kernel_of
+from core.device.cast import float32_bits, kernel_of, mask_nan
 from core.device.lane import Array, Lane, Tensor
 
 if TYPE_CHECKING:
@@ -111,8 +111,8 @@ def multiply_by_scales(
 
         # A device's NaNs have a sign and payload of their own: replace them by those of numpy's
         # product. That is the first operand that is a NaN, made quiet, or else a constant pattern.
-        operand_nan = torch.where(is_nan(bits), bits | _QUIET, factors | _QUIET)
-        nan = torch.where(is_nan(bits) | is_nan(factors), operand_nan, _product_nan())
+        operand_nan = torch.where(mask_nan(bits), bits | _QUIET, factors | _QUIET)
+        nan = torch.where(mask_nan(bits) | mask_nan(factors), operand_nan, _product_nan())
         patterns = torch.where(product.isnan(), nan, product.view(torch.int32)).view(-1)
 
         if target != "float32":

@@ -25,7 +25,7 @@ from core.pickle.inert import (
     TensorLeaf,
     as_mapping,
 )
-from core.pickle.key_text import text_of
+from core.pickle.key_text import describe_key
 from core.values import dataclass
 
 MAX_PAIRS = 5_000_000
@@ -129,9 +129,9 @@ def entry_diffs(
 def _entry(path: str, a: object, b: object, same_tensors: SameTensors) -> EntryDiff | None:
     """Compare two values without parts; return None if they are equal."""
     if a is _ABSENT:
-        return EntryDiff(path, "only_b", b=value_text(b))
+        return EntryDiff(path, "only_b", b=shorten_value(b))
     if b is _ABSENT:
-        return EntryDiff(path, "only_a", a=value_text(a))
+        return EntryDiff(path, "only_a", a=shorten_value(a))
     difference = _difference(a, b, same_tensors)
     return None if difference is None else EntryDiff(path, "changed", *difference)
 
@@ -181,7 +181,7 @@ def _by_text(fields: dict[object, object]) -> dict[object, object]:
     for key, part in fields.items():
         name = key
         if _is_object(key):
-            text = text_of(key)
+            text = describe_key(key)
             count[text] += 1
             name = text if count[text] == 1 else f"{text}~{count[text]}"
         result[name] = part
@@ -228,7 +228,7 @@ def _name(key: object) -> str:
     """Return the text of a key in a path."""
     if isinstance(key, str):
         return key if len(key) <= _MAX_NAME else f"{key[:_MAX_NAME]}…"
-    return value_text(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
+    return shorten_value(key) if isinstance(key, (int, float, Global)) else f"<{_kind(key)}>"
 
 
 def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, str] | None:
@@ -242,7 +242,7 @@ def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, s
         n_differing = sum(not _equal(x, y) for x, y in zip(a, b, strict=True))
         return (f"{len(a)} numbers", f"{n_differing} of them differ") if n_differing else None
     # Equal texts of different values need something that distinguishes them.
-    text_a, text_b = value_text(a), value_text(b)
+    text_a, text_b = shorten_value(a), shorten_value(b)
     if text_a != text_b:
         return text_a, text_b
     if _kind(a) != _kind(b):
@@ -283,7 +283,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def value_text(value: object) -> str:
+def shorten_value(value: object) -> str:
     """Return a short text for a value, in little time even for a huge value."""
     if value is None or isinstance(value, (bool, float, complex, Global)):
         return str(value)
@@ -299,7 +299,7 @@ def value_text(value: object) -> str:
         return f"{len(value)} bytes"
     if isinstance(value, (list, tuple, set, frozenset)):
         if len(value) <= 8 and all(map(_is_number, value)):
-            return f"[{', '.join(map(value_text, value))}]"
+            return f"[{', '.join(map(shorten_value, value))}]"
     if isinstance(value, (list, tuple, dict, set, frozenset)):
         return f"{type(value).__name__} of {len(value)}"
     return _kind(value)
@@ -312,4 +312,6 @@ def _kind(value: object) -> str:
     if not isinstance(value, Inert):
         return type(value).__name__
     member = _enum_value(value)
-    return f"{value.class_name}({value_text(member)})" if member is not value else value.class_name
+    return (
+        f"{value.class_name}({shorten_value(member)})" if member is not value else value.class_name
+    )

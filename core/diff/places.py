@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import field
 
-from core.diff.entries import MAX_FOUND, EntryDiff, value_text
+from core.diff.entries import MAX_FOUND, EntryDiff, shorten_value
 from core.diff.sides import Side
 from core.pickle.inert import as_mapping
-from core.pickle.key_text import class_of_key, text_of
+from core.pickle.key_text import class_of_key, describe_key
 from core.pickle.nesting import LeafEntry, ListIndex, Path, containers, join_path
 from core.values import dataclass
 
@@ -108,7 +108,7 @@ def _list_places(skeleton: object) -> _Places:
 
 def _typed(path: Path) -> list[tuple[str, str]]:
     """Return the text and the class of each key of a path."""
-    return [(text_of(key), class_of_key(key)) for key in path]
+    return [(describe_key(key), class_of_key(key)) for key in path]
 
 
 def _path_text(path: Path) -> str:
@@ -118,4 +118,4 @@ def _path_text(path: Path) -> str:
 
 def _key_text(key: object) -> str:
     """Return a key as Python would write it, if that is short."""
-    return value_text(key) if isinstance(key, (str, int, float)) else text_of(key)
+    return shorten_value(key) if isinstance(key, (str, int, float)) else describe_key(key)

@@ -28,10 +28,10 @@ from core.catalog.mapping_attributes import VERSIONS, attributes_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import read_json_object
-from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.files import CONFIG, read_config_json
 from core.inspect.preview import first_values
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import read_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import role_of
 from core.megatron.placement.implementation import with_implementation
@@ -190,7 +190,7 @@ def _model_of(side: Side) -> Side:
 
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
     """Return whether the names are those of Megatron's local implementation."""
-    return facts_of(catalog.args, names=rules.model_of(catalog.tensors)).is_local
+    return read_facts(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
 def _with_hf(
@@ -213,7 +213,7 @@ def _with_hf(
     from core.hf.to_megatron import to_megatron
 
     catalog = plain.catalog
-    config = config_of(other.store) if CONFIG in catalog.files else None
+    config = read_config_json(other.store) if CONFIG in catalog.files else None
     if not is_hf(catalog, config):
         note = (
             "its tensor names are neither Megatron's nor those of a Hugging Face model with a "
@@ -224,7 +224,7 @@ def _with_hf(
     assert config is not None
 
     # Map the names to those of the implementation that wrote the Megatron checkpoint.
-    is_local = facts_of(form.catalog.args).is_local
+    is_local = read_facts(form.catalog.args).is_local
     implementation = "local" if is_local else "transformer_engine"
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
 

@@ -16,7 +16,7 @@ from functools import cache
 from math import prod
 
 from core.arrays.box import Box, Shape, flat_offset
-from core.arrays.cast import cast_of, check_cast
+from core.arrays.cast import check_cast, find_cast
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException, UnsupportedError
 from core.numbers.difference import (
@@ -343,7 +343,7 @@ class _BandComparer:
         except UnsupportedError:
             return None
         rounded = self._raw.first(len(narrow))
-        cast_of(wide_type, narrow_type)(wide, rounded)
+        find_cast(wide_type, narrow_type)(wide, rounded)
         # A copy, because Python compares two memoryviews item by item.
         return bytearray(rounded) == narrow
 

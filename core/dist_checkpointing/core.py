@@ -14,7 +14,7 @@ from core.dist_checkpointing._directory.durable_file import write_file
 from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import open_store
 from core.files.url import find_location, refuse_url
-from core.formats.mcore.metadata_json import CONFIG, config_of
+from core.formats.mcore.metadata_json import CONFIG, read_metadata_json
 
 __all__ = [
     "CONFIG_FNAME",
@@ -69,7 +69,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     with closing(open_store(find_location(checkpoint_dir))) as store:
         if not store.exists(CONFIG_FNAME):
             return None
-        entries = config_of(store)
+        entries = read_metadata_json(store)
     # Check every entry, because an unknown key may change what the other entries mean. A version
     # must be an int and nothing else: JSON's true would pass an isinstance check.
     types = {

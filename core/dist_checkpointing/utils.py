@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from core.dist_checkpointing._engine.torch_dtypes import dequantize, is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import dequantize_tensor, is_float8tensor
 from core.dist_checkpointing.dict_utils import (
     dict_list_map_inplace,
     extract_matching_values,
@@ -152,7 +152,7 @@ def force_all_tensors_to_non_fp8(sharded_state_dict: ShardedStateDict) -> None:
     """
     for leaf in nested_values(sharded_state_dict):
         if isinstance(leaf, ShardedBase) and is_float8tensor(leaf.data):
-            leaf.data = dequantize(leaf.data)
+            leaf.data = dequantize_tensor(leaf.data)
 
 
 @contextmanager

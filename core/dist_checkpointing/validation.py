@@ -171,7 +171,7 @@ def verify_checkpoint_and_load_strategy(
     config = maybe_load_config(checkpoint_dir)
     # Without metadata.json, find out why, so that the error names the next step.
     if config is None:
-        raise refusal_of(find_location(checkpoint_dir))
+        raise describe_missing_metadata(find_location(checkpoint_dir))
     # Choose the requested strategies, or those that metadata.json names.
     sharded: LoadShardedStrategy = chosen_strategy(
         StrategyAction.LOAD_SHARDED,
@@ -469,7 +469,7 @@ def _format_keys(keys: Iterable[str]) -> str:
     )
 
 
-def refusal_of(checkpoint_dir: Path) -> CheckpointingException:
+def describe_missing_metadata(checkpoint_dir: Path) -> CheckpointingException:
     """Build the error for a path without a ``metadata.json``; the error is not raised.
 
     Returns:

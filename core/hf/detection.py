@@ -16,7 +16,7 @@ from pathlib import Path
 
 from core.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.hf.config_json.config import arguments_of
+from core.hf.config_json.config import build_arguments
 from core.hf.family import Family, families, find_family
 from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
@@ -140,7 +140,7 @@ def _arguments(config: Mapping[str, object], family: Family) -> dict[str, object
         CorruptError: the configuration lacks a value.
         UnsupportedError: no model of the family has one of its values.
     """
-    return arguments_of(
+    return build_arguments(
         config,
         family,
         dtype="float32",

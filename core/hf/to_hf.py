@@ -19,7 +19,7 @@ from core.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
 from core.catalog.tensor import Tensor
 from core.errors import MissingShardError, UnsupportedError
 from core.hf.choice import choose_family
-from core.hf.config_json.config import config_of, document
+from core.hf.config_json.config import build_config, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
@@ -114,7 +114,7 @@ def to_hf(
     files: dict[str, bytes] = {}
     notes = [*catalog.notes, *list_model_notes(family, fields)]
     if has_config:
-        values = config_of(fields, family, model, dtype=weights[_EMBEDDING].dtype)
+        values = build_config(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         if head is not None:
             notes.append(f"the value head is {head.weight} of a {head.architecture}")
         files[CONFIG], note = _config_document(

@@ -27,9 +27,9 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.hf.config_json.config import arguments_of
+from core.hf.config_json.config import build_arguments
 from core.hf.config_json.hybrid import completed, count_predictions
-from core.hf.config_json.origin import text_of
+from core.hf.config_json.origin import keep_text
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
@@ -123,7 +123,7 @@ def to_megatron(
         )
     _refuse_quantized(catalog, config)
     note = None
-    text = text_of(config, catalog.documents.get(CONFIG))
+    text = keep_text(config, catalog.documents.get(CONFIG))
     separated = None
     if family is None and is_composite(config):
         from core.hf.towers.to_megatron import separate_model
@@ -149,7 +149,7 @@ def to_megatron(
         layers = completed(config, family).get("num_hidden_layers")
         n_layers = layers if isinstance(layers, int) else 0
         n_mtp = count_predictions(catalog.tensors, config, family, n_layers=n_layers)
-    fields = arguments_of(
+    fields = build_arguments(
         config,
         family,
         dtype=_dtype_of(catalog, family),

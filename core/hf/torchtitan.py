@@ -46,7 +46,7 @@ from core.arrays.box import Box, Shape, c_strides
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.catalog.tensor import Fragment, Tensor, clip_fragment
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import count_of
@@ -432,4 +432,4 @@ def _in_pairs(fragment: Fragment, *, skipped: int) -> StoredArray | None:
         return None
     n_columns = array.shape[1]
     start = (fragment.at[0] + skipped) * n_columns
-    return part_of(array, start, (n_pairs, 2 * n_columns))
+    return narrow_array(array, start, (n_pairs, 2 * n_columns))

@@ -72,7 +72,7 @@ def components(key: str) -> list[str]:
 
 
 @gc_paused()
-def tree_of(
+def build_tree(
     tensors: Mapping[str, Tensor],
     *,
     split: Callable[[str], list[str]] = components,

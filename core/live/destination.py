@@ -39,8 +39,8 @@ from core.live.sums import complete_arrays, complete_files
 from core.live.upload import (
     UploadedFiles,
     bytes_of_literals,
-    put_object,
     upload_files,
+    upload_object,
 )
 from core.manifest.file import FileSum, ManifestArray, manifest_lines
 from core.manifest.of_copy import finish_files
@@ -218,7 +218,7 @@ class BucketDestination(SaveDestination):
     def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
         assert is_remote(sums_dir), "the checksums of a bucket are in the bucket"
         lines = manifest_lines(TOOL, ALGORITHM, written.files, written.arrays)
-        put_object(sums_dir / f"{number}.json", "".join(lines).encode())
+        upload_object(sums_dir / f"{number}.json", "".join(lines).encode())
 
     @override
     def finish(self, images: Sequence[FileImage]) -> None:
@@ -228,7 +228,7 @@ class BucketDestination(SaveDestination):
         ]
 
         def put(image: FileImage) -> None:
-            put_object(self.root / image.path, bytes_of_literals(image))
+            upload_object(self.root / image.path, bytes_of_literals(image))
 
         threads = DaemonThreads(N_REQUESTS, "ckpt-put")
         map_in(threads, put, [image for image in rest if not image.is_metadata])

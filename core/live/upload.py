@@ -31,7 +31,7 @@ PiecesOf: TypeAlias = Callable[[PlannedArray], Iterator[Piece]]
 """Returns the bytes of an array, dense in C order, in pieces; may be called twice for an array."""
 
 
-def put_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> None:
+def upload_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> None:
     """Write an object by one request, after which it exists completely, or as it was before.
 
     Args:

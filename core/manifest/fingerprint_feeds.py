@@ -2,8 +2,8 @@
 
 A scan or a copy reads a checkpoint's bytes anyway, and feeds them here, array by array, in any
 order and from any thread. A canonical tensor is stored in (parts of) canonical arrays; these may be
-parts of stored arrays (``core.catalog.stored.part_of``). A tensor that is not stored in arrays,
-because it is computed from others, has to be read separately (``core.manifest.fingerprint_read``).
+parts of stored arrays (``core.catalog.stored.narrow_array``). A tensor that is stored in no array, as
+it is computed from others, has to be read separately (``core.manifest.fingerprint_read``).
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ from core.merge.combined import SUM, Combined
 from core.merge.lora import Folded
 from core.merge.merge import (
     MergeSource,
-    are_equal,
     computed_array,
+    hold_same_bytes,
     origin_note,
     refuse_quantized,
 )
@@ -242,7 +242,9 @@ def _stays_tied(
     if any(name in adaptations or name not in replacements for name in pair):
         return False
     first, second = (replacements[name] for name in pair)
-    return are_equal(source_of(adapter, first), source_of(adapter, second), DecodedStore(store))
+    return hold_same_bytes(
+        source_of(adapter, first), source_of(adapter, second), DecodedStore(store)
+    )
 
 
 def _resized_vocabulary(

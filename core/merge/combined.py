@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, boxes_of_flat_range
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.quantize.source import SourceTensor, join_arrays
 from core.values import dataclass
@@ -127,7 +127,7 @@ def rounded(values: Any, dtype: str) -> memoryview:
     if dtype == computed:
         return data
     result = memoryview(bytearray(values.size * itemsize(dtype)))
-    cast_of(computed, dtype)(data, result)
+    find_cast(computed, dtype)(data, result)
     return result
 
 
@@ -161,5 +161,5 @@ def read_numbers(store: ReadStore, tensor: SourceTensor, box: Box, dtype: str) -
     if tensor.dtype == dtype:
         return np.frombuffer(data, numpy_dtype(dtype))
     values: Any = np.empty(box.n_elements, numpy_dtype(dtype))
-    cast_of(tensor.dtype, dtype)(memoryview(data), memoryview(values.view(np.uint8)))
+    find_cast(tensor.dtype, dtype)(memoryview(data), memoryview(values.view(np.uint8)))
     return values

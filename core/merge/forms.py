@@ -24,7 +24,7 @@ from core.catalog.stored import StoredArray, files_read
 from core.changes.select import without_optimizer
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import is_megatron
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import read_facts
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.rules import Rules
@@ -87,11 +87,11 @@ def form_like(
             keep_padded_vocab=options.keep_padded_vocab,
         )
     # Before any renaming, as tensors that are computed from others name the files of these.
-    catalog = relocated(catalog, prefix)
+    catalog = relocate_files(catalog, prefix)
 
     # Megatron's names, of the implementation that the first one has.
     if first.facet(MegatronModel) is not None:
-        is_local = facts_of(first.args, names=rules.model_of(first.tensors)).is_local
+        is_local = read_facts(first.args, names=rules.model_of(first.tensors)).is_local
         implementation = "local" if is_local else "transformer_engine"
         if has_layout:
             catalog = with_implementation(catalog, implementation, rules=rules)
@@ -122,7 +122,7 @@ def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
     )
 
 
-def relocated(catalog: Catalog, prefix: str) -> Catalog:
+def relocate_files(catalog: Catalog, prefix: str) -> Catalog:
     """Return a catalog whose files have the names that a joined store gives them."""
 
     def moved(array: StoredArray) -> StoredArray:

@@ -101,7 +101,9 @@ def merge_catalogs(
         different += [
             f"{key} of {other.label}"
             for other in others
-            if not are_equal(source_of(first.catalog, key), source_of(other.catalog, key), decoded)
+            if not hold_same_bytes(
+                source_of(first.catalog, key), source_of(other.catalog, key), decoded
+            )
         ]
     different += [
         f"{key} of {other.label}"
@@ -206,7 +208,7 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
         )
 
 
-def are_equal(first: SourceTensor, second: SourceTensor, store: ReadStore) -> bool:
+def hold_same_bytes(first: SourceTensor, second: SourceTensor, store: ReadStore) -> bool:
     """Return whether two tensors hold the same bytes, read part by part."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
@@ -241,7 +243,7 @@ def _different_objects(first: Catalog, other: Catalog, store: ReadStore) -> list
             inside = [leaf.key for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)]
             is_equal = all(
                 leaf in other.hidden
-                and are_equal(source_of(first, leaf), source_of(other, leaf), store)
+                and hold_same_bytes(source_of(first, leaf), source_of(other, leaf), store)
                 for leaf in inside
                 if leaf in first.hidden
             )

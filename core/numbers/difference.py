@@ -18,7 +18,7 @@ from __future__ import annotations
 from math import inf, sqrt
 from typing import Any
 
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 from core.values import dataclass
 
@@ -332,5 +332,5 @@ def decode_float32(data: memoryview, dtype: str) -> Any:
         # bfloat16 is the upper half of a float32.
         return (np.frombuffer(data, "u2").astype("u4") << np.uint32(16)).view("f4")
     wide: Any = np.empty(len(data) // DTYPES[dtype].itemsize, "f4")
-    cast_of(dtype, "float32")(data, memoryview(wide.view("u1")))
+    find_cast(dtype, "float32")(data, memoryview(wide.view("u1")))
     return wide

@@ -98,17 +98,17 @@ def copied_files_of(
 
     if not form.is_global:
         return []
-    files = files_of(form.catalog)
+    files = list_tensor_files(form.catalog)
     copies = find_copied_files(form.catalog, store, without_other_files(groups, files))
     # If the master weights in a rank's buffers are not those of its weights, the form has no
     # optimizer. A copied file is a reason; by rank, all its moments should differ.
     if form.failure is not None and form.failure.rule == "optim.buffers":
-        others = without_other_files(groups, files_of(stored) - files)
+        others = without_other_files(groups, list_tensor_files(stored) - files)
         copies += [c for c in find_copied_files(stored, store, others) if c.is_proven]
     return copies
 
 
-def files_of(catalog: Catalog) -> set[str]:
+def list_tensor_files(catalog: Catalog) -> set[str]:
     """Return the files that hold the tensors of a catalog."""
     return {fragment.array.extent.file for fragment in catalog.all_fragments() if fragment.array}
 

@@ -66,8 +66,8 @@ def with_parameter_names(
     """
     from core.formats.trainer.proven_names import (
         OPTION,
-        check_keys,
         check_masters,
+        check_order,
         models_of,
         names_of_file,
         names_of_model,
@@ -80,7 +80,7 @@ def with_parameter_names(
             hint="omit it",
         )
     if order is not None:
-        check_keys(order, optimizers)
+        check_order(order, optimizers)
     models = models_of(catalog, optimizers)
     notes = []
     for optimizer in optimizers:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.facets import HuggingFaceModel, MegatronModel
 from core.catalog.key_patterns import matcher
-from core.catalog.optimizer_keys import state_of
+from core.catalog.optimizer_keys import split_state_key
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import without_ties
 from core.errors import UnsafeError, UnsupportedError
@@ -342,14 +342,14 @@ def _entries_of_ranks(catalog: Catalog, form: MegatronModel) -> dict[object, obj
         The entries ``model``, ``optimizer`` if there is one, and the objects outside the model.
     """
     from core.megatron.extras.common_state import OPTIMIZER
-    from core.megatron.optimizer.entries import object_entry
+    from core.megatron.optimizer.entries import build_object_entry
 
     # The model's entries are in the order of the rank files. Other objects stay at the root.
     leaves: dict[str, object] = {key: item.value for key, item in catalog.objects.items()}
     leaves |= {key: TensorLeaf(key) for key in catalog.tensors}
     names = dict.fromkeys((*(form.order or ()), *catalog.tensors))
     model: dict[object, object] = {
-        name: leaves[name] for name in names if name in leaves and state_of(name) is None
+        name: leaves[name] for name in names if name in leaves and split_state_key(name) is None
     }
     root: dict[object, object] = {
         key: item.value for key, item in catalog.objects.items() if key not in model
@@ -360,9 +360,9 @@ def _entries_of_ranks(catalog: Catalog, form: MegatronModel) -> dict[object, obj
     if catalog.optimizer is not None:
         states: dict[object, dict[object, object]] = {}
         for key in catalog.tensors:
-            if (state := state_of(key)) is not None:
+            if (state := split_state_key(key)) is not None:
                 states.setdefault(state[0], {})[state[1]] = TensorLeaf(key)
-        root[OPTIMIZER] = {**object_entry(catalog.optimizer), "state": states}
+        root[OPTIMIZER] = {**build_object_entry(catalog.optimizer), "state": states}
     return root
 
 
@@ -404,10 +404,10 @@ def with_common(catalog: Catalog) -> Catalog:
     return replace(catalog, objects={}, skeleton=None, common=as_mapping(common) or {})
 
 
-def with_objects(catalog: Catalog) -> Catalog:
+def with_common_as_objects(catalog: Catalog) -> Catalog:
     """Turn the entries of a catalog's common state into objects; tensors inside stay there."""
     from core.megatron.extras.common_state import OPTIMIZER
-    from core.megatron.optimizer.entries import object_entry
+    from core.megatron.optimizer.entries import build_object_entry
 
     catalog = _without_rank_states(catalog)
     common = catalog.common
@@ -415,7 +415,7 @@ def with_objects(catalog: Catalog) -> Catalog:
         return catalog
     objects = {str(name): StoredObject(str(name), value=value) for name, value in common.items()}
     if catalog.optimizer is not None:
-        objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=object_entry(catalog.optimizer))
+        objects[OPTIMIZER] = StoredObject(OPTIMIZER, value=build_object_entry(catalog.optimizer))
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
         objects={**catalog.objects, **objects},

@@ -647,10 +647,10 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     try:
         format = sniffed(store)
     except UnsupportedError as err:
-        from core.opening.unrecognised import Search, refusal_of, search_below
+        from core.opening.unrecognised import Search, describe_unrecognised, search_below
 
         search = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
-        raise refusal_of(store, known=err.hint or "", below=search) from None
+        raise describe_unrecognised(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
     if not store.folders():

@@ -13,7 +13,7 @@ from core.catalog.catalog import Catalog
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import trees_of_stream
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent
-from core.pickle.key_text import text_of
+from core.pickle.key_text import describe_key
 from core.values import dataclass
 
 MOST_PLACES = 100
@@ -110,4 +110,4 @@ def _entries(path: str, pairs: Collection[tuple[object, object]]) -> list[tuple[
 
 def _below(path: str, key: object) -> str:
     """Return the path of an entry of a container."""
-    return f"{path}.{text_of(key)}" if path else text_of(key)
+    return f"{path}.{describe_key(key)}" if path else describe_key(key)

@@ -29,7 +29,7 @@ from core.files.source_store import (
     open_store,
 )
 from core.files.store import list_files_below
-from core.formats.huggingface.files import CONFIG, carried_files, config_of
+from core.formats.huggingface.files import CONFIG, carried_files, read_config_json
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
 
@@ -160,7 +160,7 @@ def config_of_source(source: Checkpoint) -> Mapping[str, object] | None:
     document = documents_above(source).get(CONFIG)
     if document is not None:
         return parse_json_object(document, file=CONFIG)
-    return config_of(source.store) if CONFIG in source.catalog.files else None
+    return read_config_json(source.store) if CONFIG in source.catalog.files else None
 
 
 def _folded(names: Collection[str]) -> Iterator[str]:

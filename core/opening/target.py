@@ -26,7 +26,13 @@ from core.catalog.tensor import (
     without_ties,
 )
 from core.formats.format import Format
-from core.opening.objects import inlined, state_dict, with_common, with_mapping_root, with_objects
+from core.opening.objects import (
+    inlined,
+    state_dict,
+    with_common,
+    with_common_as_objects,
+    with_mapping_root,
+)
 
 
 def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
@@ -48,7 +54,7 @@ def source_and_target(catalog: Catalog, format: Format) -> tuple[Catalog, Target
     if format.has_common_state:
         catalog = with_common(with_mapping_root(catalog))
     elif format.has_objects_beside:
-        catalog = with_objects(catalog)
+        catalog = with_common_as_objects(catalog)
     else:
         catalog = state_dict(catalog, keeps_root=format.keeps_nesting)
     if format.keeps_nesting:

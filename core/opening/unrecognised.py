@@ -28,7 +28,9 @@ NEAR = 3
 """Levels below a checkpoint in which separate checkpoints are looked for."""
 
 
-def refusal_of(store: SourceStore, *, known: str, below: Search) -> CheckpointingException:
+def describe_unrecognised(
+    store: SourceStore, *, known: str, below: Search
+) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.
 
     Args:

@@ -111,7 +111,7 @@ def limiting_values(n_free: int, check: CheckValues) -> Iterator[None]:
         _value_limit.reset(token)
 
 
-def check_values(data: bytes | memoryview, start: int, *, label: str) -> None:
+def check_element_count(data: bytes | memoryview, start: int, *, label: str) -> None:
     """Raise CapacityError unless ``limiting_values`` allows a pickle."""
     limit = _value_limit.get()
     if limit is None or len(data) - start <= limit[0]:

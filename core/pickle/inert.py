@@ -192,7 +192,7 @@ def count_values(value: object, *, limit: int | None = None) -> int:
     count = 0
     for node in walk(value):
         if isinstance(node, _CONTAINERS):
-            count += len(parts_of(node))
+            count += len(list_parts(node))
             if limit is not None and count > limit:
                 break
     return count
@@ -260,7 +260,7 @@ def walk(value: object, seen: set[int] | None = None) -> Iterator[object]:
 _CONTAINERS = (dict, list, tuple, set, frozenset, Inert)
 
 
-def parts_of(node: object) -> Sequence[object]:
+def list_parts(node: object) -> Sequence[object]:
     """Return the direct parts of an inert value, plain ones too; () for a leaf."""
     if isinstance(node, Inert):
         parts = [node.fn, node.args, node.kwargs or None]
@@ -284,10 +284,10 @@ def parts_to_visit(node: object) -> Sequence[object]:
     Large containers of numbers and dicts with keys of type str thus cost little.
     """
     if type(node) is Inert:
-        return parts_of(node)
+        return list_parts(node)
     if isinstance(node, dict) and is_flat(node):
         return () if is_flat(node.values()) else list(node.values())
-    parts = parts_of(node)
+    parts = list_parts(node)
     return () if is_flat(parts) else parts
 
 
@@ -319,7 +319,7 @@ class ValueCounter:
         if depth == _MAX_DEPTH:
             return 0
         total = 1
-        for part in parts_of(node):
+        for part in list_parts(node):
             n_values = self.of(part, depth + 1)
             if not n_values:
                 return 0

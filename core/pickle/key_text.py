@@ -45,7 +45,7 @@ _STRUCT_CODES = {
 """numpy's name of an element type → the format character for ``struct``."""
 
 
-def text_of(key: object) -> str:
+def describe_key(key: object) -> str:
     """Return the text of a key, or ``<class>`` if no text identifies it."""
     if type(key) is str:  # a shortcut for nearly all keys
         return key

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import PLAIN, Inert, ObjectLeaf, TensorLeaf, as_mapping, is_flat, rebuild
-from core.pickle.key_text import text_of
+from core.pickle.key_text import describe_key
 from core.values import dataclass
 
 MAX_DEPTH = 100
@@ -38,7 +38,7 @@ class ListIndex(int):
 
 def join_path(path: Path) -> str:
     """Join the elements of a path with dots."""
-    return ".".join(map(text_of, path))
+    return ".".join(map(describe_key, path))
 
 
 @dataclass(frozen=True, slots=True)

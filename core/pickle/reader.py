@@ -31,7 +31,7 @@ from core.errors import (
     TruncatedError,
     UnsafeError,
 )
-from core.pickle.element_count import check_values
+from core.pickle.element_count import check_element_count
 from core.pickle.inert import PLAIN, Inert, parts_to_visit
 from core.pickle.machine import Hook, Machine, PickleLimits, depth_error
 from core.pickle.noted import gc_paused, note_read
@@ -104,7 +104,7 @@ def load_next(
     Raises:
         CapacityError: it has more values than ``limiting_values`` allows.
     """
-    check_values(data, start, label=label)
+    check_element_count(data, start, label=label)
     machine = Machine(persistent_load, hooks or {}, limits)
     value: object = None
     is_read = False

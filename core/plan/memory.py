@@ -15,7 +15,7 @@ from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.catalog.tensor import Tensor
 from core.errors import CapacityError
 from core.pickle.element_count import Elements, limiting_values
-from core.pickle.inert import LONG_BYTES, Inert, parts_of, walk
+from core.pickle.inert import LONG_BYTES, Inert, list_parts, walk
 
 MIB = 1 << 20
 RUNTIME_BYTES = 48 * MIB
@@ -130,7 +130,7 @@ def estimate_object_bytes(source: Catalog, n_entries: int) -> int:
             texts: Iterable[str | bytes | bytearray] = (node,)
         else:
             n_bytes += getsizeof(node) + (_INERT_BYTES if isinstance(node, Inert) else 0)
-            parts: Collection[object] = parts_of(node)
+            parts: Collection[object] = list_parts(node)
             if isinstance(node, dict) and len(node) < _MANY_KEYS:
                 parts = node.values()
             if _SHARED.issuperset(map(type, parts)):

@@ -20,7 +20,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Shape, boxes_of_flat_range, full_box
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.errors import CorruptError
 from core.quantize.source import SourceTensor, join_arrays
 from core.values import dataclass
@@ -95,7 +95,7 @@ class DequantizedState:
         # Look up the numbers that the codes stand for.
         values: Any = np.empty(last - first, np.float32)
         if self.table is None:
-            cast_of(self.codes.dtype, "float32")(
+            find_cast(self.codes.dtype, "float32")(
                 memoryview(data), memoryview(values.view(np.uint8))
             )
         else:

@@ -19,9 +19,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, boxes_of_flat_range, full_box
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import dtype_of, itemsize, numpy_dtype
-from core.catalog.decoded import device_of
+from core.catalog.decoded import find_device
 from core.device.device import DEQUANTIZE, Device
 from core.device.lane import lane_of
 from core.device.scales import multiply_by_scales
@@ -115,7 +115,7 @@ class Dequantized:
         rows = self.unit_bytes // max(1, self._columns * itemsize(self.dtype))
         first, last = unit * rows, min((unit + 1) * rows, n_rows)
         out: Any = np.empty((last - first, self._columns), numpy_dtype(self.dtype))
-        multiply = self._multiplier(device_of(store))
+        multiply = self._multiplier(find_device(store))
         # The rows form a few boxes. Each is read in one go and multiplied part by part, so that the
         # float32 products stay small.
         done = 0
@@ -173,7 +173,7 @@ class Dequantized:
         if self.weight.dtype == "float32":
             numbers[:] = np.frombuffer(weight, np.float32).reshape(out.shape)
         else:
-            cast_of(self.weight.dtype, "float32")(
+            find_cast(self.weight.dtype, "float32")(
                 weight, memoryview(numbers.reshape(-1).view(np.uint8))
             )
         # Values above the range become infinite, as in torch, without numpy's warning.

@@ -22,7 +22,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.quantize.source import SourceTensor, join_arrays
 from core.values import dataclass
@@ -108,7 +108,7 @@ class DequantizedMxfp4:
         if self.dtype == "float32":
             out[:] = matrix
         else:
-            cast_of("float32", self.dtype)(
+            find_cast("float32", self.dtype)(
                 memoryview(matrix.reshape(-1).view(np.uint8)),
                 memoryview(out.reshape(-1).view(np.uint8)),
             )

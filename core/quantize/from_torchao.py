@@ -23,7 +23,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Shape, boxes_of_flat_range
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize
 from core.quantize.source import SourceTensor, join_arrays
 from core.values import dataclass
@@ -106,7 +106,7 @@ class DequantizedTorchao:
         if self.dtype == "float32":
             return memoryview(values.view(np.uint8))
         result: Any = np.empty(len(values) * itemsize(self.dtype), np.uint8)
-        cast_of("float32", self.dtype)(memoryview(values.view(np.uint8)), memoryview(result))
+        find_cast("float32", self.dtype)(memoryview(values.view(np.uint8)), memoryview(result))
         return memoryview(result)
 
 
@@ -124,5 +124,5 @@ def _as_float32(store: ReadStore, tensor: SourceTensor, first: int, last: int) -
     if tensor.dtype == "float32":
         values.view(np.uint8)[:] = np.frombuffer(data, np.uint8)
     else:
-        cast_of(tensor.dtype, "float32")(memoryview(data), memoryview(values.view(np.uint8)))
+        find_cast(tensor.dtype, "float32")(memoryview(data), memoryview(values.view(np.uint8)))
     return values

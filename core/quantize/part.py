@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.catalog.decoded import device_of
+from core.catalog.decoded import find_device
 from core.device.device import QUANTIZE
 from core.device.lane import lane_of
 from core.device.scales import DevicePart
@@ -42,7 +42,7 @@ class Part(Protocol):
         """
 
 
-def part_of(
+def wrap_part(
     store: ReadStore, data: Any, *, source: str, dtype: str, shape: Shape, block: int
 ) -> Part:
     """Wrap stored elements as a part, on the store's device if the device quantizes.
@@ -55,14 +55,14 @@ def part_of(
         block: number of columns in a block.
     """
     # The device's kernel reads 16 and 32 bits only.
-    device = device_of(store)
+    device = find_device(store)
     if device is None or not device.does(QUANTIZE) or min(itemsize(source), itemsize(dtype)) < 2:
         return _NumpyPart(data, source=source, dtype=dtype, shape=shape, block=block)
     return DevicePart(lane_of(device), data, source=source, dtype=dtype, shape=shape, block=block)
 
 
 class _NumpyPart:
-    """A part in memory; ``part_of`` explains the arguments."""
+    """A part in memory; ``wrap_part`` explains the arguments."""
 
     def __init__(self, data: Any, *, source: str, dtype: str, shape: Shape, block: int) -> None:
         import numpy as np
@@ -99,7 +99,7 @@ class _NumpyPart:
         # float8_e4m3fn has no infinity: rounding in the division may exceed its range.
         np.clip(values, np.float32(-LARGEST), np.float32(LARGEST), out=values)
         out: Any = np.empty(values.shape, np.uint8)
-        cast_of("float32", "float8_e4m3fn")(
+        find_cast("float32", "float8_e4m3fn")(
             memoryview(values.reshape(-1).view(np.uint8)), memoryview(out.reshape(-1))
         )
         return out

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import Box, c_strides
 from core.arrays.dtypes import itemsize
 from core.errors import UnsupportedError
-from core.quantize.part import LARGEST, Part, part_of
+from core.quantize.part import LARGEST, Part, wrap_part
 from core.quantize.source import SourceTensor
 from core.values import dataclass
 
@@ -134,7 +134,7 @@ class Weight:
             data = self.source.read(store, box)
             yield (
                 first_column,
-                part_of(
+                wrap_part(
                     store,
                     data,
                     source=self.source.dtype,

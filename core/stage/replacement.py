@@ -7,7 +7,7 @@ file (whose manifest is a separate file), the old one is first moved into the st
     ├── data/    the new destination, until it is renamed
     └── old/     the old destination under its name, or the manifest of the old file
 
-A process that is killed between two renames therefore leaves everything that ``put_back`` needs.
+So a process that is killed between two renames leaves everything that ``undo_replacement`` needs.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
 
     Raises:
         FileExistsError: the name is taken, and ``force`` is not given.
-        OSError: the system refuses; the caller must call ``put_back``.
+        OSError: the system refuses; the caller must call ``undo_replacement``.
     """
     if not os.path.lexists(dst):
         rename_new(data_dir, dst)
@@ -95,7 +95,7 @@ def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
 
     Raises:
         FileExistsError: the name is taken, and ``force`` is not given.
-        OSError: the system refuses; the caller must call ``put_back``.
+        OSError: the system refuses; the caller must call ``undo_replacement``.
     """
     if not force:
         rename_new(data_dir / dst.name, dst)
@@ -107,7 +107,7 @@ def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
     os.replace(data_dir / dst.name, dst)
 
 
-def put_back(stage_dir: Path, dst: Path) -> bool:
+def undo_replacement(stage_dir: Path, dst: Path) -> bool:
     """Restore what an interrupted replacement has moved aside, unless the new destination exists.
 
     Returns:

@@ -40,7 +40,7 @@ from core.progress import OnProgress, Phase, begin_phase
 from core.stage.files import StageStore
 from core.stage.folder_lock import NO_LOCKS, lock_folder, stage_dir_of
 from core.stage.journal import BATCH_BYTES, FileJournal, is_journal_of, journal_path, journals_in
-from core.stage.replacement import check_may_replace, put_back, replace_dir, replace_file
+from core.stage.replacement import check_may_replace, replace_dir, replace_file, undo_replacement
 from core.stage.stale import clear_finished, remove_stage
 from core.stage.workers_lock import NAME as WORKERS_LOCK
 from core.stage.workers_lock import WorkersLock, claim_stage
@@ -148,7 +148,7 @@ class Stage:
             has_earlier_work = any(entry.name != WORKERS_LOCK for entry in self.stage_dir.iterdir())
             # As long as the earlier work may be useful, a failure must not remove it.
             self._keeps_earlier_work = has_earlier_work and self._resume
-            if put_back(self.stage_dir, self.dst):
+            if undo_replacement(self.stage_dir, self.dst):
                 self.notes.append(
                     f"restored {self.dst.name}, which an interrupted run had moved aside"
                 )
@@ -441,7 +441,7 @@ class Stage:
             return True
         try:
             if not self._is_committed:
-                put_back(self.stage_dir, self.dst)
+                undo_replacement(self.stage_dir, self.dst)
             elif self.is_file and os.path.lexists(self.data_dir):
                 self._finish()
         except (OSError, CheckpointingException):

@@ -51,7 +51,7 @@ class Newest:
     skipped: tuple[Skipped, ...]
 
 
-def newest_valid(
+def find_newest_valid(
     root: Path, is_valid: Callable[[Path], tuple[bool, Validation]], *, team: Team = ALONE
 ) -> Newest:
     """Find the newest valid iteration of a training root.

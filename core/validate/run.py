@@ -334,7 +334,7 @@ def _require_iteration(subject: Subject, requested: int | None) -> None:
         )
 
 
-def refused(path: Path, *, level: Level, error: UsageError) -> Validation:
+def build_refusal(path: Path, *, level: Level, error: UsageError) -> Validation:
     """Build the result for a path that cannot be checked, among those of other paths."""
     from core.checks.opening import UNREADABLE
 

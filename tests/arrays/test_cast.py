@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from core.arrays.cast import cast_of, check_cast
+from core.arrays.cast import check_cast, find_cast
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import UnsupportedError
 
@@ -67,7 +67,7 @@ def by_torch(raw: np.ndarray, source: str, target: str) -> np.ndarray:
 
 def by_us(raw: np.ndarray, source: str, target: str) -> np.ndarray:
     out = np.zeros(raw.size, dtype=f"u{itemsize(target)}")
-    cast_of(source, target)(memoryview(raw.view(np.uint8)), memoryview(out.view(np.uint8)))
+    find_cast(source, target)(memoryview(raw.view(np.uint8)), memoryview(out.view(np.uint8)))
     return out
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from core.arrays.box import full_box
-from core.arrays.cast import cast_of, check_cast
+from core.arrays.cast import check_cast, find_cast
 from core.arrays.dtypes import DTYPES, itemsize
 from core.calibration.choice import choose_device, decisions
 from core.calibration.trials import patterns, trial_of, typical_numbers
@@ -130,7 +130,7 @@ def test_a_buffer_of_many_pieces_is_cast_in_order_from_read_only_bytes(place: st
     data = typical_numbers("float32", 2 * PIECE_BYTES + 12)
     work = cast_work("float32", "bfloat16")
     outs = [memoryview(bytearray(len(data) // 2)) for _ in range(3)]
-    cast_of("float32", "bfloat16")(memoryview(data), outs[0])
+    find_cast("float32", "bfloat16")(memoryview(data), outs[0])
     cast_on(able(place, work), "float32", "bfloat16")(memoryview(data).toreadonly(), outs[1])
     assert outs[1] == outs[0]
     pinned = host_buffer(Device(place), len(data))

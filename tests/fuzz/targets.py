@@ -23,10 +23,10 @@ from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.store import MemoryStore
 from core.formats.dcp import metadata as dcp_metadata
-from core.formats.dcp.reading.catalog import catalog_of
+from core.formats.dcp.reading.catalog import build_catalog
 from core.formats.format import Format
 from core.formats.huggingface.index import read_index
-from core.formats.mcore.metadata_json import config_of
+from core.formats.mcore.metadata_json import read_metadata_json
 from core.formats.ocdbt import nodes as ocdbt_nodes
 from core.formats.ocdbt.nodes import MANIFEST_MAGIC, NODE_MAGIC, UnfoldBudget, ValueLocation
 from core.formats.ocdbt.tree import TREE, leaves_of, read_tree
@@ -38,7 +38,7 @@ from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.inspect.preview import first_values
-from core.inspect.summary import groups_of
+from core.inspect.summary import total_by_purpose
 from core.manifest.of_copy import MANIFEST, read_manifest
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf
@@ -134,7 +134,7 @@ def _item(data: bytes) -> None:
 def _metadata(data: bytes) -> None:
     found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     files = dict.fromkeys(found.files[:_MOST], b"")
-    catalog = catalog_of(found, format="dcp")
+    catalog = build_catalog(found, format="dcp")
     _explored(catalog, MemoryStore(files))
 
 
@@ -221,7 +221,7 @@ def _json(data: bytes) -> None:
 
 
 def _config(data: bytes) -> None:
-    config_of(MemoryStore({"metadata.json": data}))
+    read_metadata_json(MemoryStore({"metadata.json": data}))
 
 
 def _tree(data: bytes) -> None:
@@ -259,12 +259,12 @@ def _ocdbt(data: bytes) -> None:
     if kind & 1:
         ocdbt_nodes.read_node(whole, ValueLocation("", "d/0", 0, len(whole)), kind >> 1 & 1, budget)
     else:
-        ocdbt_nodes.read_manifest(whole, budget)
+        ocdbt_nodes.read_newest_version(whole, budget)
 
 
 def _explored(catalog: Catalog, store: MemoryStore) -> None:
     """Looks at everything that a catalog promises, as the commands would."""
-    groups_of(catalog.tensors)
+    total_by_purpose(catalog.tensors)
     for name in globals_of([item.value for item in catalog.objects.values()]):
         classify(name)
     for key in islice(catalog.tensors, _MOST):

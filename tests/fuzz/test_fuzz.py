@@ -21,7 +21,7 @@ from core.errors import CheckpointingException
 from core.files.store import MemoryStore
 from core.formats.dcp import metadata as dcp_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
-from core.formats.dcp.reading.catalog import catalog_of
+from core.formats.dcp.reading.catalog import build_catalog
 from core.formats.torch.zip.container import read_archive
 from tests.fuzz.seeds import seeds_of
 from tests.fuzz.targets import TARGETS, survives
@@ -163,7 +163,7 @@ def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[Te
         found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     except CheckpointingException:
         return
-    catalog = catalog_of(found, format="dcp")
+    catalog = build_catalog(found, format="dcp")
     for key, meta in catalog.tensors.items():
         for piece in catalog.fragments(key):
             assert all(

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from core.errors import CheckpointingException
-from core.hf.config_json.config import arguments_of
+from core.hf.config_json.config import build_arguments
 from core.hf.config_json.yarn import latent_yarn_arguments
 from core.hf.family import Family, families
 from core.hf.values import count_of
@@ -137,7 +137,7 @@ def _with_infinities(value: Any) -> Any:
 def _arguments(config: Mapping[str, Any], family: Family) -> dict[str, object] | None:
     """Return the arguments of a configuration; None if it is refused."""
     try:
-        args = arguments_of(
+        args = build_arguments(
             config,
             family,
             dtype="float32",

@@ -19,7 +19,7 @@ from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.opening.objects import loaded
 from tests.hf.models import (
     FAMILIES,
@@ -91,7 +91,7 @@ def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_
     folder = saved(name, tmp_path / "model")
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder), make_vocab_size_divisible_by=16)
-    stacked = stack(middle, Topology(tp=2), rules=RULES)
+    stacked = to_torch_dist(middle, Topology(tp=2), rules=RULES)
     ours = _written(
         stacked.target, filled(stacked.target, stacked.source, store), tmp_path / "dist"
     )

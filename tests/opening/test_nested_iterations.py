@@ -20,7 +20,7 @@ from core.checks.level import Level
 from core.errors import UsageError
 from core.manifest.inventory import default_manifest_path
 from core.opening.open import open_checkpoint
-from core.validate.newest import newest_valid
+from core.validate.newest import find_newest_valid
 from core.validate.run import Validation, validate
 from tests.support.rank_files import load_rank_file
 
@@ -94,7 +94,7 @@ def test_a_cut_rank_file_is_found_from_the_root(run: Path, file: str, level: Lev
         validation = validate(path, level=level)
         return validation.worst is None or validation.worst < Severity.ERROR, validation
 
-    newest = newest_valid(run, is_whole)
+    newest = find_newest_valid(run, is_whole)
     assert newest.path == str(run / "checkpoint-1")
     assert [skipped.path for skipped in newest.skipped] == [str(run / "checkpoint-2")]
 

@@ -26,7 +26,7 @@ from core.formats.registry import formats
 from core.formats.torch.tree import parse
 from core.formats.torch.weights_only import ASIDE_KEY
 from core.pickle.inert import Inert
-from core.pickle.key_text import faithful_text, text_of
+from core.pickle.key_text import describe_key, faithful_text
 from core.pickle.reader import load
 from tests.diff.test_run import compare
 from tests.support.trees import differences
@@ -125,7 +125,7 @@ def test_members_of_an_enumeration_have_different_texts() -> None:
 def test_a_key_without_a_faithful_text_is_called_by_its_class(key: object) -> None:
     read = inert(key)
     assert faithful_text(read) is None
-    assert text_of(read).startswith("<") and text_of(read).endswith(">")
+    assert describe_key(read).startswith("<") and describe_key(read).endswith(">")
 
 
 def test_the_text_of_a_hostile_key_is_short_work() -> None:
@@ -174,7 +174,7 @@ def test_names_have_the_values_of_the_keys_and_a_note_says_that_types_are_gone(
     (note,) = [
         note for note in notes if note.startswith("non-string keys are converted to strings: ")
     ]
-    red = text_of(inert(Color.RED))
+    red = describe_key(inert(Color.RED))
     assert note.split(": ")[1] == f"proto.3, proto.7, proto.{red}, proto.Point(1, 2)"
     if to == "safetensors":
         tensors = load_file(tmp_path / "out" / "model.safetensors")

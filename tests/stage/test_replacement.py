@@ -16,7 +16,7 @@ from core.files.folders import make_folders, remove_empty
 from core.manifest.of_copy import manifest_name
 from core.stage.folder_lock import stage_dir_of
 from core.stage.journal import FileJournal
-from core.stage.replacement import put_back
+from core.stage.replacement import undo_replacement
 from core.stage.stage import Stage
 
 
@@ -53,12 +53,12 @@ def test_a_manifest_goes_back_to_its_file_unless_a_new_file_stands_there(tmp_pat
     dst.write_text("old")
     manifest = manifest_name(dst.name)
     stage_dir = stage_of(dst, f"old/{manifest}", f"data/{dst.name}")
-    assert put_back(stage_dir, dst)
+    assert undo_replacement(stage_dir, dst)
     assert (tmp_path / manifest).read_text() == f"old/{manifest}"
     (tmp_path / manifest).unlink()
     (stage_dir / "data" / dst.name).unlink()
     stage_of(dst, f"old/{manifest}")
-    assert not put_back(stage_dir, dst)
+    assert not undo_replacement(stage_dir, dst)
     assert not (tmp_path / manifest).exists()
 
 

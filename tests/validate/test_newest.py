@@ -9,7 +9,7 @@ import pytest
 
 from core.checks.level import Level
 from core.errors import UsageError
-from core.validate.newest import Newest, iteration_paths, newest_valid
+from core.validate.newest import Newest, find_newest_valid, iteration_paths
 from core.validate.run import Validation, validate
 
 SOURCE = "mcore_torch_dist/dense_gqa/tp2_pp2/iter_0000010"
@@ -29,7 +29,7 @@ def newest(root: Path, *, level: Level = Level.HEADERS) -> Newest:
         found = validate(path, level=level)
         return found.worst is None or found.worst < 3, found
 
-    return newest_valid(root, is_whole)
+    return find_newest_valid(root, is_whole)
 
 
 def cut(path: Path) -> None:

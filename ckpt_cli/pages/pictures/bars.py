@@ -8,7 +8,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 _HEIGHTS = " ▁▂▃▄▅▆▇█"
 
 
-def bar_text(share: float, width: int) -> str:
+def draw_bar(share: float, width: int) -> str:
     """Return a bar that fills a share of ``width`` columns; at least a thin one above 0.
 
     Args:

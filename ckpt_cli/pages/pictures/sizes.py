@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from ckpt_cli.pages.pictures.bars import bar_text
+from ckpt_cli.pages.pictures.bars import draw_bar
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.pictures.sizes import SizeNode, fold_sizes
@@ -43,7 +43,7 @@ def size_lines(
         [
             Cell(name, ("bold",) if depth == 0 else (), lead=2 * depth),
             Cell(
-                bar_text(node.n_bytes / largest, bar_columns).ljust(bar_columns),
+                draw_bar(node.n_bytes / largest, bar_columns).ljust(bar_columns),
                 ("cyan",) if depth == 0 else ("blue",),
             ),
             Cell(bytes_text(node.n_bytes)),

@@ -34,7 +34,7 @@ from core.errors import (
 )
 from core.files.store import LocalStore
 from core.formats.dcp.columns import DcpItem, DcpMetadata
-from core.formats.dcp.reading.data_files import METADATA, check_files
+from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
@@ -124,7 +124,9 @@ def _is_of_an_entry(err: CheckpointingException) -> bool:
 
 def _check_sizes(subject: Subject, metadata: DcpMetadata) -> Iterator[Finding]:
     """Report files that are missing or too short for their items."""
-    for err in collect_problems(lambda report: check_files(subject.store, metadata, report=report)):
+    for err in collect_problems(
+        lambda report: check_file_lengths(subject.store, metadata, report=report)
+    ):
         size = subject.files.get(err.file or "")
         expected = "the file"
         if isinstance(err, TruncatedError) and err.span is not None:

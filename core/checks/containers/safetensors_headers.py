@@ -56,7 +56,7 @@ def _read_header(store: ReadStore, name: str, report: Report) -> None:
 
 def _files_of_catalog(subject: Subject) -> Sequence[str]:
     """Return the files whose headers were read for the catalog, and are therefore valid."""
-    from core.formats.safetensors.files import INDEX_SUFFIX, files_of
+    from core.formats.safetensors.files import INDEX_SUFFIX, list_safetensors_files
 
     if subject.catalog is None:
         return ()
@@ -66,7 +66,7 @@ def _files_of_catalog(subject: Subject) -> Sequence[str]:
     if subject.catalog.facet(PipelineFacts) is not None:
         arrays = (fragment.array for fragment in subject.catalog.all_fragments())
         return tuple({array.extent.file for array in arrays if array is not None})
-    return files_of(subject.store).names
+    return list_safetensors_files(subject.store).names
 
 
 CHECKS = (Check(check_headers),)

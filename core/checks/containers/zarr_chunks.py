@@ -39,7 +39,7 @@ from core.formats.zarr.fill import lost_files, missing_chunk, unstored
 from core.formats.zarr.grid import ChunkNames, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
-from core.formats.zarr.tree import ROOT_KEY, folders_of
+from core.formats.zarr.tree import ROOT_KEY, walk_folders
 from core.opening.open import ERROR
 from core.values import dataclass
 
@@ -141,7 +141,7 @@ def _find_arrays(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_
 
     # ``folders_of`` calls ``is_array`` for each folder before it yields the folder; meanwhile the
     # array or the finding is queued in ``pending``.
-    for folder, listing, is_array_folder in folders_of(store, is_array=is_array):
+    for folder, listing, is_array_folder in walk_folders(store, is_array=is_array):
         yield from pending
         pending.clear()
         if is_array_folder or folder in groups or folder.startswith(tuple(bare_prefixes)):

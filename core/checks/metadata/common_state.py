@@ -96,10 +96,10 @@ def check_iteration(subject: Subject) -> Iterator[Finding]:
     match, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
     if match is None or catalog is None:
         return
-    from core.megatron.extras.common_state import iteration_of
+    from core.megatron.extras.common_state import read_iteration
 
     # Ranks that disagree are reported by ``check_agreement``; here the majority counts.
-    numbers: list[object] = [iteration_of(root) for root in _roots(catalog).values()]
+    numbers: list[object] = [read_iteration(root) for root in _roots(catalog).values()]
     iteration = _most_frequent(numbers) if numbers else catalog.iteration
     if isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
@@ -271,12 +271,12 @@ def _find_missing_states(
 
 def check_backend(subject: Subject) -> Iterator[Finding]:
     """Compare the backend in ``metadata.json`` with the files in the directory (CK506)."""
-    from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG, config_of
+    from core.formats.mcore.metadata_json import BACKEND_KEY, BACKENDS, CONFIG, read_metadata_json
 
     if CONFIG not in subject.files or subject.store.entry is not None:
         return
     try:
-        config = config_of(subject.store)
+        config = read_metadata_json(subject.store)
     except CheckpointingException:
         return  # reported by the checks of trackers (CK516)
     # The backend must be a known one. Software other than Megatron-core may omit it.

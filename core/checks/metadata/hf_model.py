@@ -23,7 +23,7 @@ from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
 from core.errors import CheckpointingException
-from core.formats.huggingface.files import CONFIG, config_of
+from core.formats.huggingface.files import CONFIG, read_config_json
 from core.hf.proof.expected import declares_tie, describe_model, unchecked_text
 from core.hf.proof.problem import Kind
 
@@ -223,7 +223,7 @@ def _read_comparable_config(subject: Subject) -> Mapping[str, object] | None:
     if not is_torch or not all(_LOADED.fullmatch(name) for name in _weight_files(subject)):
         return None
     try:
-        return config_of(store)
+        return read_config_json(store)
     except CheckpointingException:
         return None  # reported by the checks of small files
 

@@ -179,12 +179,12 @@ def _read_states(
     Returns:
         The problems, and the states of all ranks; no states if the last problem ended the reading.
     """
-    from core.megatron.reshard.rank_optimizer import read_states
+    from core.megatron.reshard.rank_optimizer import find_rank_states
 
     problems: list[CheckpointingException] = []
     store = subject.store if proves else None
     try:
-        result = read_states(
+        result = find_rank_states(
             catalog, model.files, model.facts, subject.rules, store=store, report=problems.append
         )
     except CheckpointingException as err:

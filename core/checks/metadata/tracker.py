@@ -78,13 +78,13 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
     files = subject.files
     if subject.store.entry is not None or subject.format is None:
         return
-    from core.formats.mcore.metadata_json import CONFIG, config_of
+    from core.formats.mcore.metadata_json import CONFIG, read_metadata_json
 
     # metadata.json usually names the backend.
     backend = None
     if CONFIG in files and subject.format.has_common_state:
         try:
-            backend = config_of(subject.store).get("sharded_backend")
+            backend = read_metadata_json(subject.store).get("sharded_backend")
         except CorruptError as err:
             yield finding_of(err, default=UNREADABLE, file=CONFIG)
     # torch writes .metadata last, and Megatron metadata.json after that.

@@ -19,7 +19,7 @@ from core.convert.global_form.steps import (
     merge_if_requested,
 )
 from core.convert.job import Job
-from core.convert.options import check_vocabulary, refuse_quantizing
+from core.convert.options import check_vocabulary_options, refuse_quantizing
 from core.errors import UsageError
 from core.formats.huggingface.files import CONFIG
 from core.megatron.model.args import fields_of
@@ -44,12 +44,12 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
     """
     from core.hf.names import composite_types, model_types
     from core.hf.optimizer.states import with_masters
-    from core.hf.proof.proof import check_model
+    from core.hf.proof.proof import prove_model
     from core.hf.to_megatron import OptimizerTarget, to_megatron
 
     job = request.job
     assert request.config is not None
-    check_vocabulary(job, request.config)
+    check_vocabulary_options(job, request.config)
     refuse_quantizing(job, request.format)
     step = merge_if_requested(request, drop_optimizer(request, catalog), source)
 
@@ -66,7 +66,7 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
     with blaming_options(job, first, "Hugging Face"):
         tabled = (*model_types(), *composite_types())
         if request.family is None and config.get("model_type") in tabled:
-            check_model(
+            prove_model(
                 cast.catalog,
                 config,
                 files=cast.catalog.files,

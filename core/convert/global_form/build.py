@@ -23,11 +23,11 @@ from core.catalog.files_beside import ADAPTER_CONFIG, UNREAD
 from core.catalog.tensor import without_ties
 from core.convert.global_form.form import GlobalForm
 from core.convert.global_form.own_names import form_with_own_names
-from core.convert.global_form.refusals import check_request
+from core.convert.global_form.refusals import refuse_contradictions
 from core.convert.global_form.request import (
     FormRequest,
     config_document,
-    load_rules,
+    load_job_rules,
     parse_names,
     read_config,
     read_param_order,
@@ -85,7 +85,7 @@ def global_form(
             )
         catalog = with_parameter_names(catalog, source.store, read_param_order(job.param_order))
     if job.rules is not None:
-        load_rules(job)  # a file with an error is refused, whether or not its rules are needed
+        load_job_rules(job)  # a file with an error is refused, whether or not its rules are needed
     names, model_type = parse_names(job)
     check_source_sizes(job, catalog)
     unread = unread_files(replace(source, catalog=catalog))
@@ -132,7 +132,7 @@ def global_form(
     )
     if job.optim is None and request.writes_hf:  # nobody expects an optimizer there
         request = replace(request, job=replace(job, optim="drop"))
-    check_request(request, catalog)
+    refuse_contradictions(request, catalog)
     if request.is_restacked:  # to_torch_dist does it, after the user's other changes
         request = replace(
             request, job=replace(request.job, stack_layers=False, unstack_layers=None)

@@ -29,12 +29,12 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
 
     # A Hugging Face model that is written as such must fit its configuration.
     if request.comes_from_hf and (request.names == "hf" or job.config is not None):
-        from core.hf.proof.proof import check_model
+        from core.hf.proof.proof import prove_model
 
         assert request.config is not None
         config = config_after(result.catalog, request.config)
         with blaming_options(job, result, "Hugging Face"):
-            notes += check_model(
+            notes += prove_model(
                 result.catalog,
                 config,
                 files=before.files,
@@ -65,11 +65,11 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
     Raises:
         UsageError: the model is incomplete; the message names the missing tensors.
     """
-    from core.megatron.model.args import facts_of
+    from core.megatron.model.args import read_facts
     from core.megatron.model.checks import check_complete
 
     try:
-        facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+        facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
         check_complete(catalog.tensors, facts, rules)
     except (CheckpointingException, ValueError) as err:
         message = err.message if isinstance(err, CheckpointingException) else str(err)

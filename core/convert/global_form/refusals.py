@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.convert.global_form.request import FormRequest
-from core.convert.options import changes_layout, check_names, check_target
+from core.convert.options import changes_layout, check_format_options, check_target_names
 from core.errors import UnsupportedError, UsageError
 from core.formats.huggingface.files import CONFIG
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from core.megatron.rules.rules import Rules
 
 
-def check_request(request: FormRequest, catalog: Catalog) -> None:
+def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
     """Raise if options contradict the source's names or the destination, or would have no effect.
 
     Raises:
@@ -39,14 +39,14 @@ def check_request(request: FormRequest, catalog: Catalog) -> None:
         )
 
     # The names to write must suit the source's names and the destination.
-    check_names(
+    check_target_names(
         job,
         request.names,
         request.model_type,
         format,
         request.config if request.comes_from_hf else None,
     )
-    check_target(job, format, is_named=is_named)
+    check_format_options(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         refuse_without_arguments(catalog, request.rules)
         option = "--names megatron" if job.names is not None else f"--to {job.to}"

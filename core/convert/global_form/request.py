@@ -70,7 +70,7 @@ class FormRequest:
     @property
     def rules(self) -> Rules:
         """The layout rules; reading their table takes a while, and most formats do not need it."""
-        return load_rules(self.job)
+        return load_job_rules(self.job)
 
     def has_megatron_model(self, catalog: Catalog) -> bool:
         """Return whether a catalog of global tensors is a Megatron model, with its arguments."""
@@ -97,7 +97,7 @@ class FormRequest:
         return self.comes_from_hf and needs_megatron
 
 
-def load_rules(job: Job) -> Rules:
+def load_job_rules(job: Job) -> Rules:
     """Load the layout rules of a job.
 
     Raises:

@@ -100,14 +100,14 @@ def _has_towers(target: TargetCatalog) -> bool:
 
 def _library_call(result: WrittenResult) -> str:
     """Return the call that loads a result without Megatron's training script."""
-    from core.formats.torch.weights_only import refused
+    from core.formats.torch.weights_only import find_refused
 
     name, dst = result.format.name, _quoted(result.dst)
     if name == "safetensors":
         return _safetensors_call(result)
     if name == "torch":
         file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
-        objects = [] if result.target.write.weights_only else refused(result.target.skeleton)
+        objects = [] if result.target.write.weights_only else find_refused(result.target.skeleton)
         line = f"torch.load({file}, weights_only={not objects})"
         # Python refuses to make the paths of another system.
         if any(_WINDOWS_PATH in globals_of(value) for _, value in objects):
@@ -218,7 +218,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
 
 def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str]:
     """Yield Megatron's options for the distribution of layers over stages and model chunks."""
-    from core.megatron.model.args import facts_of, fields_of
+    from core.megatron.model.args import fields_of, read_facts
     from core.megatron.model.hybrid import NAMES as PATTERNS
     from core.megatron.model.pipeline import Pipeline, layout_text
     from core.megatron.model.pipeline_args import list_v_options
@@ -235,7 +235,7 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
     n_layers = None
     pipeline = topology.pipeline
     try:
-        facts = facts_of(target.args)
+        facts = read_facts(target.args)
         n_layers = facts.n_layers
         pipeline = pipeline or facts.pipeline_at(topology.pp, topology.vpp)
     except CheckpointingException:  # a model that ckpt cannot reshard, copied as it was

@@ -68,7 +68,7 @@ CLASSES: dict[str, type] = {
 """Classes that an encoding may consist of; a test finds missing ones."""
 
 
-def refused(value: object) -> object:
+def refuse_class(value: object) -> object:
     """Raise because a value of an unknown class cannot be decoded by other workers.
 
     Raises:
@@ -80,7 +80,7 @@ def refused(value: object) -> object:
     )
 
 
-def plain(value: object, unknown: Callable[[object], object] = refused) -> object:
+def plain(value: object, unknown: Callable[[object], object] = refuse_class) -> object:
     """Encode a value of an encoding as JSON.
 
     Args:
@@ -88,7 +88,7 @@ def plain(value: object, unknown: Callable[[object], object] = refused) -> objec
         unknown: encodes values of classes that are not in the tables.
 
     Raises:
-        UnsupportedError: from ``refused``.
+        UnsupportedError: from ``refuse_class``.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -141,7 +141,7 @@ class Encoder:
         encoding_files: names of the files that encodings read.
     """
 
-    def __init__(self, unknown: Callable[[object], object] = refused) -> None:
+    def __init__(self, unknown: Callable[[object], object] = refuse_class) -> None:
         self.files: dict[str, int] = {}
         self.encoding_files: set[str] = set()
         self._unknown = unknown

@@ -34,7 +34,7 @@ from core.arrays.dtypes import itemsize
 from core.catalog.file_image import FileImage
 from core.catalog.stored import PlannedArray, StoredArray
 from core.catalog.tensor import Fragment, TargetFragment, TargetTensor, Tensor
-from core.convert.stored_plan.codec import Decoder, Encoder, refused
+from core.convert.stored_plan.codec import Decoder, Encoder, refuse_class
 from core.convert.stored_plan.division import Division, KeyWork
 from core.errors import CorruptError
 from core.files.store import ReadStore, translate_os_errors
@@ -118,7 +118,7 @@ def write_plan(
     sink = _HashedSink(file)
     sink.write(MAGIC)
     # A plan that is only hashed need not be decodable.
-    unknown = repr if file is None else refused
+    unknown = repr if file is None else refuse_class
     encoder = Encoder(unknown)
     plain_lines = _PlainLines(plan, encoder)
 

@@ -37,7 +37,7 @@ from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import list_files_below
 from core.formats.dcp.reading.data_files import METADATA
-from core.live.upload import put_object
+from core.live.upload import upload_object
 from core.manifest.file import FileSum, manifest_lines, manifest_name
 from core.manifest.partial_sums import combine_sums
 from core.version import TOOL
@@ -80,7 +80,7 @@ class BucketPublication:
         # The lock is put before anything below the prefix is read or changed.
         lock = root / STAGE / LOCK
         try:
-            put_object(lock, self._id, replaces=overwrite)
+            upload_object(lock, self._id, replaces=overwrite)
         except UsageError as err:
             raise StorageError(
                 "another save to this URL is running, or was interrupted",
@@ -122,7 +122,7 @@ class BucketPublication:
             self, _drop, self.data_dir, self.token, os.getpid(), kept=self._kept
         )
         if self._has_manifest:
-            put_object(self.data_dir / STAGE / WANTS_SUMS, b"")
+            upload_object(self.data_dir / STAGE / WANTS_SUMS, b"")
 
     @property
     def token(self) -> str:
@@ -152,7 +152,7 @@ class BucketPublication:
                 of this save are then deleted.
         """
         try:
-            if owner_of(self.data_dir) != self.token:
+            if read_lock_token(self.data_dir) != self.token:
                 raise StorageError(
                     "another save to this URL began, or its lock was deleted during the save",
                     file=str(self.data_dir),
@@ -161,7 +161,7 @@ class BucketPublication:
             if self._has_manifest:
                 self._put_manifest(last)
             for name, data in last.items():
-                put_object(self.data_dir / name, data)
+                upload_object(self.data_dir / name, data)
         except BaseException:
             self.abandon()
             raise
@@ -189,7 +189,7 @@ class BucketPublication:
         ]
         files.sort(key=lambda file: file.path)
         lines = manifest_lines(TOOL, ALGORITHM, files, arrays)
-        put_object(self.data_dir / name, "".join(lines).encode())
+        upload_object(self.data_dir / name, "".join(lines).encode())
 
     def abandon(self) -> None:
         """Delete the objects of the save and its lock; do nothing after ``publish``."""
@@ -221,7 +221,7 @@ def _names_of_checkpoint(names: Iterable[str]) -> list[str]:
     ]
 
 
-def owner_of(root: RemotePath) -> str | None:
+def read_lock_token(root: RemotePath) -> str | None:
     """Return the token of the save that the lock names; None without a lock."""
     forget_listings()
     with closing(RemoteStore(root / STAGE)) as store:
@@ -248,7 +248,7 @@ def _drop(root: RemotePath, token: str, pid: int, kept: frozenset[str] = frozens
 def _delete_save(root: RemotePath, token: str, kept: frozenset[str]) -> None:
     """Delete the objects of a save, unless another save has taken over the prefix."""
     try:
-        if owner_of(root) != token:
+        if read_lock_token(root) != token:
             return
         names = [name for name in _list(root) if name not in kept]
         # The lock is deleted last: a save that begins earlier would lose its objects.

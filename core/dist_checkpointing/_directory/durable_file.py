@@ -11,7 +11,7 @@ from core.files.folders import sync_folder
 from core.files.remote_path import is_remote, location_of
 from core.files.store import check_name, translate_os_errors
 from core.files.syscalls import flush
-from core.live.upload import put_object
+from core.live.upload import upload_object
 
 
 def write_file(
@@ -33,7 +33,7 @@ def write_file(
     root = location_of(checkpoint_dir)
     path = root / check_name(name)
     if is_remote(path):
-        put_object(path, b"".join(pieces))
+        upload_object(path, b"".join(pieces))
         return
     # Do not create the directory: a misspelled path has to be an error.
     with translate_os_errors(str(root), doing="look at"):

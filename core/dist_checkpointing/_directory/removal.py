@@ -26,7 +26,7 @@ from core.manifest.of_copy import MANIFEST
 logger = logging.getLogger(__name__)
 
 
-def remove_entries(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
+def remove_by_prefix(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
     """Remove the tensors and objects whose keys begin with a prefix; for one process.
 
     A manifest is deleted, as its checksums would no longer match.

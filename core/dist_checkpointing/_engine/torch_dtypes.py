@@ -64,7 +64,7 @@ def is_float8tensor(tensor: Any) -> bool:
     )
 
 
-def dequantize(tensor: Any) -> Any:
+def dequantize_tensor(tensor: Any) -> Any:
     """Return the values of a float8 tensor as a plain tensor of the dtype that it reports."""
     # Older versions have only from_float8().
     return tensor.dequantize() if hasattr(tensor, "dequantize") else tensor.from_float8()

@@ -42,19 +42,19 @@ _has_exchanged: list[bool] = []
 """Not empty once this process has exchanged anything with others."""
 
 
-def is_distributed() -> bool:
+def has_process_group() -> bool:
     """Return whether torch.distributed has a default process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
 def rank(group: Any = None) -> int:
     """Return this process's rank in the group; 0 without torch.distributed."""
-    return dist.get_rank(group) if is_distributed() else 0
+    return dist.get_rank(group) if has_process_group() else 0
 
 
 def world_size(group: Any = None) -> int:
     """Return the number of ranks in the group; 1 without torch.distributed."""
-    return dist.get_world_size(group) if is_distributed() else 1
+    return dist.get_world_size(group) if has_process_group() else 1
 
 
 @contextmanager

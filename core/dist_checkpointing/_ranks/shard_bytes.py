@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from core.arrays.box import boxes_of_flat_range
-from core.dist_checkpointing._engine.torch_dtypes import dequantize, is_float8tensor
+from core.dist_checkpointing._engine.torch_dtypes import dequantize_tensor, is_float8tensor
 from core.dist_checkpointing.mapping import ShardedTensor
 from core.dist_checkpointing.utils import _ShardId
 
@@ -54,7 +54,7 @@ def with_nominal_dtype(tensor: torch.Tensor) -> torch.Tensor:
 
     The bytes of a Float8Tensor mean nothing without its scales.
     """
-    return dequantize(tensor) if is_float8tensor(tensor) else tensor
+    return dequantize_tensor(tensor) if is_float8tensor(tensor) else tensor
 
 
 def receive_buffer(tensor: ShardedTensor) -> torch.Tensor:
@@ -227,7 +227,7 @@ def bytes_in_place(
     return own_bytes(tensors.get(shard), device)
 
 
-def pack(
+def fill_part(
     parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
 ) -> None:
     """Copy the bytes of a parcel from ``start`` on to ``raw``, 1-D uint8, until that is full."""

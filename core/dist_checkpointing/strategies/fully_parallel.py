@@ -475,7 +475,7 @@ def distribute_main_replicas_with_precomputed_distribution(
 
 def _group_or_world(group: Any) -> Any:
     """Return the group; for None, the group of all ranks if torch.distributed is in use."""
-    return dist.group.WORLD if group is None and comm.is_distributed() else group
+    return dist.group.WORLD if group is None and comm.has_process_group() else group
 
 
 def _copy_leaves(sharded_state_dict: ShardedStateDict) -> ShardedStateDict:

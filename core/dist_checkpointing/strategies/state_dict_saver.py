@@ -69,7 +69,7 @@ def save_state_dict_async_plan(
     """
     central_plan, local_plan, is_cache_valid = cached_ckpt_structure or (None, None, False)
     planner = planner or DefaultSavePlanner()
-    wrapper = _DistWrapper(process_group, comm.is_distributed(), coordinator_rank)
+    wrapper = _DistWrapper(process_group, comm.has_process_group(), coordinator_rank)
     planning = _SavePlanning(state_dict, storage_writer, planner, wrapper, local_plan)
 
     # Create the final plan: from the cache, on each rank separately, or on the coordinator.

@@ -28,10 +28,10 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     BACKEND,
     VERSION,
     ZarrCheckpoints,
+    list_sharded_tensors,
     postprocess_numpy_array,
     replace_leaves,
     stored_region,
-    tensors_of,
 )
 from core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
@@ -89,7 +89,7 @@ class TensorStoreLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
         def load_all() -> list[torch.Tensor]:
             return [
                 _load_from_array(ten, Path(checkpoint_dir), self.load_directly_on_device)
-                for ten in tensors_of(sharded_state_dict)
+                for ten in list_sharded_tensors(sharded_state_dict)
             ]
 
         return replace_leaves(sharded_state_dict, comm.together(load_all))

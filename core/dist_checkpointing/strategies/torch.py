@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typing_extensions import override
 
 from core.dist_checkpointing._background.caller import InThread
-from core.dist_checkpointing._directory.removal import remove_entries
+from core.dist_checkpointing._directory.removal import remove_by_prefix
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import (
     Agreement,
@@ -426,7 +426,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         if metadata is None:
             return bridge.sharded_metadata(checkpoint_dir, tensors_only=True)
         return {
-            key: bridge.whole_tensor(key, entry.properties.dtype, entry.size)
+            key: bridge.describe_whole_tensor(key, entry.properties.dtype, entry.size)
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
@@ -459,7 +459,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
                 describe.
             CheckpointingException: the metadata cannot be read, or a file cannot be written.
         """
-        remove_entries(checkpoint_dir, key_prefix)
+        remove_by_prefix(checkpoint_dir, key_prefix)
 
     @override
     def check_backend_compatibility(self, loaded_version: Any) -> None:

@@ -32,8 +32,8 @@ from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
 from core.dist_checkpointing.strategies._zarr.checkpoints import (
     ZarrCheckpoints,
     flatten_range,
+    list_sharded_tensors,
     replace_leaves,
-    tensors_of,
 )
 from core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from core.dist_checkpointing.strategies.tensorstore import (
@@ -117,7 +117,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
-        is_distributed = comm.is_distributed()
+        is_distributed = comm.has_process_group()
         ranks = dist.get_process_group_ranks(data_parallel_group) if is_distributed else [0]
         self.dp_group_ranks = tuple(sorted(ranks))
         self.dp_group_rank = comm.rank(data_parallel_group)
@@ -147,7 +147,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         self.maybe_init_gloo_group()
 
         def allocate() -> list[ShardedTensor]:
-            tensors = tensors_of(sharded_state_dict)
+            tensors = list_sharded_tensors(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data(self._device())
             return tensors
@@ -191,7 +191,7 @@ class TwoStageDataParallelLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrate
         if (
             not self.cpu_transfer
             or self.data_parallel_group is not None
-            or not comm.is_distributed()
+            or not comm.has_process_group()
         ):
             return
         # Every rank has to take part in the creation of every group, also of other ranks' groups.

@@ -46,11 +46,11 @@ from core.dist_checkpointing.strategies._zarr.checkpoints import (
     VERSION,
     ZarrCheckpoints,
     flatten_range,
+    list_sharded_tensors,
     pad_to_expected_shape,
     postprocess_numpy_array,
     replace_leaves,
     stored_region,
-    tensors_of,
 )
 from core.dist_checkpointing.strategies.base import (
     LoadShardedStrategy,
@@ -121,7 +121,9 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
         def select_own() -> list[ShardedTensor]:
             tensors = [
-                ten for ten in tensors_of(sharded_state_dict) if is_main_replica(ten.replica_id)
+                ten
+                for ten in list_sharded_tensors(sharded_state_dict)
+                if is_main_replica(ten.replica_id)
             ]
             # Chunks of an old array could be taken for those of the new one. Where a save to an
             # object store begins, there are none.
@@ -289,7 +291,7 @@ class ZarrLoadShardedStrategy(ZarrCheckpoints, LoadShardedStrategy):
         """
 
         def load_all() -> list[Any]:
-            tensors = tensors_of(sharded_state_dict)
+            tensors = list_sharded_tensors(sharded_state_dict)
             for tensor in tensors:
                 tensor.init_data("cpu")
             bridge.load_tensors(tensors, checkpoint_dir)
@@ -383,5 +385,5 @@ def load_zarr_based_sharded_metadata(
         torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
         if torch_dtype is None:
             raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
-        metadata[key] = bridge.whole_tensor(key, torch_dtype, shape)
+        metadata[key] = bridge.describe_whole_tensor(key, torch_dtype, shape)
     return metadata

@@ -22,7 +22,7 @@ import torch
 from typing_extensions import override
 from zarr.dtype import DataTypeValidationError, ZDType, data_type_registry
 
-from core.arrays.cast import cast_of, check_cast
+from core.arrays.cast import check_cast, find_cast
 from core.arrays.dtypes import DTYPES
 from core.errors import UnsupportedError
 from core.formats.zarr.array import v2_dtype
@@ -206,7 +206,7 @@ def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
         return dense
     check_cast(dense.dtype.name, target.name, key=key)
     out: Any = np.empty(dense.shape, target)
-    cast_of(dense.dtype.name, target.name)(_bytes_of(dense), _bytes_of(out))
+    find_cast(dense.dtype.name, target.name)(_bytes_of(dense), _bytes_of(out))
     return out
 
 

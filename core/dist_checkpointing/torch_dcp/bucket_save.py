@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import TargetFragment
-from core.dist_checkpointing._directory.bucket_publication import BucketPublication, owner_of
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication, read_lock_token
 from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing.core import CONFIG_FNAME
@@ -25,7 +25,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
     SaveLayout,
-    chunk_of,
+    find_item_region,
     is_finished_by_rank,
     is_tensor,
     lay_out,
@@ -38,7 +38,7 @@ from core.files.remote_store import RemoteStore
 from core.live.destination import ArrayBytes, BucketDestination, WrittenShare, manifest_entries
 from core.live.share import ProcessShare
 from core.live.tensors import live_source
-from core.live.upload import bytes_of_literals, put_object, upload_files
+from core.live.upload import bytes_of_literals, upload_files, upload_object
 
 if TYPE_CHECKING:
     from core.formats.format import Format
@@ -109,7 +109,7 @@ class BucketSave:
                 if image.is_metadata or image.path == CONFIG_FNAME:
                     last[image.path] = bytes_of_literals(image)
                 else:
-                    put_object(self.root / image.path, bytes_of_literals(image))
+                    upload_object(self.root / image.path, bytes_of_literals(image))
         except BaseException:
             self.publication.abandon()
             raise
@@ -171,14 +171,16 @@ def upload_part(
         StorageError: this rank does not see the coordinator's lock, or the store refuses.
         UsageError: a tensor from the planner does not have the planned dtype or shape.
     """
-    if owner_of(root) != part.token:
+    if read_lock_token(root) != part.token:
         raise StorageError(
             "the coordinator put a lock here, but this rank does not see it",
             file=str(root),
             hint="use the same URL, endpoint and credentials on all ranks",
         )
     # Which item fills which array; of several items for one region, any.
-    items = {(item.index.fqn, chunk_of(item).box): item for item in plan.items if is_tensor(item)}
+    items = {
+        (item.index.fqn, find_item_region(item).box): item for item in plan.items if is_tensor(item)
+    }
     fragments: dict[str, tuple[str, TargetFragment]] = {
         fragment.array.name: (key, fragment)
         for key, of_key in part.fragments.items()
@@ -191,7 +193,7 @@ def upload_part(
         item = items[key, fragment.box]
         # The tensor has to outlive the reads of its memory.
         tensor = resolve_tensor(item, planner)
-        source, memory = live_source([bridge.live_tensor(chunk_of(item), tensor)])
+        source, memory = live_source([bridge.live_tensor(find_item_region(item), tensor)])
         tensor_of_item = replace(part.tensors[key], tiling=lambda: (fragment,))
         target: TargetCatalog = Catalog("live", None, {key: tensor_of_item})
         yield from ArrayBytes(ProcessShare(target, ()), source, memory).pieces(array)
@@ -209,6 +211,6 @@ def upload_part(
     results = []
     for item in plan.items:
         stream = None if is_tensor(item) else planner.resolve_data(item).getvalue()
-        n_bytes = chunk_of(item).n_bytes if stream is None else len(stream)
+        n_bytes = find_item_region(item).n_bytes if stream is None else len(stream)
         results.append(WriteResult(index=item.index, size_in_bytes=n_bytes, storage_data=stream))
     return results

@@ -24,7 +24,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     RankSave,
     SaveLayout,
     check_same_positions,
-    chunk_of,
+    find_item_region,
     is_finished_by_rank,
     is_tensor,
     lay_out,
@@ -76,10 +76,12 @@ def write_part(
     written: dict[str, ManifestArray] = {}
     results = []
     # Write the tensors, in batches so that few of them are in host memory at a time.
-    for batch in batches(filter(is_tensor, plan.items), lambda item: chunk_of(item).n_bytes):
+    for batch in batches(
+        filter(is_tensor, plan.items), lambda item: find_item_region(item).n_bytes
+    ):
         tensors = [resolve_tensor(item, planner) for item in batch]
         live = [
-            bridge.live_tensor(chunk_of(item), data)
+            bridge.live_tensor(find_item_region(item), data)
             for item, data in zip(batch, tensors, strict=True)
         ]
         written |= {
@@ -263,7 +265,7 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
         UsageError: the tensor does not have the planned dtype or shape.
         UnsupportedError: the tensor is sparse, or on the meta device.
     """
-    chunk = chunk_of(item)
+    chunk = find_item_region(item)
     data = planner.resolve_data(item).detach()
     if tuple(data.shape) != chunk.box.shape:
         raise UsageError(

@@ -129,7 +129,9 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
         UnsupportedError: checkpoints do not support the dtype of a tensor.
     """
     # Collect the global tensors.
-    chunks_by_rank = [[chunk_of(item) for item in plan.items if is_tensor(item)] for plan in plans]
+    chunks_by_rank = [
+        [find_item_region(item) for item in plan.items if is_tensor(item)] for plan in plans
+    ]
     tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
     # Assign every region to one rank, and check that the regions cover each tensor once.
     pieces: dict[str, dict[Box, int]] = {key: {} for key in tensors}
@@ -169,7 +171,7 @@ def is_tensor(item: WriteItem) -> bool:
     return bool(item.type != WriteItemType.BYTE_IO)
 
 
-def chunk_of(item: WriteItem) -> Chunk:
+def find_item_region(item: WriteItem) -> Chunk:
     """Return the region that an item stands for.
 
     Raises:

@@ -72,7 +72,7 @@ def list_torch_dist_folders(store: ReadStore) -> tuple[str, ...]:
     return tuple(parts) if len(parts) > 1 else ()
 
 
-def joined(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
+def join_folders(parts: Sequence[tuple[str, DcpMetadata]], store: ReadStore) -> DcpMetadata:
     """Join the metadata of several directories into one.
 
     Args:

@@ -75,9 +75,9 @@ from core.formats.dcp.folders import dcp_folders
 from core.formats.dcp.lightning_meta import split_meta, with_meta
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import (
-    folders_of,
     has_item_files,
-    list_indexed,
+    list_accelerate_folders,
+    list_data_files,
     metadata_of,
     salvaged,
 )
@@ -113,7 +113,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.catalog import build_catalog
     from core.formats.dcp.reading.wrapped_tensors import with_parts
 
     metadata = metadata_of(store)
@@ -130,10 +130,10 @@ def read(store: ReadStore) -> Catalog:
                 file=CONFIG,
                 hint="use an older checkpoint",
             )
-    catalog = catalog_of(metadata, format="dcp", store=store)
+    catalog = build_catalog(metadata, format="dcp", store=store)
     catalog = with_meta(with_parts(catalog, metadata, store), store)
     catalog = with_run_facts(catalog, store)
-    folders = folders_of(store)
+    folders = list_accelerate_folders(store)
     if not folders:
         return catalog
     from core.formats.trainer.state import with_training_state
@@ -156,11 +156,11 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         MissingShardError: ``.metadata`` is missing.
         CorruptError, UnsupportedError, UnsafeError: nothing of it can be read.
     """
-    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.catalog import build_catalog
 
     metadata = salvaged(store, report)
     # Compressed objects would have to be inflated now, which may fail.
-    return catalog_of(metadata, format="dcp", without=tuple(metadata.object_descriptors))
+    return build_catalog(metadata, format="dcp", without=tuple(metadata.object_descriptors))
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
@@ -294,6 +294,6 @@ FORMAT = Format(
     megatron_name="fsdp_dtensor",  # of Megatron's own kinds of DCP, only this one is written
     reading_once=imported_on_call("dcp.metadata", "read_once"),
     notes_of=_aside_notes,
-    own_folders=folders_of,
-    list_indexed=list_indexed,
+    own_folders=list_accelerate_folders,
+    list_indexed=list_data_files,
 )

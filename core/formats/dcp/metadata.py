@@ -266,7 +266,7 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
     memory_bytes = (256 << 20) + 32 * len(data)
     cpu_s = 2 + (len(data) >> 20)  # usual files take 0.05 s per megabyte
     packed = run_sandboxed(
-        "core.formats.dcp.metadata:pack", data, memory_bytes=memory_bytes, cpu_s=cpu_s
+        "core.formats.dcp.metadata:pack_metadata", data, memory_bytes=memory_bytes, cpu_s=cpu_s
     )
     return None if packed is None else _unpack(packed)
 
@@ -278,7 +278,7 @@ _PLAIN = (
 )
 
 
-def pack(data: bytes) -> bytes:
+def pack_metadata(data: bytes) -> bytes:
     """Read the metadata in the child process, and serialize it for ``_unpack``.
 
     The result also contains the problems, and all names in the pickle that are not DCP's classes.

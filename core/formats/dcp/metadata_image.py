@@ -22,7 +22,7 @@ from core.formats.dcp.lightning_meta import meta_keys
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.plans import PlanRow
 from core.formats.dcp.reading.data_files import METADATA
-from core.pickle.key_text import text_of
+from core.pickle.key_text import describe_key
 from core.pickle.nesting import ListIndex, entries
 
 if TYPE_CHECKING:
@@ -131,7 +131,8 @@ def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:
     if catalog.skeleton is not None:
         for entry in entries(catalog.skeleton):
             path = tuple(
-                int(part) if isinstance(part, ListIndex) else text_of(part) for part in entry.path
+                int(part) if isinstance(part, ListIndex) else describe_key(part)
+                for part in entry.path
             )
             if ".".join(map(str, path)) == entry.key and (
                 entry.key in catalog.tensors or entry.key in catalog.objects

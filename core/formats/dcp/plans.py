@@ -131,7 +131,7 @@ def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
         # As in ``core.formats.dcp.metadata``, the C unpickler is worth a child process.
         if len(data) >= FAST_FROM_BYTES:
             packed = run_sandboxed(
-                "core.formats.dcp.plans:pack",
+                "core.formats.dcp.plans:pack_plans",
                 data,
                 memory_bytes=(256 << 20) + 32 * len(data),
                 cpu_s=2 + (len(data) >> 20),
@@ -145,7 +145,7 @@ def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
     ]
 
 
-def pack(data: bytes) -> bytes:
+def pack_plans(data: bytes) -> bytes:
     """Read the plans in the child process, and serialize them for ``read_plans``."""
     root, _ = read_by_c(data)
     plans = _plans_of(root)

@@ -38,7 +38,7 @@ _RANK_FILE = re.compile(r"__(\d+)(_\d+\.distcp|\.metadata\.tmp)")
 _COMPARED_BYTES = 1 << 20
 
 
-def rank_files(store: ReadStore) -> list[str]:
+def list_rank_metadata(store: ReadStore) -> list[str]:
     """Return the names of the ranks' metadata files, by rank; [] if there are none.
 
     Raises:

@@ -56,12 +56,12 @@ from core.errors import (
     Report,
     UnsupportedError,
 )
-from core.formats.dcp.folders import joined, list_torch_dist_folders
+from core.formats.dcp.folders import join_folders, list_torch_dist_folders
 from core.formats.dcp.metadata import DcpMetadata
-from core.formats.dcp.reading.data_files import METADATA, check_files
+from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 from core.formats.dcp.reading.stored_metadata import (
-    folders_of,
-    list_indexed,
+    list_accelerate_folders,
+    list_data_files,
     metadata_of,
     read_metadata_in,
 )
@@ -75,10 +75,10 @@ from core.formats.mcore.common_state import (
 )
 from core.formats.mcore.metadata_json import (
     BACKEND_KEY,
-    check_version,
     config_image,
-    config_of,
     names_backend,
+    read_metadata_json,
+    read_version,
 )
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.tree import load_object
@@ -108,12 +108,12 @@ def sniff(store: ReadStore) -> bool:
 
     if store.entry is not None:
         return False
-    if list_torch_dist_folders(store) and folders_of(store):
+    if list_torch_dist_folders(store) and list_accelerate_folders(store):
         return True
     # A damaged metadata.json still shows that Megatron wrote the directory.
     try:
         has_backend = names_backend(store)
-        if has_backend and config_of(store)[BACKEND_KEY] == _BACKEND:
+        if has_backend and read_metadata_json(store)[BACKEND_KEY] == _BACKEND:
             return True
     except CorruptError:
         has_backend = True
@@ -133,17 +133,17 @@ def read(store: ReadStore) -> Catalog:
             that is not supported.
         UnsafeError: a pickle is hostile, or a name leads outside the directory.
     """
-    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.catalog import build_catalog
     from core.formats.mcore.run_config import with_run_config
 
-    folders = folders_of(store)
+    folders = list_accelerate_folders(store)
     if folders:
         return _read_folders(store, folders)
-    check_version(store, backend=_BACKEND)
+    read_version(store, backend=_BACKEND)
     store.expect_headers(name for name in (METADATA, COMMON_FILE) if store.exists(name))
     metadata = metadata_of(store)
     common = _read_common(store, metadata)
-    catalog = catalog_of(metadata, format="torch_dist", without=common.objects)
+    catalog = build_catalog(metadata, format="torch_dist", without=common.objects)
     catalog = with_common_state(catalog.with_hidden(common.arrays), common.value, file=store.label)
     catalog = with_run_config(catalog, store)
     return catalog.with_facet(TorchDistFacts(common.dialect, metadata.mcore_data))
@@ -170,7 +170,7 @@ def _read_common(store: ReadStore, metadata: DcpMetadata, *, folder: str = "") -
         CorruptError: there are both, or it is malformed.
         MissingShardError: there is neither.
     """
-    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.catalog import build_catalog
 
     has_object = COMMON_OBJECT in metadata.objects
     if store.exists(folder + COMMON_FILE):
@@ -179,7 +179,7 @@ def _read_common(store: ReadStore, metadata: DcpMetadata, *, folder: str = "") -
             raise CorruptError(f"both {COMMON_FILE} and {COMMON_OBJECT} exist", file=store.label)
         return _Common(value, arrays, "common_pt" if metadata.mcore_data is None else "0.12")
     if has_object:
-        value, arrays = _common_of_object(store, catalog_of(metadata, format="torch_dist"))
+        value, arrays = _common_of_object(store, build_catalog(metadata, format="torch_dist"))
         return _Common(value, arrays, "common_object", (COMMON_OBJECT,))
     raise MissingShardError(
         f"both {folder}{COMMON_FILE} and the object {COMMON_OBJECT} are missing",
@@ -194,7 +194,7 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     Raises:
         UnsupportedError: two directories contain an entry with the same name.
     """
-    from core.formats.dcp.reading.catalog import catalog_of
+    from core.formats.dcp.reading.catalog import build_catalog
     from core.formats.dcp.safetensors_items import with_raw_files
     from core.megatron.extras.common_state import CONTENT
 
@@ -203,9 +203,9 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     arrays: dict[str, StoredArray] = {}
     dialects = []
     for folder in folders:
-        check_version(store, backend=_BACKEND, folder=f"{folder}/")
+        read_version(store, backend=_BACKEND, folder=f"{folder}/")
         metadata = read_metadata_in(store, folder)
-        common = _read_common(store, joined([(folder, metadata)], store), folder=f"{folder}/")
+        common = _read_common(store, join_folders([(folder, metadata)], store), folder=f"{folder}/")
         for name, value in (as_mapping(common.value) or {}).items():
             if entries.setdefault(name, value) != value and name != CONTENT:
                 raise UnsupportedError(
@@ -217,9 +217,9 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
         dialects.append(common.dialect)
         kept = {key: item for key, item in metadata.objects.items() if key != COMMON_OBJECT}
         parts.append((folder, replace(metadata, objects=kept)))
-    metadata = joined(parts, store)
-    check_files(store, metadata)
-    catalog = catalog_of(with_raw_files(store, metadata), format="torch_dist")
+    metadata = join_folders(parts, store)
+    check_file_lengths(store, metadata)
+    catalog = build_catalog(with_raw_files(store, metadata), format="torch_dist")
     catalog = with_common_state(catalog.with_hidden(arrays), entries, file=store.label)
     notes = [
         f"{', '.join(folders)} are read as one checkpoint (verl loads only separate directories)"
@@ -364,8 +364,8 @@ def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[Plan
 def _own_folders(store: ReadStore) -> Sequence[str]:
     """Return the subdirectories that belong to the checkpoint; none if ``.metadata`` exists."""
     # Without it another backend may have written the checkpoint, with a directory per tensor.
-    if folders_of(store):
-        return [folder.partition("/")[0] for folder in folders_of(store)]
+    if list_accelerate_folders(store):
+        return [folder.partition("/")[0] for folder in list_accelerate_folders(store)]
     return () if store.exists(METADATA) else store.folders()
 
 
@@ -383,5 +383,5 @@ FORMAT = Format(
     reading_once=imported_on_call("dcp.metadata", "read_once"),
     splits_files=True,
     own_folders=_own_folders,
-    list_indexed=list_indexed,
+    list_indexed=list_data_files,
 )

@@ -50,7 +50,7 @@ _NAME = re.compile(r"(?P<layer>.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(
 _DATA_FIRST = "use_data_before_expert_parallelism"
 
 
-def expert_of(name: str) -> tuple[str, int] | None:
+def split_expert_name(name: str) -> tuple[str, int] | None:
     """Return the layer (the name before the number) and the number of a parameter's expert.
 
     Returns:
@@ -84,7 +84,7 @@ def with_experts(model: ModelStates, files: Sequence[StateFile]) -> ModelStates:
         assert match is not None
         for key, value in file.root.items():
             name = file.name(key, "the file")
-            expert = expert_of(name)
+            expert = split_expert_name(name)
             if expert is None or expert[1] != int(match["expert"]):
                 raise file.mismatch(
                     f"the parameter does not belong to expert {int(match['expert'])}", key=name
@@ -94,7 +94,9 @@ def with_experts(model: ModelStates, files: Sequence[StateFile]) -> ModelStates:
             module[name] = file.tensor(value, name)
     # Frozen parameters are listed under the numbers that experts have on rank 0; the files above
     # contain those of all ranks.
-    frozen = {name: shape for name, shape in model.frozen.items() if expert_of(name) is None}
+    frozen = {
+        name: shape for name, shape in model.frozen.items() if split_expert_name(name) is None
+    }
     return replace(model, module=module, frozen=frozen)
 
 
@@ -168,7 +170,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
     assert model.groups is not None
     experts: dict[str, set[int]] = {}
     for name in model.module:
-        expert = expert_of(name)
+        expert = split_expert_name(name)
         if expert is not None:
             experts.setdefault(expert[0], set()).add(expert[1])
     groups = []
@@ -190,7 +192,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
             )
             names = {}
             for name in shapes:
-                expert = expert_of(name)
+                expert = split_expert_name(name)
                 if expert is None or expert[0] not in experts:
                     raise model.state.mismatch(
                         f"group {number} is partitioned among {count} of {head.n_ranks} ranks, but "

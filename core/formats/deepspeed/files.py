@@ -176,7 +176,7 @@ def layer_files(store: ReadStore) -> dict[int, dict[int, str]]:
     return layers
 
 
-def rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
+def list_rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
     """List the files of a model-parallel rank, and check that none of them is missing.
 
     Missing files of the highest ranks cannot be recognized by names.

@@ -55,14 +55,14 @@ from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.files import (
     is_rank_file,
     layer_files,
+    list_rank_files,
     missing_model_parallel_rank,
     model_parallel_ranks,
-    rank_files,
 )
 from core.formats.deepspeed.model_parallel.read import read_model_files, read_model_parallel
 from core.formats.deepspeed.model_states import (
     ZeroFacts,
-    iteration_of,
+    find_iteration,
     parse_model_states,
     recorded_size,
     version_of,
@@ -74,9 +74,9 @@ from core.formats.deepspeed.tree import (
     OPTIMIZER,
     WholeObject,
     assemble_catalog,
+    build_state_tree,
     group_trees,
     spread,
-    tree_of,
 )
 from core.formats.deepspeed.weights import advise_no_optim, with_shared
 from core.formats.format import Format, no_folders
@@ -127,7 +127,7 @@ def _read_with_optimizer(store: ReadStore) -> Catalog:
     ranks, layers = model_parallel_ranks(store), layer_files(store)
     if len(ranks) > 1 or layers:
         return _catalog_of(read_model_parallel(store, ranks, layers))
-    files = rank_files(store)
+    files = list_rank_files(store)
     partitioned = read_data_parallel(store, files)
     if partitioned is None:
         return _read_unpartitioned(store, files)
@@ -152,7 +152,7 @@ def read_weights(store: ReadStore) -> Catalog:
 def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     """Return the catalog of what the files of all data-parallel ranks contain."""
     model = partitioned.model
-    tree = tree_of(
+    tree = build_state_tree(
         weights=partitioned.weights,
         states=partitioned.states,
         groups=group_trees(partitioned.param_groups, partitioned.names_of),
@@ -174,7 +174,7 @@ def _catalog_of(partitioned: PartitionedStates) -> Catalog:
     catalog = assemble_catalog(tree, format="deepspeed", version=version_of(model), files=files)
     catalog = replace(
         catalog,
-        iteration=iteration_of(model),
+        iteration=find_iteration(model),
         notes=tuple(notes),
         dropped=tuple(partitioned.dropped),
     ).with_facet(partitioned.facts)
@@ -206,7 +206,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     # The wrapped optimizer's own state dict is stored in the model file.
     weights = {key: whole_tensor(array) for key, array in model.module.items()}
     weights = with_shared(model, weights)
-    tree = tree_of(
+    tree = build_state_tree(
         weights=weights, states={}, groups=[], optimizer={}, other_entries=model.other_entries
     )
     optimizer = model.state.root.get(OPTIMIZER)
@@ -232,7 +232,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     )
     return replace(
         catalog,
-        iteration=iteration_of(model),
+        iteration=find_iteration(model),
         notes=tuple(notes),
         dropped=model.dropped,
     ).with_facet(ZeroFacts(0, dp if type(dp) is int else 1))

@@ -180,7 +180,7 @@ def version_of(model: ModelStates) -> str | None:
     return version if isinstance(version, str) else None
 
 
-def iteration_of(model: ModelStates) -> int | None:
+def find_iteration(model: ModelStates) -> int | None:
     """Return the training script's iteration, else the number of optimizer steps, else None."""
     for name in ("iteration", "global_steps"):
         number = model.other_entries.get(name)

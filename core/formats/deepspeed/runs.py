@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.catalog.flat_runs import FlatRun, tensor_of_runs
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.catalog.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def pair_with_copy(
     runs = list(runs)
     is_whole = len(runs) == 1 or prod(copy.shape) != sum(run.n for run in runs)
     for run in runs:
-        masters = part_of(run.array, run.at, (run.n,))
+        masters = narrow_array(run.array, run.at, (run.n,))
         if is_whole:  # or of another size, which is told by the comparison
             yield key, masters, copy
         elif copy.extent.strides is None:
-            yield key, masters, part_of(copy, run.start, (run.n,))
+            yield key, masters, narrow_array(copy, run.start, (run.n,))
 
 
 def reshaped(array: StoredArray, shape: Shape) -> StoredArray:

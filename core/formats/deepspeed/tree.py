@@ -152,7 +152,7 @@ def group_trees(
     return trees
 
 
-def tree_of(
+def build_state_tree(
     *,
     weights: Mapping[str, Tensor],
     states: Mapping[str, Mapping[str, object]],

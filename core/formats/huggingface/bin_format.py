@@ -61,7 +61,7 @@ from core.formats.huggingface.index import (
     read_index,
 )
 from core.formats.missing_entries import report_missing
-from core.formats.torch.format import catalog_of
+from core.formats.torch.format import read_file_catalog
 from core.formats.torch.stream import SUFFIXES
 from core.formats.torch.tree import parse
 from core.formats.trainer.state import with_training_state
@@ -133,7 +133,7 @@ def read(store: ReadStore) -> Catalog:
         name = _single_file(store.files())
         if name is None:
             raise UnsupportedError("the directory has no pytorch_model.bin", file=store.label)
-        catalog = replace(catalog_of(store, name), format="torch_bin")
+        catalog = replace(read_file_catalog(store, name), format="torch_bin")
         used, stem = {name}, name.removesuffix(".bin")
         catalog = catalog.noted(
             f"{name} was read, as transformers does; {index} is out of date: it lists missing files"

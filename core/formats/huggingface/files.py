@@ -199,7 +199,7 @@ def file_images(target: TargetCatalog) -> list[FileImage]:
     return images
 
 
-def config_of(store: ReadStore) -> dict[str, object] | None:
+def read_config_json(store: ReadStore) -> dict[str, object] | None:
     """Read ``config.json``; return None if it does not exist.
 
     Raises:

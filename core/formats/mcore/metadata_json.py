@@ -33,7 +33,7 @@ BACKENDS = ("torch_dist", "zarr")
 _MAX_CONFIG_BYTES = 1 << 20
 
 
-def config_of(store: ReadStore, *, folder: str = "") -> dict[str, object]:
+def read_metadata_json(store: ReadStore, *, folder: str = "") -> dict[str, object]:
     """Read ``metadata.json``, which must exist, in the directory or in a ``folder/`` of it.
 
     Raises:
@@ -50,10 +50,10 @@ def names_backend(store: ReadStore) -> bool:
     Raises:
         CorruptError: the file is not a JSON object.
     """
-    return store.exists(CONFIG) and BACKEND_KEY in config_of(store)
+    return store.exists(CONFIG) and BACKEND_KEY in read_metadata_json(store)
 
 
-def check_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
+def read_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
     """Check that the file names ``backend`` in a supported version, and return the version.
 
     Args:
@@ -73,7 +73,7 @@ def check_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
             hint="use an older checkpoint",
         )
     # The backend in the file must be known, and the one whose files were found.
-    config = config_of(store, folder=folder)
+    config = read_metadata_json(store, folder=folder)
     named, version = config.get(BACKEND_KEY), config.get("sharded_backend_version", VERSION)
     if named not in BACKENDS:
         problem = f"the unknown backend {named!r:.60}" if BACKEND_KEY in config else "no backend"

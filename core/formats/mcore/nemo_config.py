@@ -125,13 +125,13 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the checkpoint in ``model_weights``.
         store: the directory of the file.
     """
-    from core.formats.mcore.run_config import arguments_of, find_embedding, with_arguments
+    from core.formats.mcore.run_config import find_embedding, read_arguments, with_arguments
     from core.megatron.extras.saved_sizes import read_saved_sizes
 
     if catalog.args is not None or not store.exists(MODEL_CONFIG):
         return catalog
     try:
-        fields = arguments_of(_read_model(store))
+        fields = read_arguments(_read_model(store))
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
@@ -219,7 +219,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the torch_dist checkpoint in ``weights``.
         store: the directory above.
     """
-    from core.formats.mcore.run_config import arguments_of, read_yaml, with_arguments
+    from core.formats.mcore.run_config import read_arguments, read_yaml, with_arguments
     from core.megatron.extras.saved_sizes import read_saved_sizes
 
     if catalog.args is not None or not store.exists(MODEL_YAML):
@@ -233,7 +233,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         model = read_yaml(store, MODEL_YAML, allows_aliases=True).get(_CONFIG)
         if not isinstance(model, dict) or not model:
             raise CorruptError("it has no section config, so it is not NeMo's", file=MODEL_YAML)
-        fields = arguments_of({str(name): value for name, value in model.items()})
+        fields = read_arguments({str(name): value for name, value in model.items()})
         fields |= _rope_of(fields)
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {MODEL_YAML} cannot be used: {err.message}"

@@ -24,7 +24,7 @@ from core.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, TruncatedError
 from core.files.json_object import read_small_file
 from core.files.store import MemoryStore, ReadStore
-from core.formats.ocdbt.entries import MANIFEST, entries_of
+from core.formats.ocdbt.entries import MANIFEST, list_entries
 from core.formats.ocdbt.nodes import ValueLocation
 from core.formats.zarr.chunks import Chunks, folder_chunks, fragments_of_chunks
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk
@@ -91,7 +91,7 @@ class Database(ReadStore):
 
     Raises:
         CheckpointingException: the database cannot be read, see
-            ``core.formats.ocdbt.entries.entries_of``.
+            ``core.formats.ocdbt.entries.list_entries``.
     """
 
     def __init__(self, store: ReadStore, root: str) -> None:
@@ -99,7 +99,7 @@ class Database(ReadStore):
         self._store = store
         self._prefix = f"{root}{MANIFEST}#"
         self._manifest = root + MANIFEST
-        self._entries = entries_of(store, root=root)
+        self._entries = list_entries(store, root=root)
         self._files: dict[str, dict[str, int]] = {"": {}}
         self._folders: dict[str, dict[str, None]] = {"": {}}
         for key, value in self._entries.items():

@@ -30,7 +30,7 @@ from core.formats.ocdbt.nodes import (
     OcdbtManifest,
     UnfoldBudget,
     ValueLocation,
-    read_manifest,
+    read_newest_version,
     read_node,
 )
 
@@ -42,7 +42,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _MAX_HEIGHT = 32
 
 
-def entries_of(store: ReadStore, *, root: str = "") -> dict[str, bytes | ValueLocation]:
+def list_entries(store: ReadStore, *, root: str = "") -> dict[str, bytes | ValueLocation]:
     """Return the values of all keys, or the locations of the values, in the order of the keys.
 
     Args:
@@ -70,7 +70,7 @@ class _TreeWalk:
         self._visited: set[tuple[str, int]] = set()
 
     def entries(self) -> dict[str, bytes | ValueLocation]:
-        """Return the entries of the newest version; raises the errors of ``entries_of``."""
+        """Return the entries of the newest version; raises the errors of ``list_entries``."""
         manifest = self._read_manifest()
         values: dict[str, bytes | ValueLocation] = {}
         if manifest.root is None:
@@ -109,7 +109,7 @@ class _TreeWalk:
             )
         self._budget.earn(size)
         with placing_errors(file=name):
-            manifest = read_manifest(self._store.read(name, 0, size), self._budget)
+            manifest = read_newest_version(self._store.read(name, 0, size), self._budget)
             if manifest.height > _MAX_HEIGHT:
                 raise CorruptError(
                     f"the tree has {manifest.height} levels, but at most {_MAX_HEIGHT} are allowed"

@@ -185,7 +185,7 @@ class _Cursor:
 
 
 @suggesting(UNLIKE_ANY_WRITER)
-def read_manifest(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
+def read_newest_version(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     """Read the newest version that a manifest lists.
 
     Args:

@@ -64,11 +64,11 @@ from core.formats.ocdbt.tree import (
     TREE,
     encode_sharding_name,
 )
-from core.formats.zarr.grid import ChunkGrid, ChunkNames, row_bands
+from core.formats.zarr.grid import ChunkGrid, ChunkNames, find_band_shape
 from core.formats.zarr.metadata2 import ARRAY_FILE, zarray
 from core.formats.zarr.tree import check_keys
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.pickle.key_text import faithful_text, text_of
+from core.pickle.key_text import describe_key, faithful_text
 from core.pickle.nesting import ListIndex, Path, entries, join_path
 from core.values import dataclass
 
@@ -200,7 +200,7 @@ def _chunk_shape(shape: Shape, itemsize: int, *, max_bytes: int) -> Shape:
         n_bands = -(-shape[axis] // (max_bytes // row_bytes))
         return (1,) * axis + (-(-shape[axis] // n_bands), *shape[axis + 1 :])
     # Rows of more than the maximum are cut into equal bands, if there are any of useful size.
-    bands = row_bands(shape, itemsize, most_bytes=max_bytes)
+    bands = find_band_shape(shape, itemsize, most_bytes=max_bytes)
     return bands if ChunkGrid(shape, bands).n_chunks <= _MAX_CHUNKS else shape
 
 
@@ -359,7 +359,7 @@ def leaves_to_write(catalog: AnyCatalog) -> list[WrittenLeaf]:
             if isinstance(entry.leaf, (TensorLeaf, ObjectLeaf)) or entry.key in catalog.objects:
                 if join_path(entry.path) == entry.key:
                     paths[entry.key] = tuple(
-                        part if isinstance(part, ListIndex) else text_of(part)
+                        part if isinstance(part, ListIndex) else describe_key(part)
                         for part in entry.path
                     )
     leaves = [WrittenLeaf(paths.get(key, (key,)), _ARRAY, key) for key in catalog.tensors]
@@ -382,7 +382,7 @@ def _leaves_below(value: object, path: Path) -> Iterator[WrittenLeaf]:
     mapping = as_mapping(value)
     if mapping:
         for key, item in mapping.items():
-            yield from _leaves_below(item, (*path, text_of(key)))
+            yield from _leaves_below(item, (*path, describe_key(key)))
     elif isinstance(value, (list, tuple)) and value:
         for index, item in enumerate(value):
             yield from _leaves_below(item, (*path, ListIndex(index)))

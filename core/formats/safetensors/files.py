@@ -71,7 +71,7 @@ class WeightFiles:
     notes: tuple[str, ...] = field(default=())
 
 
-def has_tensors(store: ReadStore) -> bool:
+def is_safetensors(store: ReadStore) -> bool:
     """Return whether a directory is a safetensors checkpoint: files, an index, or pieces.
 
     A single file with an unusual name, without any other file of a model, may belong to something
@@ -128,7 +128,7 @@ def _stem(name: str) -> str:
     return stem if stem in STEMS else STEMS[0]
 
 
-def files_of(store: ReadStore, report: Report = raising) -> WeightFiles:
+def list_safetensors_files(store: ReadStore, report: Report = raising) -> WeightFiles:
     """Return the files of a directory that make up the checkpoint.
 
     If the user passed an index, its files do.

@@ -53,7 +53,7 @@ from core.errors import (
 )
 from core.files.json_object import parse_json_object
 from core.formats.format import Format, imported_on_call
-from core.formats.huggingface.files import config_of, list_module_folders, with_carried
+from core.formats.huggingface.files import list_module_folders, read_config_json, with_carried
 from core.formats.huggingface.index import (
     STALE_INDEX_HINT,
     WeightIndex,
@@ -67,10 +67,10 @@ from core.formats.safetensors.files import (
     PIECES_DIR,
     STEMS,
     SUFFIX,
-    files_of,
     further_models,
-    has_tensors,
     is_piece,
+    is_safetensors,
+    list_safetensors_files,
     listed,
     shard_number,
 )
@@ -83,7 +83,7 @@ from core.formats.safetensors.pieces import (
     join_pieces,
 )
 from core.formats.safetensors.pipelines import component_folders, is_pipeline, read_pipeline
-from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects
+from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects_beside
 from core.formats.trainer.state import with_training_state
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ if TYPE_CHECKING:
 def sniff(store: ReadStore) -> bool:
     """Return whether a file or directory is a safetensors checkpoint, by names or first bytes."""
     if store.entry is None:
-        return has_tensors(store) or is_pipeline(store)
+        return is_safetensors(store) or is_pipeline(store)
     if store.entry.endswith((SUFFIX, INDEX_SUFFIX)):
         return True
     return store.exists(store.entry) and looks_like_header(store, store.entry)
@@ -116,7 +116,7 @@ def read(store: ReadStore) -> Catalog:
         return read_pipeline(store, _read_component)
 
     # Read all headers. If one is damaged, the hint lists the files that can be read alone.
-    files = files_of(store)
+    files = list_safetensors_files(store)
     headers = []
     store.expect_headers(files.names)
     for name in files.names:
@@ -141,7 +141,7 @@ def read(store: ReadStore) -> Catalog:
     else:
         catalog = _catalog_of_headers(headers, stem=files.stem)
     catalog = with_attributes(_with_further_models(catalog, store), attributes)
-    catalog = with_objects(catalog, read_objects(store))
+    catalog = with_objects_beside(catalog, read_objects(store))
     catalog = with_training_state(catalog, store, is_ordered=False)
     catalog = with_carried(catalog, store, without=(PIECES_DIR,)).noted(notes)
     return catalog if files.index is None else _with_deltas(catalog, files.index)
@@ -161,7 +161,9 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         return read_pipeline(store, lambda view: _salvage_component(view, report), report=report)
     # A file that the user named is read alone, whatever lies next to it.
     is_file = store.entry is not None and not store.entry.endswith(INDEX_SUFFIX)
-    names = [store.entry] if is_file and store.entry else files_of(store, report).names
+    names = (
+        [store.entry] if is_file and store.entry else list_safetensors_files(store, report).names
+    )
     headers: list[Header] = []
     for name in names:
         problems: list[CheckpointingException] = []
@@ -194,7 +196,7 @@ def _read_component(store: ReadStore) -> Catalog | None:
     """Read the weights of a pipeline's component; None if it has none."""
     from core.formats.huggingface import bin_format
 
-    if has_tensors(store):
+    if is_safetensors(store):
         return read(store)
     return bin_format.read(store) if bin_format.sniff(store) else None
 
@@ -203,7 +205,7 @@ def _salvage_component(store: ReadStore, report: Report) -> Catalog | None:
     """Read what can be read of a pipeline's component; None if it has no weights."""
     from core.formats.huggingface import bin_format
 
-    if has_tensors(store):
+    if is_safetensors(store):
         return salvage(store, report)
     return bin_format.salvage(store, report) if bin_format.sniff(store) else None
 
@@ -402,7 +404,7 @@ def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None)
         CorruptError: a size in config.json is invalid.
         MissingShardError: a tensor or part of a tensor is missing.
     """
-    config = config_of(store)
+    config = read_config_json(store)
     if config is not None:
         check_sizes(catalog.tensors, config)
     if index is None:

@@ -101,7 +101,7 @@ def read(store: ReadStore) -> Catalog:
             file=store.label,
             hint="pass the file itself",
         )
-    catalog = catalog_of(store, name)
+    catalog = read_file_catalog(store, name)
     # A shard is read, but the user may have wanted all of them.
     shard = _SHARD.search(name)
     if shard is None or int(shard[2]) < 2:
@@ -121,10 +121,10 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         CheckpointingException: there is no such file, or its pickle cannot be read.
     """
     name = _checkpoint_file(store)
-    return read(store) if name is None else catalog_of(store, name, report=report)
+    return read(store) if name is None else read_file_catalog(store, name, report=report)
 
 
-def catalog_of(store: ReadStore, name: str, *, report: Report = raising) -> Catalog:
+def read_file_catalog(store: ReadStore, name: str, *, report: Report = raising) -> Catalog:
     """Read the catalog of one file of a store; raises the errors of ``read``.
 
     Args:

@@ -203,7 +203,7 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
     return map_leaves(skeleton, leaf_of)
 
 
-def with_objects(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
+def with_objects_beside(catalog: Catalog, contents: ObjectsBeside | None) -> Catalog:
     """Return a catalog of tensors, completed by the content of its objects file.
 
     The skeleton is used only if it contains exactly the tensors and objects that exist. If not,

@@ -30,7 +30,7 @@ from core.files.substitute import substitute_in
 from core.formats.torch.object_tensors import with_state_dicts
 from core.formats.torch.stream import stream_kind as stream_kind
 from core.formats.torch.tensors import Hook, Location, TensorHooks, unsupported_kind
-from core.formats.torch.weights_only import put_back
+from core.formats.torch.weights_only import restore_set_aside
 from core.formats.torch.zip.container import Record, check_kind, read_archive
 from core.formats.torch.zip.records import (
     encoded,
@@ -40,7 +40,7 @@ from core.formats.torch.zip.records import (
     read_record,
 )
 from core.pickle.inert import PLAIN, ObjectLeaf, TensorLeaf, as_mapping, is_flat, walk
-from core.pickle.key_text import text_of
+from core.pickle.key_text import describe_key
 from core.pickle.nesting import (
     ENDLESS,
     MAX_DEPTH,
@@ -134,7 +134,7 @@ def parse(
         else:
             content = _read_zip(store, file, start, n_bytes, reader, report=report)
         builder = _TreeBuilder(content, reader, prefix, coords)
-        return builder.tree(put_back(content.value), keeps_modules=keeps_modules)
+        return builder.tree(restore_set_aside(content.value), keeps_modules=keeps_modules)
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,7 +328,7 @@ def load_shared(
             read_content = _read_legacy_stream if kind == "legacy" else _read_zip
             content = read_content(store, file, start, n_bytes, reader)
             builder = _TreeBuilder(content, reader, "", array.coords)
-            value = put_back(content.value)
+            value = restore_set_aside(content.value)
             arrays = {
                 name: builder.array(name, location) for name, location in reader.locations.items()
             }
@@ -522,9 +522,9 @@ def keys_of(
     for entry, key in zip(tree_entries, plain, strict=True):
         # Escape dots in names where two paths join to the same key.
         chosen = key
-        if count[key] > 1 and "." in "".join(map(text_of, entry.path)):
+        if count[key] > 1 and "." in "".join(map(describe_key, entry.path)):
             chosen = ".".join(
-                text_of(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path
+                describe_key(part).replace("\\", "\\\\").replace(".", "\\.") for part in entry.path
             )
         # Number the keys that are still taken; an altered key must not be another's plain key.
         base, number = chosen, 2

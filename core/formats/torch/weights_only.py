@@ -122,7 +122,7 @@ def _is_endless(record: dict[str, object]) -> bool:
     return False
 
 
-def refused(root: object) -> list[tuple[tuple[object, ...], object]]:
+def find_refused(root: object) -> list[tuple[tuple[object, ...], object]]:
     """Return path and value of every object of a tree that ``set_aside`` would move.
 
     An entry that is refused because of its key has the value ``RefusedKey``.
@@ -341,7 +341,7 @@ class _RestorePoint:
     position: int = 0
 
 
-def put_back(root: object) -> object:
+def restore_set_aside(root: object) -> object:
     """Move the objects in the reserved entry back to their places; the inverse of ``set_aside``.
 
     Returns:
@@ -463,7 +463,9 @@ _NUMPY = {
 
 def refusal_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the objects in a torch file that weights_only refuses."""
-    objects = {join_path(path) or "the root": value for path, value in refused(target.skeleton)}
+    objects = {
+        join_path(path) or "the root": value for path, value in find_refused(target.skeleton)
+    }
     if not objects:
         return []
     names = _listed(objects)

@@ -342,7 +342,7 @@ def named_numbers(
     if is_ordered:
         return _only_fit([tuple(shapes)], shapes, groups, source="the weights' file")
     # The family's own order; or those of all families that have such modules.
-    table = families()
+    table = read_module_orders()
     own_tree = table.get(model_type or "")
     trees = {model_type or "": own_tree} if own_tree is not None else table
     matching = {
@@ -364,7 +364,7 @@ def named_numbers(
 
 
 @cache
-def families() -> dict[str, ModuleTree]:
+def read_module_orders() -> dict[str, ModuleTree]:
     """Read ``parameter_order.toml``: model type → modules in order."""
     text = Path(__file__).with_name("parameter_order.toml").read_text("utf-8")
     table: dict[str, ModuleTree] = {}

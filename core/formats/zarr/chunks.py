@@ -444,14 +444,14 @@ def _shard_fragments(
         MissingShardError: an inner chunk is absent, although all must be stored.
         TruncatedError, CorruptError: the index is damaged, or an inner chunk has the wrong size.
     """
-    from core.formats.zarr.shards import are_bands, read_index
+    from core.formats.zarr.shards import are_bands, read_shard_index
 
     # The index covers the complete shard, also where the shard reaches beyond the tensor.
     sharding = array.sharding
     assert sharding is not None
     shard_shape, inner = array.grid.chunk_shape, sharding.inner
     shard_grid = ChunkGrid(shard_shape, inner.shape)
-    index = read_index(
+    index = read_shard_index(
         store,
         location.file,
         start=location.offset,

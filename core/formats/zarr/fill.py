@@ -145,7 +145,7 @@ def _float_bytes(value: object, dtype: str, *, allows_bits: bool) -> bytes | Non
     Args:
         allows_bits: the value may also be a bit pattern in hexadecimal digits.
     """
-    from core.arrays.cast import cast_of
+    from core.arrays.cast import find_cast
 
     itemsize = DTYPES[dtype].itemsize
     try:
@@ -164,8 +164,8 @@ def _float_bytes(value: object, dtype: str, *, allows_bits: bool) -> bytes | Non
             return bytes(itemsize)
         # Only numbers that the type holds exactly: libraries round and saturate differently.
         wide, narrow, back = struct.pack("<d", number), bytearray(itemsize), bytearray(8)
-        cast_of("float64", dtype)(memoryview(wide), memoryview(narrow))
-        cast_of(dtype, "float64")(memoryview(narrow), memoryview(back))
+        find_cast("float64", dtype)(memoryview(wide), memoryview(narrow))
+        find_cast(dtype, "float64")(memoryview(narrow), memoryview(back))
         return bytes(narrow) if bytes(back) == wide else None
     except (OverflowError, UnsupportedError):
         return None

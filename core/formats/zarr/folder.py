@@ -127,7 +127,7 @@ def without_unread(
 _READS_PICKLES = Global("numcodecs.pickles", "Pickle.decode")
 
 
-def metadata_image(
+def lay_out_metadata(
     path: str, text: bytes, grid: ChunkGrid, arrays: Mapping[Shape, PlannedArray]
 ) -> FileImage:
     """Return the layout of an array's metadata file.

@@ -68,10 +68,10 @@ from core.formats.mcore.common_state import (
 from core.formats.mcore.metadata_json import (
     BACKEND_KEY,
     CONFIG,
-    check_version,
     config_image,
-    config_of,
     names_backend,
+    read_metadata_json,
+    read_version,
 )
 from core.formats.mcore.objects import is_sharded_object, shard_grids
 from core.formats.torch.tree import load_object
@@ -82,7 +82,7 @@ from core.formats.zarr.folder import (
     ZarrFolder,
     catalog_of_folders,
     chunk_files,
-    metadata_image,
+    lay_out_metadata,
     without_unread,
 )
 from core.formats.zarr.grid import ChunkNames, grid_of_pieces, is_like_a_chunk
@@ -98,9 +98,9 @@ from core.formats.zarr.tree import (
     Listing,
     check_keys,
     compare_with_index,
-    folders_of,
     has_array_inside,
     path_in,
+    walk_folders,
 )
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def sniff(store: ReadStore) -> bool:
         return False
     if store.exists(CONFIG):
         try:
-            if config_of(store).get(BACKEND_KEY) == _BACKEND:
+            if read_metadata_json(store).get(BACKEND_KEY) == _BACKEND:
                 return True
         except CorruptError:
             pass  # damaged: the other files decide
@@ -168,7 +168,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     hidden: dict[str, StoredArray] = {}
     if is_megatron:
         try:
-            check_version(store, backend=_BACKEND)
+            read_version(store, backend=_BACKEND)
         except CheckpointingException as err:
             report(err)
         try:
@@ -183,7 +183,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     stored: list[str] = []
     # Arrays are directories. Those that cannot be read become objects, so that the others can be
     # inspected.
-    for folder, listing, is_array in folders_of(
+    for folder, listing, is_array in walk_folders(
         store, is_array=lambda folder, listing: ARRAY_FILE in listing
     ):
         if is_array:
@@ -346,7 +346,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     for key, meta in target.tensors.items():
         grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
         text = zarray(grid, meta.dtype, key=key)
-        images.append(metadata_image(f"{key}/{ARRAY_FILE}", text, grid, arrays))
+        images.append(lay_out_metadata(f"{key}/{ARRAY_FILE}", text, grid, arrays))
         names = ChunkNames(len(meta.shape), ".")
         images += (
             FileImage(path, array.n_bytes, (PlacedArray(0, array),))

@@ -66,7 +66,12 @@ from core.errors import (
 )
 from core.files.json_object import read_small_file
 from core.formats.format import Format
-from core.formats.torch.side_file import OBJECTS_FILE, objects_image, read_objects, with_objects
+from core.formats.torch.side_file import (
+    OBJECTS_FILE,
+    objects_image,
+    read_objects,
+    with_objects_beside,
+)
 from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.fill import lost_files
@@ -74,10 +79,16 @@ from core.formats.zarr.folder import (
     ZarrFolder,
     catalog_of_folders,
     chunk_files,
-    metadata_image,
+    lay_out_metadata,
     without_unread,
 )
-from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
+from core.formats.zarr.grid import (
+    ChunkGrid,
+    ChunkNames,
+    find_band_shape,
+    grid_of_pieces,
+    is_like_a_chunk,
+)
 from core.formats.zarr.metadata3 import (
     METADATA_FILE,
     array_json,
@@ -92,9 +103,9 @@ from core.formats.zarr.tree import (
     Listing,
     check_keys,
     compare_with_index,
-    folders_of,
     has_array_inside,
     path_in,
+    walk_folders,
 )
 
 if TYPE_CHECKING:
@@ -172,7 +183,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     unread: dict[str, UnsupportedError | UnsafeError] = {}
     lost = cache(partial(lost_files, store))
     stored: list[str] = []
-    for folder, listing, has_array in folders_of(store, is_array=is_array):
+    for folder, listing, has_array in walk_folders(store, is_array=is_array):
         if not has_array:
             try:
                 _refuse_lost_metadata(folder, listing)
@@ -213,7 +224,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     ).noted(notes)
     catalog = with_attributes(catalog, parse_by_path(own.get(_BY_PATH)) or {})
     catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
-    return without_unread(with_objects(catalog, read_objects(store)), unread)
+    return without_unread(with_objects_beside(catalog, read_objects(store)), unread)
 
 
 def _consolidated_arrays(metadata: Mapping[str, object]) -> list[str]:
@@ -298,7 +309,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         text = array_json(
             grid, meta.dtype, inner_shape=inner_shape, key=key, attributes=meta.attributes
         )
-        images.append(metadata_image(path_in(key, METADATA_FILE), text, grid, arrays))
+        images.append(lay_out_metadata(path_in(key, METADATA_FILE), text, grid, arrays))
         names = ChunkNames(len(meta.shape), "/", has_prefix=True)
         images += (
             _chunk_image(path, array, inner_shape)
@@ -340,7 +351,7 @@ def _inner_shape(grid: ChunkGrid, dtype: str, *, shard_bytes: int) -> Shape | No
     """
     if 0 in grid.shape or prod(grid.chunk_shape) * itemsize(dtype) <= shard_bytes:
         return None
-    inner_shape = row_bands(
+    inner_shape = find_band_shape(
         grid.chunk_shape, itemsize(dtype), most_bytes=max(shard_bytes // _BANDS_PER_SHARD, 1)
     )
     return inner_shape if ChunkGrid(grid.chunk_shape, inner_shape).n_chunks <= _MAX_INNER else None

@@ -124,10 +124,10 @@ def grid_of_pieces(
 
 
 _MAX_TRIED = 1 << 20
-"""Maximum number of divisors that ``row_bands`` tries for an axis."""
+"""Maximum number of divisors that ``find_band_shape`` tries for an axis."""
 
 
-def row_bands(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
+def find_band_shape(shape: Shape, itemsize: int, *, most_bytes: int) -> Shape:
     """Return the shape of the largest equal bands of an array that fit into a size.
 
     A band is one contiguous run of the array's C order: extents of 1, then a part of one axis, then

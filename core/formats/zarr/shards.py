@@ -73,7 +73,7 @@ class ShardIndex:
         return True
 
 
-def read_index(
+def read_shard_index(
     store: ReadStore,
     file: str,
     *,

@@ -23,7 +23,7 @@ Listing = Mapping[str, int]
 """File name → size in bytes."""
 
 
-def folders_of(
+def walk_folders(
     store: ReadStore, *, is_array: Callable[[str, Listing], bool]
 ) -> Iterator[tuple[str, Listing, bool]]:
     """Yield every directory of the hierarchy, the files in it, and whether it is an array.

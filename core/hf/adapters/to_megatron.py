@@ -36,8 +36,8 @@ from core.hf.adapters.peft import (
     read_config_text,
     sorted_tensors,
 )
-from core.hf.config_json.config import arguments_of
-from core.hf.config_json.origin import text_of
+from core.hf.config_json.config import build_arguments
+from core.hf.config_json.origin import keep_text
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
@@ -123,7 +123,7 @@ def adapter_to_megatron(
     if family is None:
         family, _ = detect_family(catalog.tensors, config)
     first = next(iter(adaptations.values()))
-    fields = arguments_of(
+    fields = build_arguments(
         config,
         family,
         dtype=catalog.tensors[first.a].dtype,
@@ -167,7 +167,7 @@ def adapter_to_megatron(
 
     fields |= {
         "tensor_model_parallel_size": tp,
-        ARGUMENT: text_of(config, catalog.documents.get(CONFIG)),
+        ARGUMENT: keep_text(config, catalog.documents.get(CONFIG)),
         ADAPTER_ARGUMENT: text.decode(),
     }
     args = make_namespace(fields)

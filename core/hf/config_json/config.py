@@ -114,7 +114,7 @@ _INITIAL_ARGUMENTS: Mapping[str, object] = {
 """Arguments that are the same for every newly converted model: one rank, nothing trained yet."""
 
 
-def arguments_of(
+def build_arguments(
     config: Mapping[str, object],
     family: Family,
     *,
@@ -166,7 +166,7 @@ def arguments_of(
     is_latent = "latent" in family.requires
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups = groups_of(config, family, n_heads=heads)
+    groups = count_query_groups(config, family, n_heads=heads)
     n_rows = count_of(config, "vocab_size")
     head_dim = max(hidden // heads, 1)
     kv_channels: object = head_dim
@@ -213,7 +213,7 @@ def arguments_of(
     return args | {other: args[name] for name, other in _ALIASES.items()}
 
 
-def groups_of(config: Mapping[str, object], family: Family, *, n_heads: int) -> int:
+def count_query_groups(config: Mapping[str, object], family: Family, *, n_heads: int) -> int:
     """Return the number of query groups that a ``config.json`` states.
 
     Args:
@@ -302,7 +302,7 @@ def _value(config: Mapping[str, object], names: tuple[str, ...]) -> object:
     return value if isinstance(value, float) and 0 < value < 1 else number_of(config, names)
 
 
-def config_of(
+def build_config(
     fields: Mapping[str, object], family: Family, model: Model, *, dtype: str
 ) -> dict[str, object]:
     """Return the content of ``config.json`` for a model.

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from core.arrays.sharding import padded_vocab_size
 from core.catalog.catalog import Catalog
 from core.errors import MissingShardError
-from core.hf.config_json.config import arguments_of
-from core.hf.config_json.origin import text_of
+from core.hf.config_json.config import build_arguments
+from core.hf.config_json.origin import keep_text
 from core.hf.family import Family, family_of
 from core.hf.text_model import is_composite, text_config_of
 from core.hf.values import ARGUMENT
@@ -57,7 +57,7 @@ def derive_arguments(
     """
     rules = load_rules()
     prefix = prefix_of(catalog, rules)
-    text = text_of(config, document)
+    text = keep_text(config, document)
     embedding = catalog.tensors.get(prefix + GPT.embedding)
     if embedding is None or not embedding.shape:
         raise MissingShardError("the tensor is not in the checkpoint", key=GPT.embedding)
@@ -65,7 +65,7 @@ def derive_arguments(
     if is_composite(config):
         config = text_config_of(config, has_head=has_output)
     n_seen = rules.model_of(numbered_names(catalog, prefix, rules)).n_seen
-    fields = arguments_of(
+    fields = build_arguments(
         config,
         family or family_of(config.get("model_type")),
         dtype=embedding.dtype,

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 
 from core.errors import CorruptError
 from core.files.json_object import parse_json_object
-from core.hf.config_json.config import arguments_of, config_of
+from core.hf.config_json.config import build_arguments, build_config
 from core.hf.family import Family
 from core.hf.traits import Model, model_of
 from core.hf.values import ARGUMENT, CONFIG
@@ -72,7 +72,7 @@ def parse_origin(text: bytes, *, file: str) -> ConfigOrigin:
     return ConfigOrigin(text, parse_json_object(text, file=file))
 
 
-def text_of(config: Mapping[str, object], document: bytes | None) -> str:
+def keep_text(config: Mapping[str, object], document: bytes | None) -> str:
     """Return the text to keep of a configuration.
 
     Args:
@@ -112,7 +112,7 @@ def restore(
         return {**{name: extra[name] for name in extra if name not in _PER_FAMILY}, **now}
     # What the arguments expressed when the model was converted, by the same functions.
     dtype = str(fields.get("params_dtype") or now["dtype"]).removeprefix("torch.")
-    args = arguments_of(
+    args = build_arguments(
         origin.config,
         family,
         dtype=dtype,
@@ -123,7 +123,9 @@ def restore(
     )
     n_rows = args["vocab_size"]
     assert isinstance(n_rows, int)
-    before = config_of(args, family, model_of(args, n_rows=n_rows, n_tensors=1 << 40), dtype=dtype)
+    before = build_config(
+        args, family, model_of(args, n_rows=n_rows, n_tensors=1 << 40), dtype=dtype
+    )
     names = before.keys() | now.keys()
     changed = {name for name in names if before.get(name) != now.get(name)}
     if not changed:

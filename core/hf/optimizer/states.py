@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, STATES, state_of
+from core.catalog.optimizer_keys import MASTER, STATES, split_state_key
 from core.errors import UnsupportedError
 
 STEP = "step"
@@ -64,7 +64,9 @@ def named_state_of(catalog: Catalog, key: str) -> tuple[str, str] | None:
 def states_in_global_form(catalog: Catalog) -> list[str]:
     """Return the names of the states in Megatron's global form, in the order of the tensors."""
     return list(
-        dict.fromkeys(pair[0] for key in catalog.tensors if (pair := state_of(key)) is not None)
+        dict.fromkeys(
+            pair[0] for key in catalog.tensors if (pair := split_state_key(key)) is not None
+        )
     )
 
 
@@ -81,7 +83,7 @@ def view_of_global_state(catalog: Catalog, state: str) -> Catalog:
     keys = {
         pair[1]: key
         for key in catalog.tensors
-        if (pair := state_of(key)) is not None and pair[0] == state
+        if (pair := split_state_key(key)) is not None and pair[0] == state
     }
     return _view(catalog, keys)
 

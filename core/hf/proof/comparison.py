@@ -42,9 +42,9 @@ from core.hf.proof.problem import Kind, Problem
 from core.hf.proof.quantization import (
     OWN_FILES,
     QuantizationScheme,
+    find_owner,
     is_cache_scale,
     is_sign,
-    owner_of,
     scale_key,
     scheme_of,
 )
@@ -182,7 +182,7 @@ def _prepare_case(
     unmatched = tuple(key for key in stored if key not in accepted)
     modules = {name.removesuffix(".weight").removesuffix(".bias") for name in accepted}
     is_quantized = scheme is not None or any(map(is_sign, unmatched))
-    owners = ((key, owner_of(key, modules)) for key in unmatched) if is_quantized else ()
+    owners = ((key, find_owner(key, modules)) for key in unmatched) if is_quantized else ()
     owner_by_key = {key: owner for key, owner in owners if owner is not None}
     quantized = frozenset(owner_by_key.values())
     return _Case(

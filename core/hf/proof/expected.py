@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import field
 
 from core.arrays.box import Shape
-from core.hf.config_json.config import groups_of, stated_blocks
+from core.hf.config_json.config import count_query_groups, stated_blocks
 from core.hf.config_json.experts import dense_layers, has_experts, shared_size
 from core.hf.config_json.hybrid import PATTERN, PREDICTION, completed
 from core.hf.family import Family, find_family
@@ -261,7 +261,7 @@ def _derive_model(
     config = completed(config, family)
     heads = number_of(config, family.config.get("num_attention_heads", ("num_attention_heads",)))
     hidden = count_of(config, "hidden_size")
-    groups = groups_of(config, family, n_heads=heads)
+    groups = count_query_groups(config, family, n_heads=heads)
     head = max(hidden // heads, 1)
     if family.config.get("kv_channels") != ():
         head = count_of(config, "head_dim", default=head)

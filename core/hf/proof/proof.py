@@ -38,7 +38,7 @@ _HINTS: Mapping[Kind, str] = {
 }
 
 
-def check_model(
+def prove_model(
     catalog: Catalog,
     config: Mapping[str, object],
     *,

@@ -118,7 +118,7 @@ def scale_key(key: str, keys: Container[str]) -> str | None:
     return next((key + suffix for suffix in _SCALES if key + suffix in keys), None)
 
 
-def owner_of(key: str, modules: Container[str]) -> str | None:
+def find_owner(key: str, modules: Container[str]) -> str | None:
     """Return the module of the quantized weight that a tensor belongs to, or None.
 
     Args:

@@ -25,7 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import full_box
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import Tensor, compute_whole
@@ -89,12 +89,12 @@ class Shifted:
             values: Any = np.frombuffer(data, numpy_dtype(dtype))
         else:
             values = np.empty(prod(self.source.shape), numpy_dtype(computed))
-            cast_of(dtype, computed)(data, memoryview(values.view(np.uint8)))
+            find_cast(dtype, computed)(data, memoryview(values.view(np.uint8)))
         sums = memoryview((values + values.dtype.type(self.shift)).view(np.uint8))
         if dtype == computed:
             return sums
         result = memoryview(bytearray(len(data)))
-        cast_of(computed, dtype)(sums, result)
+        find_cast(computed, dtype)(sums, result)
         return result
 
 

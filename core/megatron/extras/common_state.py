@@ -102,7 +102,9 @@ def unwrap_shard(value: object) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def check_version(common: Mapping[object, object], *, has_old_names: bool = False) -> float:
+def read_checkpoint_version(
+    common: Mapping[object, object], *, has_old_names: bool = False
+) -> float:
     """Return the ``checkpoint_version`` of a checkpoint, and raise if it is too old to be read.
 
     Args:
@@ -126,7 +128,7 @@ def check_version(common: Mapping[object, object], *, has_old_names: bool = Fals
     return version
 
 
-def iteration_of(common: Mapping[object, object]) -> int | None:
+def read_iteration(common: Mapping[object, object]) -> int | None:
     """Return the training iteration, or None if the common state has none."""
     for name in ("iteration", "total_iters"):
         value = common.get(name)

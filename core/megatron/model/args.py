@@ -1,6 +1,6 @@
 """The training arguments that a layout depends on.
 
-``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``facts_of`` reads what
+``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``read_facts`` reads what
 resharding needs from it; ``core.megatron.model.new_args`` writes it for new sizes. In torch_dist,
 only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and Megatron loads random
 states from it exactly if its sizes equal those of the run. With new sizes, but no random states for
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
-from core.megatron.model.hybrid import LayerPattern, pattern_of
+from core.megatron.model.hybrid import LayerPattern, read_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
@@ -100,7 +100,7 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
     return Topology(tp=tp, pp=pp, vpp=vpp or 1, ep=ep, etp=etp)
 
 
-def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
+def read_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     """Read everything that resharding needs to know from the training arguments.
 
     Args:
@@ -129,7 +129,7 @@ def facts_of(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     kind, n_seen = (GPT, {}) if names is None else (names.kind, names.n_seen)
 
     # Number of layers in every stack; the pattern of a hybrid model wins over num_layers.
-    hybrid = pattern_of(fields)
+    hybrid = read_pattern(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
     stacks = _stacks(fields, kind, n_seen)

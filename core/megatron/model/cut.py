@@ -25,7 +25,7 @@ from core.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.parts import check_units, parts_of, with_sizes
+from core.megatron.model.parts import check_units, measure_parts, with_sizes
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.model.vocabulary import padded_rows
 from core.megatron.rules.experts import packed
@@ -162,7 +162,7 @@ def cut_of(
         rows = padded_rows(key, meta, facts, tp=n, n_rows=n_rows)
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
     check_units(rule, n, facts, key=key)
-    parts = parts_of(rule, shape[axis], facts, key=key)
+    parts = measure_parts(rule, shape[axis], facts, key=key)
     check_divides(parts, n, key=key, axis=axis, group=rule.group.upper())
     return Cut(shape, axis, tuple(parts), n, rule.group)
 
@@ -264,7 +264,7 @@ def check_head_gates(args: object, format: str) -> None:
         )
 
 
-def check_target(topology: Topology, facts: ModelFacts) -> None:
+def check_model_sizes(topology: Topology, facts: ModelFacts) -> None:
     """Raise for sizes that Megatron, or the model's experts, do not allow.
 
     Raises:

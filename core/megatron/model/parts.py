@@ -46,7 +46,7 @@ class _Fit:
     total: int = 0
 
 
-def parts_of(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[int]:
+def measure_parts(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> list[int]:
     """Return the extents of the consecutive parts of an axis.
 
     Args:
@@ -118,7 +118,7 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
     axis, n = rule.cut_axis, facts.topology.size_of(rule.group)
     if rule.parts != "named" or axis is None or axis >= len(shape):
         return
-    parts = parts_of(rule, shape[axis], facts, key=key)
+    parts = measure_parts(rule, shape[axis], facts, key=key)
     if any(part % n for part in parts):
         raise CorruptError(
             f"the parts {', '.join(map(str, parts))} of the tensor do not divide over {n} ranks",

@@ -269,7 +269,7 @@ def _member_entry(
     return entry
 
 
-def object_entry(optimizer: Optimizer) -> dict[object, object]:
+def build_object_entry(optimizer: Optimizer) -> dict[object, object]:
     """Return the entry for formats without a Megatron layout."""
     entry: dict[object, object] = {"kind": optimizer.kind}
     if optimizer.step is not None:

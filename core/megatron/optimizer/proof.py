@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
@@ -176,7 +176,7 @@ def rounds_to(master: bytes, master_dtype: str, weight: bytes, weight_dtype: str
             master = round_few(master)
         else:
             rounded = bytearray(len(weight))
-            cast_of(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
+            find_cast(master_dtype, weight_dtype)(memoryview(master), memoryview(rounded))
             master = bytes(rounded)
     if master == weight:
         return True
@@ -211,11 +211,11 @@ def _place(index: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 
 def _is_nan(data: bytes, dtype: str) -> bool:
-    result = is_nan(data, dtype)
+    result = is_nan_element(data, dtype)
     if result is not None:
         return result
     wide = bytearray(8)
-    cast_of(dtype, "float64")(memoryview(data), memoryview(wide))
+    find_cast(dtype, "float64")(memoryview(data), memoryview(wide))
     value: float = struct.unpack("<d", wide)[0]
     return value != value
 
@@ -241,7 +241,7 @@ def rounding_of(source: str, target: str) -> Callable[[bytes], bytes] | None:
     )
 
 
-def is_nan(data: bytes, dtype: str) -> bool | None:
+def is_nan_element(data: bytes, dtype: str) -> bool | None:
     """Return whether an element is NaN; None for dtypes other than the three of the table."""
     if dtype not in _INFINITIES:
         return None

@@ -30,7 +30,7 @@ from math import prod
 
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, state_of
+from core.catalog.optimizer_keys import MASTER, split_state_key
 from core.catalog.stored import StoredArray
 from core.catalog.tensor import Tensor
 from core.errors import UnsupportedError
@@ -65,7 +65,7 @@ def are_remainders(
     )
 
 
-def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
+def check_master_dtypes(tensors: Mapping[str, Tensor]) -> None:
     """Raise if master weights are stored as integers.
 
     Args:
@@ -75,12 +75,12 @@ def check_dtypes(tensors: Mapping[str, Tensor]) -> None:
         UnsupportedError: they are.
     """
     for key, meta in tensors.items():
-        state = state_of(key)
+        state = split_state_key(key)
         if state is not None and state[0] == MASTER and dtype_of(meta.dtype).kind == "int":
             raise remainders_error(key=state[1])
 
 
-def check_values(model: Catalog, store: ReadStore, strange: Sequence[str]) -> None:
+def check_remainders(model: Catalog, store: ReadStore, strange: Sequence[str]) -> None:
     """Raise if master weights that are stored by name, and do not round to weights, are remainders.
 
     Args:

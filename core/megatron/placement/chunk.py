@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import field, replace
 from math import prod
 
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError, MissingShardError
 from core.megatron.extras.common_state import is_chunk
 from core.megatron.model.facts import ModelFacts
@@ -139,10 +139,12 @@ class ModelChunk:
                 rank=self.folder,
             )
         shape = array.shape[1:]
-        return [part_of(array, number * prod(shape), shape) for number in range(self.n_experts)]
+        return [
+            narrow_array(array, number * prod(shape), shape) for number in range(self.n_experts)
+        ]
 
 
-def chunk_of(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
+def find_chunk(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
     """Return the state dict of one model chunk; {} for an empty stage of several.
 
     Args:

@@ -30,7 +30,7 @@ from core.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.extras.nested_dicts import drop_versions
-from core.megatron.model.args import facts_of, fields_of, replaced
+from core.megatron.model.args import fields_of, read_facts, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
@@ -65,7 +65,7 @@ def with_expert_kind(
         UsageError: the model has no experts.
         UnsupportedError: the model cannot have experts of this kind.
     """
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     model = catalog.facet(MegatronModel) or MegatronModel()
     if kind not in (None, *KINDS):
         raise UsageError(f"{OPTION}: {kind!r} is none of: {', '.join(KINDS)}")

@@ -22,12 +22,12 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog, StoredObject
 from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
-from core.catalog.optimizer_keys import Optimizer, state_key, state_of
+from core.catalog.optimizer_keys import Optimizer, split_state_key, state_key
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.extras.extra_states import states_of_rank_files
 from core.megatron.extras.nested_dicts import drop_versions
-from core.megatron.model.args import facts_of, replaced
+from core.megatron.model.args import read_facts, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
@@ -53,7 +53,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         UnsupportedError: a model of megatron.legacy, or experts in a form that the other
             implementation does not have.
     """
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
         return catalog
     model = catalog.facet(MegatronModel) or MegatronModel()
@@ -93,7 +93,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     # Transformer Engine's norms have states, too, which are empty in the other implementation.
     objects = {key: item for key, item in catalog.objects.items() if key not in filled_states}
     if to_fused:
-        parameters = (new for old, new in new_of.items() if state_of(old) is None)
+        parameters = (new for old, new in new_of.items() if split_state_key(old) is None)
         objects |= {
             state: StoredObject(state)
             for state in states_of_rank_files(parameters)
@@ -125,7 +125,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
 
 def _renamed(key: str, facts: ModelFacts, rules: Rules, *, to_fused: bool) -> str:
     """Return the key of a tensor or an optimizer's state in the other implementation."""
-    state = state_of(key)
+    state = split_state_key(key)
     if state is not None:
         return state_key(state[0], _renamed(state[1], facts, rules, to_fused=to_fused))
     layer = rules.layer_of(key)

@@ -31,7 +31,7 @@ from core.catalog.stored import ArrayT, array_name
 from core.catalog.tensor import Fragment, Tensor, concat
 from core.errors import CorruptError, MissingShardError
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.parts import parts_of
+from core.megatron.model.parts import measure_parts
 from core.megatron.rules.rules import Rules
 
 
@@ -119,7 +119,7 @@ def separate_parts(
     for key, meta in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
         axis = 0 if rule is None else (rule.axis or 0) + _n_front(key, rules)
-        parts = [] if rule is None else parts_of(rule, meta.shape[axis], facts, key=key)
+        parts = [] if rule is None else measure_parts(rule, meta.shape[axis], facts, key=key)
         if rule is None or len(parts) != len(rule.names):
             tensors[key] = meta
             continue

@@ -26,15 +26,15 @@ from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
     OPTIMIZER,
     RNG,
-    check_version,
     common_entries,
-    iteration_of,
+    read_checkpoint_version,
+    read_iteration,
     record_dropped_optimizer,
     sharded_object,
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import read_facts
 from core.megatron.model.checks import (
     check_complete,
     check_shapes,
@@ -89,7 +89,7 @@ def unshard_global(
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     entries = _separate_entries(catalog)
-    facts = facts_of(
+    facts = read_facts(
         entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
     dropped: list[Dropped] = []
@@ -103,7 +103,7 @@ def unshard_global(
     # it may be an object that is not loaded, as in a forecast.
     version = entries.common.get("checkpoint_version")
     if version is not None and not isinstance(version, ObjectLeaf):
-        check_version(entries.common)
+        read_checkpoint_version(entries.common)
 
     # The random states in the file of a single rank belong to no layout.
     keys = entries.model_keys(catalog)
@@ -159,7 +159,7 @@ def unshard_global(
         hidden={key: catalog.meta(key) for key in entries.tensors | objects.hidden_keys()},
         skeleton=None,
         args=entries.common["args"],
-        iteration=iteration_of(entries.common),
+        iteration=read_iteration(entries.common),
         common=entries.common,
         optimizer=None,
         files={},
@@ -172,11 +172,11 @@ def unshard_global(
     from core.megatron.extras.schedule import with_schedule
     from core.megatron.optimizer.sharded.buckets import has_buckets
     from core.megatron.optimizer.sharded.proven_order import read_in_proven_order
-    from core.megatron.optimizer.sharded.read import read_states, with_states
+    from core.megatron.optimizer.sharded.read import read_optimizer, with_states
 
     def read(model: Catalog, facts: ModelFacts) -> Catalog:
         entry = entries.optimizer
-        states = read_states(catalog, model, entry, facts, rules, prefix=prefix, store=store)
+        states = read_optimizer(catalog, model, entry, facts, rules, prefix=prefix, store=store)
         return with_states(model, states)
 
     # Without values, the order of parameters in buffers is that of the arguments.
@@ -312,7 +312,7 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
     }
     model = rules.model_of(names)
     try:
-        facts = facts_of(common_entries(catalog).get("args"), names=model)
+        facts = read_facts(common_entries(catalog).get("args"), names=model)
         topology = facts.topology
         stages = facts.stages(topology.pp, topology.vpp)
     except CheckpointingException:

@@ -17,7 +17,7 @@ box, which the engine compares::
 The states of an optimizer are tensors as well (``core.catalog.optimizer_keys``). The objects are
 extra states, per layer, and random states.
 
-The result has the fields ``args`` (``core.megatron.model.args.facts_of`` lists the arguments that
+The result has the fields ``args`` (``core.megatron.model.args.read_facts`` lists the arguments that
 matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
 ``core.megatron.extras.common_state``), ``optimizer``, ``notes`` and ``dropped``, and the facets
 ``MegatronModel`` and ``Topology`` (the source's).
@@ -53,17 +53,17 @@ from core.megatron.extras.common_state import (
     EXTRA_STATE,
     OLDEST,
     OPTIMIZER,
-    check_version,
     is_chunk,
     is_ordered,
-    iteration_of,
+    read_checkpoint_version,
+    read_iteration,
     read_rank_extras,
     record_dropped_optimizer,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
-from core.megatron.model.args import facts_of, fields_of, is_multi_query, replaced
+from core.megatron.model.args import fields_of, is_multi_query, read_facts, replaced
 from core.megatron.model.checks import (
     check_complete,
     check_shapes,
@@ -72,7 +72,7 @@ from core.megatron.model.checks import (
 )
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
-from core.megatron.model.parts import check_parts, parts_of, with_sizes
+from core.megatron.model.parts import check_parts, measure_parts, with_sizes
 from core.megatron.model.pipeline_args import is_v_shaped
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import PADDING, cut_vocab, find_true_rows
@@ -121,7 +121,7 @@ def unshard_ranks(
     model = merge_ranks(catalog, ranks, facts, rules)
     check_complete(model.metas(), facts, rules)
     extras = read_rank_extras(ranks, facts.topology)
-    version = check_version(extras.common, has_old_names=facts.kind.is_legacy)
+    version = read_checkpoint_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
     if store is not None:
@@ -258,7 +258,7 @@ def unshard_ranks(
         hidden=hidden,
         files=catalog.documents,
         skeleton=None,
-        iteration=iteration_of(common),
+        iteration=read_iteration(common),
         args=args,
         common=common,
         optimizer=optimizer.optimizer,
@@ -293,7 +293,7 @@ def facts_of_ranks(
     Raises:
         UnsupportedError, CorruptError: as for ``facts_of``.
     """
-    facts = facts_of(args, names=rules.model_of(_local_names(ranks, rules)))
+    facts = read_facts(args, names=rules.model_of(_local_names(ranks, rules)))
     return with_v_shape(facts, ranks, rules)
 
 
@@ -356,9 +356,9 @@ def _read_optimizer(
         return _RankOptimizer(dropped=[record])
 
     # Put the states of all ranks under the global names of their parameters.
-    from core.megatron.reshard.rank_optimizer import read_states
+    from core.megatron.reshard.rank_optimizer import find_rank_states
 
-    result = read_states(catalog, tuple(model.files.values()), facts, rules, store=store)
+    result = find_rank_states(catalog, tuple(model.files.values()), facts, rules, store=store)
     states: dict[str, RankTensor] = {}
     unused: list[StoredArray] = []
     for state in result.states:
@@ -638,7 +638,7 @@ class _RankFragments:
         else:
             n = self.facts.topology.size_of(rule.group)
             padded = global_shape(part.array.shape, axis, n)
-            extents = parts_of(rule, padded[axis], self.facts, key=key)
+            extents = measure_parts(rule, padded[axis], self.facts, key=key)
 
             # A single shard has the parts of the axis in the order of the tensor: one piece.
             pieces = replicated_pieces(padded)

@@ -28,7 +28,7 @@ from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile, stored_array
-from core.megatron.placement.chunk import ModelChunk, chunk_of
+from core.megatron.placement.chunk import ModelChunk, find_chunk
 from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
@@ -155,7 +155,7 @@ def merge_ranks(
         heads: dict[int, _StageHead] = {}
         for rank, (folder, root) in files.items():
             try:
-                container = chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)
+                container = find_chunk(root, vp_rank, vpp=topology.vpp, rank=folder)
                 flat = without_outer_names(flattened(container, rank=folder), rules)
             except CheckpointingException as err:
                 report(err.breaking("layout.chunks"))

@@ -20,7 +20,7 @@ from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
 
 
-def read_states(
+def find_rank_states(
     catalog: Catalog,
     files: Sequence[RankFile],
     facts: ModelFacts,

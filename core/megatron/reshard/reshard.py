@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import state_of
+from core.catalog.optimizer_keys import split_state_key
 from core.catalog.tensor import without_ties
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
 from core.megatron.model.checks import listed
-from core.megatron.optimizer.remainders import check_dtypes, check_values
+from core.megatron.optimizer.remainders import check_master_dtypes, check_remainders
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
 from core.megatron.rules.rules import UNKNOWN_SOURCE, Rules
 
@@ -83,7 +83,7 @@ def unshard(
     )
 
     # Compare master weights with weights; for rank files, reading the optimizer already did.
-    check_dtypes(model.tensors)
+    check_master_dtypes(model.tensors)
     strange: Sequence[str] = ()
     if store is not None and not is_rank_local:
         from core.megatron.optimizer.proof import strange_masters
@@ -91,7 +91,7 @@ def unshard(
         strange = strange_masters(model, store)
     if strange:
         assert store is not None, "nothing was compared without files"
-        check_values(model, store, strange)
+        check_remainders(model, store, strange)
         reason = "were the weights changed after the optimizer's last step?"
         model = model.noted(
             [f"master weights of {listed(strange)} do not round to the weights: {reason}"]
@@ -103,7 +103,7 @@ def unshard(
 
     # Name the tensors that no rule describes: only the user vouches for their layout.
     names = model.tensors if rules.takes_unknown else ()
-    unknown = [key for key in names if state_of(key) is None and rules.is_unknown(key)]
+    unknown = [key for key in names if split_state_key(key) is None and rules.is_unknown(key)]
     if unknown:
         model = model.noted(
             [f"no rule matches {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]

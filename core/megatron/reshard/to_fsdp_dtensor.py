@@ -38,15 +38,15 @@ from core.arrays.box import Shape
 from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_each, left_out
 from core.catalog.facets import FsdpDtensorFacts, MegatronModel
-from core.catalog.optimizer_keys import MASTER, param_of, state_key, state_of, trained
+from core.catalog.optimizer_keys import MASTER, param_of, split_state_key, state_key, trained
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Tensor, whole_tensor
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT
-from core.megatron.model.args import facts_of, fields_of, replaced
+from core.megatron.model.args import fields_of, read_facts, replaced
 from core.megatron.model.checks import with_gate
-from core.megatron.model.cut import Cut, check_target, cuts_of
+from core.megatron.model.cut import Cut, check_model_sizes, cuts_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
@@ -85,9 +85,9 @@ def to_fsdp_dtensor(
     """
     # Megatron-FSDP has no pipeline stages: layers are numbered over the whole model.
     topology = replace(topology, pp=1, vpp=1, pipeline=None)
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
-    check_target(topology, facts)
+    check_model_sizes(topology, facts)
     _check_model(catalog, facts)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
 
@@ -239,7 +239,7 @@ def _fsdp_tensors(
     """
     stored: dict[tuple[str, ...], tuple[Tensor, Shape]] = {}
     for key, cut in cuts.items():
-        state, name = state_of(key), param_of(key)
+        state, name = split_state_key(key), param_of(key)
         if name.endswith(EXTRA_STATE) or (state is not None and state[0] == MASTER):
             continue
         halves = names.halves(name)
@@ -344,7 +344,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
     optimizer = catalog.optimizer
     if optimizer is None:
         return
-    states = {state[0] for key in catalog.tensors if (state := state_of(key)) is not None}
+    states = {state[0] for key in catalog.tensors if (state := split_state_key(key)) is not None}
     if strange := sorted(states - {MASTER, *_ADAM}):
         raise UnsupportedError(
             f"the optimizer's state {strange[0]!r} cannot be written as {FORMAT}: Megatron-FSDP "

@@ -21,7 +21,7 @@ from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import MegatronModel, RankFacts
 from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import param_of, state_of
+from core.catalog.optimizer_keys import param_of, split_state_key
 from core.catalog.stored import Coords, PlannedArray
 from core.catalog.tensor import (
     TargetFragment,
@@ -45,11 +45,11 @@ from core.megatron.extras.extra_states import adapt_expert_states, without_unexp
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
-from core.megatron.model.args import SINCE_0_19, facts_of, fields_of
+from core.megatron.model.args import SINCE_0_19, fields_of, read_facts
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
-    check_target,
+    check_model_sizes,
     check_towers,
     cuts_of,
     param_array,
@@ -98,12 +98,12 @@ def shard(
         UnknownTensorError: no rule matches a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
 
     # Refuse what Megatron could not load.
     check_towers(catalog, "megatron")
     check_head_gates(catalog.args, "megatron")
-    check_target(topology, facts)
+    check_model_sizes(topology, facts)
     check_rank_files(topology)
     described = catalog.facet(MegatronModel) or MegatronModel()
     expert_names = described.expert_names or facts.expert_names
@@ -142,7 +142,7 @@ def shard(
             )
         )
     model = replace(
-        catalog, tensors={key: catalog.tensors[key] for key in cuts if state_of(key) is None}
+        catalog, tensors={key: catalog.tensors[key] for key in cuts if split_state_key(key) is None}
     )
 
     # Decide which chunk of which pipeline stage holds each tensor.
@@ -169,7 +169,8 @@ def shard(
 
     # Put the target catalog together: the model's tensors first, then the optimizer's states.
     tensors = {
-        key: catalog.tensors[key] for key in sorted(cuts, key=lambda key: state_of(key) is not None)
+        key: catalog.tensors[key]
+        for key in sorted(cuts, key=lambda key: split_state_key(key) is not None)
     }
     return replace(
         _target_catalog(plan, files, tensors),

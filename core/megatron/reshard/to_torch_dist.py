@@ -48,11 +48,11 @@ from core.catalog.tensor import (
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
 from core.megatron.extras.extra_states import requested_states
-from core.megatron.model.args import facts_of, replaced
+from core.megatron.model.args import read_facts, replaced
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
-    check_target,
+    check_model_sizes,
     check_towers,
     cuts_of,
 )
@@ -105,7 +105,7 @@ class _StackedTensor:
         return Box((*self.at, *box.offset), (*(1 for _ in self.at), *box.shape))
 
 
-def stack(
+def to_torch_dist(
     catalog: Catalog,
     topology: Topology,
     *,
@@ -137,14 +137,14 @@ def stack(
         UnknownTensorError: no rule matches a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = facts_of(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
         raise UnsupportedError(
             "models with the names of megatron.legacy exist only as rank files: Megatron-LM cannot "
             "save them as torch_dist",
             hint="write --to megatron",
         )
-    check_target(topology, facts)
+    check_model_sizes(topology, facts)
     check_towers(catalog, format)
     check_head_gates(catalog.args, format)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)
@@ -331,9 +331,9 @@ def _is_homogeneous(
             return False
         metas.setdefault((layer.stack, layer.sub), []).append(catalog.tensors[key])
     return all(
-        len(group) == stages.n_layers(stack)
+        len(group) == stages.n_layers(name)
         and len({(meta.dtype, meta.shape) for meta in group}) == 1
-        for (stack, _), group in metas.items()
+        for (name, _), group in metas.items()
     )
 
 

@@ -85,7 +85,7 @@ class Expert:
         return f"{self.before}local_experts.{number}.{self.rest}"
 
 
-def expert_of(forms: Sequence[ExpertForm], name: str) -> Expert | None:
+def find_expert(forms: Sequence[ExpertForm], name: str) -> Expert | None:
     """Return the expert to which a parameter or module belongs, or None."""
     # Most names are not those of experts: skip the patterns.
     if "experts." not in name:
@@ -119,7 +119,7 @@ def expert_form(
     # A form can name the parameter if reading that name gives the same parameter again.
     for form in forms:
         if form.names == names and form.name is not None:
-            reread = expert_of(forms, form.named(expert, number))
+            reread = find_expert(forms, form.named(expert, number))
             if reread is not None and (reread.names, reread.rest) == (names, expert.rest):
                 return form
     raise UnsupportedError(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from core.arrays.box import Shape
 from core.errors import UnknownTensorError, UnsupportedError
-from core.megatron.rules.experts import Expert, ExpertForm, expert_form, expert_of
+from core.megatron.rules.experts import Expert, ExpertForm, expert_form, find_expert
 from core.megatron.rules.sizes import PartSize, ShapeSize
 from core.values import dataclass
 
@@ -423,7 +423,7 @@ class Rules:
             return None
         if name not in self._experts:
             _forget_if_full(self._experts)
-            self._experts[name] = expert_of(self.expert_forms, name)
+            self._experts[name] = find_expert(self.expert_forms, name)
         return self._experts[name]
 
     def is_packed_state(self, name: str) -> bool:

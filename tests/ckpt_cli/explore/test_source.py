@@ -12,8 +12,8 @@ from ckpt_cli.explore.source import (
     CheckpointSource,
     Placement,
     SourceOptions,
+    find_key_pattern,
     open_source,
-    pattern_of,
 )
 from core.errors import UsageError
 from core.numbers.statistics import ValueStatistics
@@ -69,7 +69,7 @@ def test_an_iteration_is_chosen_as_by_inspect(golden: Path) -> None:
 def test_the_pattern_of_an_entry_is_spelled_like_its_keys(
     golden: Path, labels: tuple[str, ...], pattern: str | None
 ) -> None:
-    assert pattern_of(entry_of(opened(golden / RUN), *labels)) == pattern
+    assert find_key_pattern(entry_of(opened(golden / RUN), *labels)) == pattern
 
 
 def test_a_module_is_compared_across_layouts(golden: Path) -> None:

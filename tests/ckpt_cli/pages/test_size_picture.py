@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt_cli.pages.pictures.bars import bar_text, columns_text
+from ckpt_cli.pages.pictures.bars import columns_text, draw_bar
 from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.catalog.catalog import Catalog
@@ -21,7 +21,7 @@ def sizes(**shapes: int) -> tuple[SizeNode, SizeNode]:
     ("share", "bar"), [(0, ""), (1e-9, "▏"), (0.5, "████"), (0.25 + 1 / 64, "██▏"), (1, "█" * 8)]
 )
 def test_bars_are_to_scale(share: float, bar: str) -> None:
-    assert bar_text(share, 8) == bar
+    assert draw_bar(share, 8) == bar
 
 
 def test_columns_are_to_scale_and_never_vanish() -> None:

@@ -18,7 +18,7 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen
 from core.arrays.box import Box
 from core.catalog.tensor import Tensor
-from core.inspect.tree import tree_of
+from core.inspect.tree import build_tree
 
 PLAIN = Screen()
 
@@ -135,7 +135,7 @@ def test_a_tree_shows_one_layer_of_equal_ones_and_how_many_there_are() -> None:
         for i in range(3)
         for n in ("a.weight", "b.bias")
     }
-    rows = tree_rows(tree_of({"embedding.weight": Tensor("float32", (16,)), **layers}))
+    rows = tree_rows(build_tree({"embedding.weight": Tensor("float32", (16,)), **layers}))
     assert list(table(PLAIN, list(rows), align="<<<>")) == [
         "embedding.weight      float32   [16]                64 B",
         "decoder.layers.[0-2]            3 × 2 tensors  3 × 128 B",
@@ -145,7 +145,7 @@ def test_a_tree_shows_one_layer_of_equal_ones_and_how_many_there_are() -> None:
 
 
 def test_names_in_a_tree_cannot_reach_the_terminal() -> None:
-    (row,) = tree_rows(tree_of({"\x1b[2Jx": Tensor("int8", ())}))
+    (row,) = tree_rows(build_tree({"\x1b[2Jx": Tensor("int8", ())}))
     assert row[0].text == "\\x1b[2Jx"
 
 

@@ -47,7 +47,7 @@ def by_machine(data: bytes) -> DcpMetadata:
 
 def by_c(data: bytes) -> DcpMetadata | None:
     """What the C unpickler finds, in this process: only for data that this test made."""
-    return dcp_metadata._unpack(dcp_metadata.pack(data)).checked("x")
+    return dcp_metadata._unpack(dcp_metadata.pack_metadata(data)).checked("x")
 
 
 def metadata_files(golden: Path) -> list[Path]:
@@ -554,7 +554,7 @@ def test_a_command_in_a_large_file_is_not_run_by_either_reader(tmp_path: Path) -
     with noting_uses() as uses:
         assert len(read_metadata(data, label="x").tensors) == 6000
     assert Use(Global("posix", "system"), "called") in uses
-    assert dcp_metadata._unpack(dcp_metadata.pack(data)) is None, (
+    assert dcp_metadata._unpack(dcp_metadata.pack_metadata(data)) is None, (
         "a name that is no record's is left to the reader that knows what is done with it"
     )
     assert not marker.exists()

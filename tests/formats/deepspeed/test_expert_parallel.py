@@ -13,7 +13,7 @@ from core.convert.job import Job, TopologyChange
 from core.convert.run import run as convert
 from core.errors import CorruptError, UsageError
 from core.files.store import LocalStore
-from core.formats.deepspeed.experts import expert_of, numbered
+from core.formats.deepspeed.experts import numbered, split_expert_name
 from core.formats.deepspeed.universal import format as universal
 from tests.support.materialize import tensor_bytes
 
@@ -60,12 +60,12 @@ def test_a_directory_has_the_experts_of_all_ranks(
     folder = written(run, tmp_path / "ucp", ep=ep, verify=True)
     truth = truth_of(run)
     directories = {path.name for path in (folder / "zero").iterdir() if path.is_dir()}
-    experts = {name for name in directories if expert_of(name)}
-    all_experts = [name for name in truth if expert_of(name)]
+    experts = {name for name in directories if split_expert_name(name)}
+    all_experts = [name for name in truth if split_expert_name(name)]
     assert len(experts) * ep == len(all_experts)
     for name in experts:
-        layer, local = expert_of(name) or ("", 0)
-        n_local = len({n for key in experts if (n := expert_of(key)) and n[0] == layer})
+        layer, local = split_expert_name(name) or ("", 0)
+        n_local = len({n for key in experts if (n := split_expert_name(key)) and n[0] == layer})
         for state, files in truth[name].items():
             content = torch.load(folder / "zero" / name / f"{state}.pt", weights_only=True)
             # What the loader of an engine does on every rank.

@@ -19,8 +19,8 @@ from core.files.store import LocalStore, MemoryStore, override
 from core.formats.huggingface.files import (
     carried_files,
     config_number,
-    config_of,
     file_images,
+    read_config_json,
     with_carried,
 )
 from core.opening.target import partitioned
@@ -148,9 +148,9 @@ def test_the_catalog_lists_the_copied_files_among_its_tensors_and_the_made_ones_
 
 def test_the_configuration_is_parsed(golden: Path) -> None:
     path = golden / "hf" / "llama" / "safetensors_single"
-    assert config_of(LocalStore(path)) == json.loads((path / "config.json").read_text())
-    assert config_of(MemoryStore()) is None
-    assert config_of(MemoryStore({"config.json": b'\xef\xbb\xbf{"a": 1}'})) == {"a": 1}
+    assert read_config_json(LocalStore(path)) == json.loads((path / "config.json").read_text())
+    assert read_config_json(MemoryStore()) is None
+    assert read_config_json(MemoryStore({"config.json": b'\xef\xbb\xbf{"a": 1}'})) == {"a": 1}
 
 
 BROKEN = {
@@ -173,7 +173,7 @@ BROKEN = {
 def test_a_broken_configuration_is_refused_with_its_file(case: str) -> None:
     data, message = BROKEN[case]
     with pytest.raises(CorruptError) as caught:
-        config_of(MemoryStore({"config.json": data}))
+        read_config_json(MemoryStore({"config.json": data}))
     assert message in caught.value.message and caught.value.file == "config.json"
 
 

@@ -10,7 +10,7 @@ from core.catalog.catalog import catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.mcore.common_state import with_common_state
-from core.formats.mcore.metadata_json import CONFIG, check_version, config_image, config_of
+from core.formats.mcore.metadata_json import CONFIG, config_image, read_metadata_json, read_version
 from core.formats.mcore.objects import is_sharded_object
 
 
@@ -26,36 +26,36 @@ def test_what_is_written_is_accepted(backend: str, has_common_file: bool) -> Non
     image = config_image(backend=backend, has_common_file=has_common_file)
     ((_, data),) = image.literals(lambda name: 0)
     store = store_of(data)
-    assert check_version(store, backend=backend) == 1
-    assert ("common_backend" in config_of(store)) == has_common_file
+    assert read_version(store, backend=backend) == 1
+    assert ("common_backend" in read_metadata_json(store)) == has_common_file
 
 
 @pytest.mark.parametrize("name", ["evil", "../torch_dist", 7, None, ["torch_dist"]])
 def test_an_unknown_backend_is_refused_by_its_name(name: object) -> None:
     with pytest.raises(UnsupportedError, match="names the unknown backend"):
-        check_version(store_of({"sharded_backend": name}), backend="torch_dist")
+        read_version(store_of({"sharded_backend": name}), backend="torch_dist")
 
 
 def test_another_backend_is_named() -> None:
     with pytest.raises(CorruptError, match="'zarr'"):
-        check_version(store_of({"sharded_backend": "zarr"}), backend="torch_dist")
+        read_version(store_of({"sharded_backend": "zarr"}), backend="torch_dist")
 
 
 @pytest.mark.parametrize("extra", [{"sharded_backend_version": 2}, {"common_backend": "x"}])
 def test_another_version_or_common_backend_is_refused(extra: dict[str, object]) -> None:
     with pytest.raises(UnsupportedError):
-        check_version(store_of({"sharded_backend": "zarr", **extra}), backend="zarr")
+        read_version(store_of({"sharded_backend": "zarr", **extra}), backend="zarr")
 
 
 def test_an_absent_config_is_an_unfinished_save() -> None:
     with pytest.raises(MissingShardError, match="did not finish"):
-        check_version(MemoryStore({"common.pt": b""}), backend="zarr")
+        read_version(MemoryStore({"common.pt": b""}), backend="zarr")
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{", b"[" * 100_000, b" " * (1 << 20) + b"{}"])
 def test_a_bad_config_is_corrupt_and_named(data: bytes) -> None:
     with pytest.raises(CorruptError) as caught:
-        config_of(store_of(data))
+        read_metadata_json(store_of(data))
     assert caught.value.file == CONFIG
 
 

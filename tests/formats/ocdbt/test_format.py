@@ -37,13 +37,13 @@ from core.errors import (
 )
 from core.files.store import LocalStore, MemoryStore
 from core.formats.ocdbt import format as ocdbt
-from core.formats.ocdbt.entries import entries_of
+from core.formats.ocdbt.entries import list_entries
 from core.formats.ocdbt.nodes import (
     MANIFEST_MAGIC,
     NODE_MAGIC,
     UnfoldBudget,
     ValueLocation,
-    read_manifest,
+    read_newest_version,
     read_node,
 )
 from core.pickle.nesting import entries
@@ -223,7 +223,7 @@ def test_a_tree_of_several_levels_is_walked(tmp_path: Path, compression: object)
             database.with_transaction(transaction).write(key, value).result()
     store = LocalStore(folder)
     data = store.read("manifest.ocdbt", 0, store.size("manifest.ocdbt"))
-    assert read_manifest(data, UnfoldBudget()).height >= 2
+    assert read_newest_version(data, UnfoldBudget()).height >= 2
     assert contents(folder) == expected
 
 
@@ -234,7 +234,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         key: store.read(value.path, value.offset, value.n_bytes)
         if isinstance(value, ValueLocation)
         else value
-        for key, value in entries_of(store).items()
+        for key, value in list_entries(store).items()
     }
 
 
@@ -597,7 +597,7 @@ def test_a_cut_manifest_is_truncated(database: Path, n_bytes: int) -> None:
 
 def test_one_changed_byte_of_a_node_is_an_error_that_names_its_file(database: Path) -> None:
     manifest = (database / "manifest.ocdbt").read_bytes()
-    root = read_manifest(manifest, UnfoldBudget()).root
+    root = read_newest_version(manifest, UnfoldBudget()).root
     assert root is not None
     path = database / root.path
     data = bytearray(path.read_bytes())
@@ -680,7 +680,7 @@ def hand_made(node: bytes, **options: int) -> MemoryStore:
 
 
 def test_what_is_made_by_hand_is_read() -> None:
-    assert entries_of(hand_made(leaf_node([b"a", b"b"], [b"1", b""]), n_keys=2)) == {
+    assert list_entries(hand_made(leaf_node([b"a", b"b"], [b"1", b""]), n_keys=2)) == {
         "a": b"1",
         "b": b"",
     }
@@ -690,7 +690,7 @@ def test_what_is_made_by_hand_is_read() -> None:
 def test_data_files_outside_the_checkpoint_are_refused(path: str) -> None:
     store = MemoryStore({"manifest.ocdbt": manifest(path, 0, 30)})
     with pytest.raises(UnsafeError):
-        entries_of(store)
+        list_entries(store)
 
 
 @pytest.mark.parametrize(
@@ -729,7 +729,7 @@ def test_data_files_outside_the_checkpoint_are_refused(path: str) -> None:
 )
 def test_nodes_that_cannot_be_are_corrupt(store: MemoryStore, match: str) -> None:
     with pytest.raises(CorruptError, match=match) as caught:
-        entries_of(store)
+        list_entries(store)
     assert caught.value.file in ("d/x", "manifest.ocdbt")
 
 
@@ -738,10 +738,10 @@ def test_values_behind_the_end_of_a_file_are_truncated() -> None:
         NODE_MAGIC, b"\0" + table("d/x") + varints(1, 1) + b"a" + varints(5, 1, 0, 1 << 50)
     )
     with pytest.raises(TruncatedError, match="up to byte") as caught:
-        entries_of(hand_made(node))
+        list_entries(hand_made(node))
     assert caught.value.file == "d/x"
     with pytest.raises(TruncatedError, match="up to byte"):
-        entries_of(MemoryStore({"manifest.ocdbt": manifest("d/x", 1 << 60, 30), "d/x": b""}))
+        list_entries(MemoryStore({"manifest.ocdbt": manifest("d/x", 1 << 60, 30), "d/x": b""}))
 
 
 def test_shared_nodes_that_unfold_for_ever_are_refused() -> None:
@@ -754,7 +754,7 @@ def test_shared_nodes_that_unfold_for_ever_are_refused() -> None:
         data += node
     store = MemoryStore({"manifest.ocdbt": manifest("d/x", *place, height=19), "d/x": data})
     with pytest.raises((UnsafeError, CorruptError)):
-        entries_of(store)
+        list_entries(store)
 
 
 def test_keys_that_unfold_from_their_prefixes_are_refused() -> None:
@@ -786,7 +786,7 @@ def bodies(folder: Path) -> Iterator[tuple[int, bytes]]:
 
     data = (folder / "manifest.ocdbt").read_bytes()
     yield MANIFEST_MAGIC, unwrap(data, MANIFEST_MAGIC, UnfoldBudget())
-    root = read_manifest(data, UnfoldBudget()).root
+    root = read_newest_version(data, UnfoldBudget()).root
     assert root is not None
     node = (folder / root.path).read_bytes()[root.offset : root.offset + root.n_bytes]
     yield NODE_MAGIC, unwrap(node, NODE_MAGIC, UnfoldBudget())

@@ -23,10 +23,10 @@ from core.catalog.stored import PlannedArray
 from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
-from core.formats.ocdbt.entries import entries_of
+from core.formats.ocdbt.entries import list_entries
 from core.formats.ocdbt.format import FORMAT
 from core.formats.ocdbt.node_writer import encode_database
-from core.formats.ocdbt.nodes import UnfoldBudget, read_manifest
+from core.formats.ocdbt.nodes import UnfoldBudget, read_newest_version
 from core.formats.ocdbt.write import lay_out
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
@@ -77,11 +77,11 @@ def test_a_tree_of_three_levels_is_walked(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/nodes").write_bytes(nodes)
     (tmp_path / "manifest.ocdbt").write_bytes(manifest)
-    assert read_manifest(manifest, UnfoldBudget()).height == 2
+    assert read_newest_version(manifest, UnfoldBudget()).height == 2
     database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     assert len(database.list().result()) == 40
     assert {key: database.read(key).result().value for key in entries} == entries
-    assert entries_of(LocalStore(tmp_path)) == entries
+    assert list_entries(LocalStore(tmp_path)) == entries
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (1, 7, 3), (2, 3, 40), (3, 1, 96)])

@@ -17,7 +17,7 @@ from core.convert.job import Job
 from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError
 from core.files.store import LocalStore
-from core.formats.torch.format import catalog_of
+from core.formats.torch.format import read_file_catalog
 from core.opening.damaged import open_readable_part
 from core.validate.run import validate
 from tests.support.rank_files import MODEL_FILE
@@ -39,7 +39,7 @@ def positions(path: Path) -> dict[str, tuple[int, int]]:
     """Return key → first byte and end of the tensors of an intact file."""
     arrays = [
         fragment.array
-        for fragment in catalog_of(LocalStore(path.parent), path.name).all_fragments()
+        for fragment in read_file_catalog(LocalStore(path.parent), path.name).all_fragments()
     ]
     return {
         item.name: (item.extent.offset, item.extent.offset + item.n_bytes)

@@ -22,7 +22,7 @@ from core.formats.torch.side_file import (
     ObjectsBeside,
     objects_image,
     read_objects,
-    with_objects,
+    with_objects_beside,
 )
 from core.opening.objects import inlined
 from core.opening.target import partitioned
@@ -102,7 +102,7 @@ def test_objects_and_nesting_of_a_torch_file_come_back(tmp_path: Path) -> None:
     assert found.objects["optimizer.param_groups.0.betas"].value == (0.9, 0.95)
     assert found.objects["names"].value == {"a", "b"}
     tensors = Catalog("fake", None, source.tensors)
-    back = inlined(with_objects(tensors, found))
+    back = inlined(with_objects_beside(tensors, found))
     target = partitioned(back, format="torch", by="whole")
     assert TORCH.lay_out is not None
     files = materialized(TORCH.lay_out(target), target=target, source=source, store=store)
@@ -152,7 +152,7 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
     (leaf_key,) = found.hidden
     box = found.objects["rng"].value
     assert isinstance(box, Inert) and box.args == (TensorLeaf(leaf_key),) and box.state is NO_STATE
-    back = with_objects(Catalog("fake", None, {}), found)
+    back = with_objects_beside(Catalog("fake", None, {}), found)
     assert tensor_bytes(back, made, leaf_key).ravel().tolist() == list(range(40))
 
 
@@ -181,7 +181,7 @@ def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(
         {"model": {"w": TensorLeaf("w")}, "step": ObjectLeaf("step")},
         {},
     )
-    made = with_objects(flat_catalog(tensors), beside)
+    made = with_objects_beside(flat_catalog(tensors), beside)
     assert made.skeleton is None and list(made.objects) == ["step"]
     (note,) = made.notes
     assert ("new" if tensors else "w") in note
@@ -190,7 +190,7 @@ def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(
 def test_an_object_with_a_tensors_key_is_corrupt() -> None:
     beside = ObjectsBeside({"w": StoredObject("w", value=1)}, None, {})
     with pytest.raises(CorruptError, match="same key as a tensor") as caught:
-        with_objects(flat_catalog(("w",)), beside)
+        with_objects_beside(flat_catalog(("w",)), beside)
     assert caught.value.key == "w"
 
 

@@ -17,7 +17,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from core.formats.trainer.optimizer import families, named_numbers
+from core.formats.trainer.optimizer import named_numbers, read_module_orders
 
 LLAMA = {
     "lm_head.weight": (48, 16),
@@ -112,8 +112,8 @@ def test_parameters_without_state_fit_any_shape() -> None:
 
 
 def test_every_family_of_the_table_lists_a_module_once() -> None:
-    assert {"llama", "qwen3_moe", "gpt2", "bert", "t5"} <= families().keys()
-    for tree in families().values():
+    assert {"llama", "qwen3_moe", "gpt2", "bert", "t5"} <= read_module_orders().keys()
+    for tree in read_module_orders().values():
         for names in tree.values():
             assert len(set(names)) == len(names)
 
@@ -148,7 +148,7 @@ def order_in_transformers(model_type: str) -> dict[str, tuple[int, ...]]:
     "model_type",
     [
         pytest.param(name, marks=[] if name in ("llama", "gpt2", "bert") else pytest.mark.long)
-        for name in families()
+        for name in read_module_orders()
     ],
 )
 @pytest.mark.filterwarnings("ignore")

@@ -38,7 +38,7 @@ from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk
@@ -268,7 +268,7 @@ def test_another_layout_gives_the_chunks_that_megatron_wrote_there(
 ) -> None:
     source, store = read(folder_of(golden, "dense_gqa/tp2_pp2"))
     whole = unshard(source, rules=load_rules(), target_tp=4)
-    stacked = stack(whole, Topology(tp=4), rules=load_rules())
+    stacked = to_torch_dist(whole, Topology(tp=4), rules=load_rules())
     folder = filled(stacked.source, store, stacked.target, zarr.FORMAT, tmp_path / "ours")
     theirs = files_of(folder_of(golden, "dense_gqa/tp4_pp1"))
     arrays = {

@@ -14,7 +14,13 @@ from core.arrays.coverage import first_hole, first_overlap
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Fragment, TargetFragment
 from core.errors import UnsupportedError
-from core.formats.zarr.grid import ChunkGrid, ChunkNames, grid_of_pieces, is_like_a_chunk, row_bands
+from core.formats.zarr.grid import (
+    ChunkGrid,
+    ChunkNames,
+    find_band_shape,
+    grid_of_pieces,
+    is_like_a_chunk,
+)
 from core.formats.zarr.shards import are_bands
 
 AXES = st.lists(st.tuples(st.integers(0, 7), st.integers(1, 4)), max_size=4)
@@ -42,7 +48,7 @@ def test_bands_divide_the_array_and_are_as_large_as_fits(
     extents: list[int], itemsize: int, most: int
 ) -> None:
     shape = tuple(extents)
-    band = row_bands(shape, itemsize, most_bytes=most)
+    band = find_band_shape(shape, itemsize, most_bytes=most)
     assert len(band) == len(shape)
     assert all(n % part == 0 for n, part in zip(shape, band, strict=True))
     assert are_bands(shape, band)
@@ -50,8 +56,8 @@ def test_bands_divide_the_array_and_are_as_large_as_fits(
 
 
 def test_bands_of_long_axes_are_found_at_once() -> None:
-    assert row_bands((1 << 40,), 1, most_bytes=1 << 24) == (1 << 24,)
-    assert row_bands((2, 1 << 30), 2, most_bytes=1 << 24) == (1, 1 << 23)
+    assert find_band_shape((1 << 40,), 1, most_bytes=1 << 24) == (1 << 24,)
+    assert find_band_shape((2, 1 << 30), 2, most_bytes=1 << 24) == (1, 1 << 23)
 
 
 def fragments(boxes: list[Box]) -> list[TargetFragment]:

@@ -18,7 +18,7 @@ from core.formats.zarr.shards import (
     are_bands,
     dense_index,
     index_bytes,
-    read_index,
+    read_shard_index,
 )
 
 INNER = ChunkCoding("float32", (2, 2), (0, 1))
@@ -52,7 +52,7 @@ def indexed(made: tuple[bytes, int], *, start: int = 0, is_first: bool = False) 
     data, n_inner = made
     sharding = Sharding(INNER, has_crc=True, is_index_first=is_first)
     store = MemoryStore({"s": bytes(start) + data})
-    return read_index(
+    return read_shard_index(
         store, "s", start=start, n_bytes=len(data), n_inner=n_inner, sharding=sharding, key="w"
     )
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.hf.config_json.config import arguments_of
+from core.hf.config_json.config import build_arguments
 from core.hf.family import families
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
@@ -54,7 +54,7 @@ def test_layers_are_those_of_the_interval_where_the_configuration_does_not_list_
     }
 
     def frequency(**changes: object) -> object:
-        made = arguments_of(config | changes, families()["qwen3_next"], **options)  # type: ignore[arg-type]
+        made = build_arguments(config | changes, families()["qwen3_next"], **options)  # type: ignore[arg-type]
         return made["linear_attention_freq"]
 
     types = {"l": "linear_attention", "f": "full_attention"}

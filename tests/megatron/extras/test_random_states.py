@@ -19,7 +19,7 @@ from core.megatron.extras.random_states import with_rng
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.opening.open import open_checkpoint
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES
@@ -140,7 +140,7 @@ def test_states_beyond_one_for_each_tensor_and_pipeline_rank_are_listed() -> Non
 
 def test_torch_dist_has_one_state_for_each_tensor_and_pipeline_rank() -> None:
     source = seeded(Topology(tp=2, ep=2, etp=1))
-    stacked = stack(source, Topology(tp=4), rules=RULES)
+    stacked = to_torch_dist(source, Topology(tp=4), rules=RULES)
     states = {
         key: item.value
         for key, item in stacked.target.objects.items()

@@ -11,7 +11,7 @@ from core.errors import CheckpointingException, CorruptError, UnsupportedError, 
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.plan.match import match
 from tests.megatron.reshard.test_layouts import check
 from tests.megatron.support.megatron_gold import RULES, filled
@@ -101,7 +101,7 @@ def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: in
     source = unshard(catalog, rules=RULES)
     assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 show")
     check(model, store, source, Topology(tp=6, pp=2))
-    stacked = stack(source, Topology(tp=2), rules=RULES)
+    stacked = to_torch_dist(source, Topology(tp=2), rules=RULES)
     key = f"decoder.layers.{'0.' if experts else ''}mlp.linear_fc1.weight"
     rows = {piece.box.shape[-2] for piece in stacked.target.fragments(key)}
     assert rows == {12}

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from core.arrays.cast import cast_of
+from core.arrays.cast import find_cast
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
-from core.megatron.optimizer.proof import is_master, is_nan, rounding_of, rounds_to, sample
+from core.megatron.optimizer.proof import is_master, is_nan_element, rounding_of, rounds_to, sample
 
 
 def stored(
@@ -78,7 +78,7 @@ def test_a_few_elements_are_rounded_as_numpy_rounds_them(target: str) -> None:
     assert few is not None
     data = edges()
     wanted = bytearray(len(data) // 2)
-    cast_of("float32", target)(memoryview(data), memoryview(wanted))
+    find_cast("float32", target)(memoryview(data), memoryview(wanted))
     found = few(data)
     infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}[target]
     a, b = (np.frombuffer(bits, "<u2") & 0x7FFF for bits in (found, wanted))
@@ -96,7 +96,7 @@ def test_what_is_no_number_is_told_without_numpy(dtype: str) -> None:
     sign = 1 << 8 * size - 1
     for bits in (0, 1, infinity - 1, infinity):
         for signed in (bits, bits | sign):
-            assert is_nan(signed.to_bytes(size, "little"), dtype) is False
+            assert is_nan_element(signed.to_bytes(size, "little"), dtype) is False
     for bits in (infinity + 1, sign - 1, sign | infinity + 1):
-        assert is_nan(bits.to_bytes(size, "little"), dtype) is True
-    assert is_nan(b"\x7f", "float8_e4m3fn") is None
+        assert is_nan_element(bits.to_bytes(size, "little"), dtype) is True
+    assert is_nan_element(b"\x7f", "float8_e4m3fn") is None

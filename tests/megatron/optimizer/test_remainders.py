@@ -20,7 +20,7 @@ from core.checks.level import Level
 from core.convert.job import Job, TopologyChange
 from core.convert.run import run
 from core.errors import UnsupportedError
-from core.megatron.optimizer.remainders import check_dtypes
+from core.megatron.optimizer.remainders import check_master_dtypes
 from core.opening.open import open_checkpoint
 from tests.support.edited import found_in
 
@@ -88,6 +88,6 @@ def test_validate_names_them_and_reports_no_damage(
 
 def test_integers_are_remainders_and_states_of_other_names_may_be() -> None:
     masters = {"optimizer.state.fp32_param.a": Tensor("float32", (2,))}
-    check_dtypes(masters | {"optimizer.state.count.a": Tensor("int16", (2,))})
+    check_master_dtypes(masters | {"optimizer.state.count.a": Tensor("int16", (2,))})
     with pytest.raises(UnsupportedError, match="stores remainders"):
-        check_dtypes(masters | {"optimizer.state.fp32_param.b": Tensor("int16", (2,))})
+        check_master_dtypes(masters | {"optimizer.state.fp32_param.b": Tensor("int16", (2,))})

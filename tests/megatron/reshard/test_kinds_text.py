@@ -22,11 +22,11 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
-from core.megatron.model.args import facts_of, fields_of, replaced
+from core.megatron.model.args import fields_of, read_facts, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.rules.tables import load_rules
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite
 from tests.support import forked
@@ -164,7 +164,7 @@ def test_a_model_is_told_by_its_names(saved: Path) -> None:
     for model, kind in (("bert", "BERT"), ("t5", "T5")):
         for form in ("ranks", "dist"):
             found = unshard(opened(saved, model, "tp2_pp1", form)[1], rules=RULES)
-            facts = facts_of(found.args, names=RULES.model_of(found.tensors))
+            facts = read_facts(found.args, names=RULES.model_of(found.tensors))
             assert facts.kind.kind == kind
             assert facts.stacks == (
                 {"encoder.layers.": 4}
@@ -189,7 +189,7 @@ def test_t5_has_no_pipeline(saved: Path) -> None:
     with pytest.raises(UnsupportedError, match="T5 models cannot be cut into 2 pipeline stages"):
         shard(found, Topology(pp=2), rules=RULES)
     with pytest.raises(UnsupportedError, match="T5 models"):
-        stack(found, Topology(pp=2), rules=RULES)
+        to_torch_dist(found, Topology(pp=2), rules=RULES)
 
 
 def test_heads_that_do_not_divide_are_named(saved: Path) -> None:

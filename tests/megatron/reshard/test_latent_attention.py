@@ -13,7 +13,7 @@ from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Latent, Model
@@ -66,7 +66,7 @@ def test_torch_dist_keeps_the_names_and_gives_the_same_files(name: str) -> None:
     model = MODELS[name]
     store, catalog = model.catalog(Topology(tp=2))
     once = unshard(catalog, rules=RULES)
-    stacked = stack(once, Topology(tp=4), rules=RULES)
+    stacked = to_torch_dist(once, Topology(tp=4), rules=RULES)
     start = "decoder.layers.2." if model.experts else "decoder.layers."
     assert start + "input_layernorm.weight" in stacked.target.tensors
     assert start + "self_attention.linear_kv_down_proj.weight" in stacked.target.tensors
@@ -82,7 +82,7 @@ def test_one_rank_of_the_local_implementation_is_cut_as_that_does() -> None:
     for topology in (Topology(), Topology(tp=2)):
         store, catalog = model.catalog(topology)
         source = unshard(catalog, rules=RULES)
-        stacked = stack(source, topology, rules=RULES).source
+        stacked = to_torch_dist(source, topology, rules=RULES).source
         for form in (source, unshard(replace(stacked, format="torch_dist"), rules=RULES)):
             assert facet_of(form, MegatronModel).is_down_proj_cut is True
             arrays = filled(shard(form, Topology(tp=4), rules=RULES), form, store)  # type: ignore[arg-type]
@@ -125,7 +125,7 @@ def test_sizes_that_contradict_the_shapes_are_corrupt(
 def test_one_down_projection_becomes_two_in_torch_dist(name: str) -> None:
     model = MODELS[name]
     store, catalog = model.catalog(Topology(tp=2))
-    stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
     start = "decoder.layers.self_attention.linear_"
     shapes = {key: meta.shape for key, meta in stacked.target.tensors.items() if "down_proj" in key}
     assert shapes == {
@@ -148,7 +148,8 @@ def test_the_argument_for_one_down_projection_follows_the_names() -> None:
     _, catalog = model.catalog(Topology(tp=2))
     once = unshard(catalog, rules=RULES)
     apart = unshard(
-        replace(stack(once, Topology(), rules=RULES).source, format="torch_dist"), rules=RULES
+        replace(to_torch_dist(once, Topology(), rules=RULES).source, format="torch_dist"),
+        rules=RULES,
     )
     found = [
         fields_of(shard(form, Topology(), rules=RULES).args)["mla_down_proj_fusion"]

@@ -17,7 +17,7 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.opening.objects import state_dict
 from core.pickle.inert import make_namespace
 from tests.megatron.support.megatron_gold import RULES, filled
@@ -102,7 +102,7 @@ def test_stages_that_count_embedding_and_loss() -> None:
 def test_transformer_engines_extra_states_become_objects_in_torch_dist() -> None:
     model = Model(is_fused=True)
     store, catalog = model.catalog(Topology(tp=2))
-    stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
     key = "decoder.layers.mlp.linear_fc1._extra_state/shard_3_4"
     assert key in stacked.target.objects
     assert not any("_extra_state" in name for name in stacked.target.tensors)
@@ -115,7 +115,7 @@ def test_torch_dist_and_back_is_the_same() -> None:
     for model in (Model(is_fused=True), Model(), Model(is_tied=True)):
         store, catalog = model.catalog(Topology(tp=2, pp=2))
         once = unshard(catalog, rules=RULES)
-        stacked = stack(once, Topology(tp=4), rules=RULES).source
+        stacked = to_torch_dist(once, Topology(tp=4), rules=RULES).source
         again = unshard(replace(stacked, format="torch_dist"), rules=RULES)
         assert set(again.tensors) == set(once.tensors)
         for key in once.tensors:
@@ -130,7 +130,7 @@ def test_layers_that_differ_keep_their_own_keys() -> None:
     wide["decoder.layers.1.mlp.linear_fc1.weight"] = np.ones((96, 12), np.float32)
     wide["decoder.layers.1.mlp.linear_fc2.weight"] = np.ones((12, 48), np.float32)
     _, catalog = model.catalog(Topology(), files=files)
-    target = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES).target
+    target = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES).target
     assert target.tensors["decoder.layers.1.mlp.linear_fc1.weight"].shape == (96, 12)
     assert target.tensors["decoder.layers.0.mlp.linear_fc1.weight"].shape == (48, 12)
     assert "decoder.layers.mlp.linear_fc1.weight" not in target.tensors
@@ -152,7 +152,7 @@ def test_a_flat_state_dict_of_stacked_keys_is_understood() -> None:
     model = Model(is_fused=True)
     store, catalog = model.catalog(Topology(tp=2, pp=2))
     once = unshard(catalog, rules=RULES)
-    stacked = stack(once, Topology(tp=2), rules=RULES)
+    stacked = to_torch_dist(once, Topology(tp=2), rules=RULES)
     flat = state_dict(with_facts_of(stacked.source, stacked.target).without_facets(MegatronModel))
     assert "decoder.layers.mlp.linear_fc2.weight" in flat.tensors
     again = unshard(replace(without_facts(flat), format="dcp"), rules=RULES)

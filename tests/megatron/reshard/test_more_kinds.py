@@ -24,12 +24,12 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.megatron.model.args import facts_of, fields_of
+from core.megatron.model.args import fields_of, read_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.model.version import parse_version
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.rules.rules import Rules
 from core.megatron.rules.tables import load_rules
 from core.pickle.inert import as_mapping
@@ -307,7 +307,7 @@ def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
         store, catalog = catalog_of(
             made.arguments(Topology(tp=2)), Topology(tp=2), made.files(Topology(tp=2))
         )
-        stacked = stack(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
+        stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
         start = "decoder.layers.0.mixer.in_proj.weight"
         found = sorted(key for key in stacked.target.tensors if key.startswith(start))
         assert found == ([f"{start}.{part}" for part in parts] or [start])
@@ -322,7 +322,7 @@ def test_torch_dist_has_the_older_names_of_mamba_s_convolution() -> None:
     made = model([newer] * 2, norm="final_norm")
     made.check(Topology(), Topology(tp=2))
     store, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
-    stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(), rules=RULES)
     names = {key for key in stacked.target.tensors if "conv1d" in key}
     assert names and all(".mixer.conv1d." in key for key in names)
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
@@ -373,7 +373,7 @@ def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(
     store, catalog = catalog_of(
         made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2))
     )
-    stacked = stack(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
     assert any(key.startswith(f"mtp.layers.0.{inner}") for key in stacked.target.tensors)
     assert not is_renamed or not any("mtp_model_layer" in key for key in stacked.target.tensors)
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
@@ -385,7 +385,7 @@ def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(
 def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
     made = MODELS["Mamba-2 by shapes"]
     _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
-    source = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
+    source = to_torch_dist(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
     tensors = {
         key: meta
         for key, meta in source.tensors.items()
@@ -503,7 +503,7 @@ def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, what: st
 
 def test_predictions_of_a_pattern_are_counted() -> None:
     args = {**PATTERN.arguments(Topology()), "hybrid_override_pattern": "M*-M/ME/ME"}
-    facts = facts_of(args)
+    facts = read_facts(args)
     assert (facts.n_layers, facts.n_predictions) == (4, 2)
     assert facts.has_experts("mtp.layers.", 0)
     assert facts.stages(2).chunk_of("mtp.layers.", 1) == (0, 1, 1)

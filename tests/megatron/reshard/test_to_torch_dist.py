@@ -14,7 +14,7 @@ from core.errors import UsageError
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.opening.open import open_checkpoint
 from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, topology
 from tests.support.facets import facet_of
@@ -45,7 +45,7 @@ def test_keys_shapes_and_chunks_are_megatrons(
     golden: Path, family: str, model: str, case: str, origin: str
 ) -> None:
     _, source = global_form(golden, model, origin)
-    target = stack(source, topology(case), rules=RULES).target
+    target = to_torch_dist(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
     assert {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()} == {
         key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
@@ -61,7 +61,7 @@ def test_chunks_go_to_the_files_of_the_ranks_that_write_them(
     golden: Path, family: str, model: str, case: str
 ) -> None:
     _, source = global_form(golden, model, "tp1_pp1")
-    target = stack(source, topology(case), rules=RULES).target
+    target = to_torch_dist(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
     keys = list(target.tensors)
     if (
@@ -91,7 +91,7 @@ def test_chunks_go_to_the_files_of_the_ranks_that_write_them(
 )
 def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str) -> None:
     _, source = global_form(golden, model, case)
-    target = stack(source, topology(case), rules=RULES).target
+    target = to_torch_dist(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
     expected = {key for key in wanted.objects if not key.startswith("rerun_state_machine_state")}
     assert set(target.objects) == expected
@@ -117,7 +117,7 @@ def test_objects_are_megatrons(golden: Path, model: str, case: str, family: str)
 )
 def test_chunks_hold_what_megatron_saved(golden: Path, model: str, a: str, b: str) -> None:
     store, origin = global_form(golden, model, a)
-    stacked = stack(origin, topology(b), rules=RULES)
+    stacked = to_torch_dist(origin, topology(b), rules=RULES)
     arrays = filled(stacked.target, stacked.source, store)
     wanted_store, wanted = dist_files(
         golden, "mcore_torch_dist", model.replace("grouped", "seq"), b
@@ -134,7 +134,7 @@ def test_chunks_hold_what_megatron_saved(golden: Path, model: str, a: str, b: st
 
 def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) -> None:
     store, catalog = dist_files(golden, "mcore_torch_dist", "dense_gqa", "tp2_pp2")
-    stacked = stack(unshard(catalog, rules=RULES), Topology(tp=4), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=4), rules=RULES)
     assert {
         fragment.box.shape
         for fragment in stacked.target.fragments("decoder.layers.mlp.linear_fc2.weight")

@@ -17,7 +17,7 @@ from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, matched_dirs, rank_dir, rank_dirs
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.opening.objects import state_dict
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled
@@ -75,7 +75,7 @@ def test_any_layout_of_experts_becomes_any_other(model: Model, a: Topology, b: T
 def test_torch_dist_and_back_is_the_same(model: Model) -> None:
     store, catalog = model.catalog(Topology(tp=2, ep=4))
     once = unshard(catalog, rules=RULES)
-    stacked = stack(once, Topology(tp=4, pp=2, ep=4, etp=1), rules=RULES)
+    stacked = to_torch_dist(once, Topology(tp=4, pp=2, ep=4, etp=1), rules=RULES)
     filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
     assert set(again.tensors) == set(once.tensors)
@@ -85,7 +85,7 @@ def test_torch_dist_and_back_is_the_same(model: Model) -> None:
 
 def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() -> None:
     _, catalog = GROUPED.catalog(Topology())
-    target = stack(unshard(catalog, rules=RULES), Topology(tp=2, ep=2), rules=RULES).target
+    target = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2, ep=2), rules=RULES).target
     assert target.tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (
         8,
         24,
@@ -100,10 +100,10 @@ def test_layers_that_may_differ_keep_their_own_keys_with_an_axis_of_experts() ->
     source = unshard(catalog, rules=RULES)
     assert (
         "decoder.layers.3.mlp.router.weight"
-        in stack(source, Topology(), rules=RULES).target.tensors
+        in to_torch_dist(source, Topology(), rules=RULES).target.tensors
     )
     args = replaced(source.args, {"moe_layer_freq": 1})
-    stacked = stack(replace(source, args=args), Topology(etp=4), rules=RULES).target
+    stacked = to_torch_dist(replace(source, args=args), Topology(etp=4), rules=RULES).target
     key = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert stacked.tensors[key].shape == (4, 8, 12, 12)
     assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in stacked.tensors
@@ -187,14 +187,14 @@ def test_packed_extra_states_stay_only_with_their_experts() -> None:
     assert arrays[f"mp_rank_01_001:model.{name}"].tobytes() == bytes(range(5))
     for made in (
         shard(source, Topology(ep=4), rules=RULES),
-        stack(source, Topology(ep=2), rules=RULES).target,
+        to_torch_dist(source, Topology(ep=2), rules=RULES).target,
     ):
         assert name not in made.tensors
         assert any(name in text and "packed" in text for text in map(str, made.dropped))
     _, catalog = with_states(Topology(ep=2), 0)
     empty = unshard(catalog, rules=RULES)
     assert name in shard(empty, Topology(ep=4), rules=RULES).tensors
-    objects = stack(empty, Topology(ep=2), rules=RULES).target.objects
+    objects = to_torch_dist(empty, Topology(ep=2), rules=RULES).target.objects
     key = "decoder.layers.1.mlp.experts.experts.linear_fc1._extra_state/shard_7_8"
     assert objects[key] == StoredObject(key, value=[None], coords=(("file", 1),))
 
@@ -318,7 +318,7 @@ def test_arguments_that_contradict_the_experts_are_refused(
 
 def test_a_stack_of_other_experts_is_corrupt() -> None:
     _, catalog = MIXED.catalog(Topology())
-    stacked = stack(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
     args = replaced(stacked.args, {"num_experts": 4})
     common = {**(stacked.common or {}), "args": args}
     with pytest.raises(

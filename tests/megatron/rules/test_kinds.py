@@ -17,7 +17,7 @@ from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
-from core.megatron.reshard.to_torch_dist import stack
+from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import (
     KINDS,
@@ -97,7 +97,7 @@ def test_rank_files_are_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -
 @pytest.mark.parametrize(("name", "a", "b"), every_third(CASES, start=1))
 def test_torch_dist_is_megatrons(folder: Path, name: str, a: Sizes, b: Sizes) -> None:
     store, source = source_of(folder, name, a)
-    stacked = stack(source, topology_of(b, name), rules=RULES)
+    stacked = to_torch_dist(source, topology_of(b, name), rules=RULES)
     wanted = dist_tensors(folder, name, b)
     assert set(stacked.target.tensors) == set(wanted)
     arrays = filled(stacked.target, stacked.source, store)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from core.formats.zarr.array import ZarrArray
 from core.formats.zarr.chunks import check_chunks
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray, zarray
-from core.formats.zarr.tree import folders_of
+from core.formats.zarr.tree import walk_folders
 from core.manifest.of_copy import MANIFEST
 
 _MAX_ZARRAY_BYTES = 1 << 20
@@ -37,7 +37,7 @@ def array_keys(checkpoint_dir: Path) -> Iterator[str]:
         UnsafeError: directories are nested too deeply.
     """
     store = LocalStore(checkpoint_dir)
-    for folder, _, is_array in folders_of(
+    for folder, _, is_array in walk_folders(
         store, is_array=lambda folder, listing: ARRAY_FILE in listing
     ):
         if is_array and folder:
@@ -190,7 +190,7 @@ def write_in_chunk(
             os.close(fd)
 
 
-def remove_entries(checkpoint_dir: Path, key_prefix: str) -> list[str]:
+def remove_arrays(checkpoint_dir: Path, key_prefix: str) -> list[str]:
     """Remove the arrays and ShardedObjects whose keys begin with a prefix.
 
     Only one process may call this, and none may read the checkpoint at the same time. A manifest is
@@ -229,7 +229,7 @@ def _entry_keys(checkpoint_dir: Path) -> list[str]:
     store = LocalStore(checkpoint_dir)
     keys = [
         folder
-        for folder, listing, is_array in folders_of(
+        for folder, listing, is_array in walk_folders(
             store, is_array=lambda folder, listing: ARRAY_FILE in listing
         )
         if folder

@@ -16,7 +16,7 @@ import torch
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
-from core.dist_checkpointing.strategies._zarr.arrays import clip_region, remove_entries
+from core.dist_checkpointing.strategies._zarr.arrays import clip_region, remove_arrays
 from core.dist_checkpointing.strategies.base import require_backend, require_version
 from core.dist_checkpointing.strategies.zarr_types import tensor_of
 from core.errors import CheckpointingException, UsageError
@@ -39,7 +39,7 @@ class ZarrCheckpoints:
         # Wait for ranks that may still be reading.
         comm.barrier()
         comm.together(
-            lambda: remove_entries(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else []
+            lambda: remove_arrays(Path(checkpoint_dir), key_prefix) if comm.rank() == 0 else []
         )
 
     def check_backend_compatibility(self, loaded_version: str) -> None:
@@ -62,7 +62,7 @@ class ZarrCheckpoints:
         require_version(self, loaded_version, (VERSION,))
 
 
-def tensors_of(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
+def list_sharded_tensors(sharded_state_dict: ShardedStateDict) -> list[ShardedTensor]:
     """Return the leaves of a tree, which must be ShardedTensors.
 
     Raises:

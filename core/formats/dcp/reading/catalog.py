@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 
-def catalog_of(
+def build_catalog(
     metadata: DcpMetadata,
     *,
     format: str,
@@ -93,7 +93,7 @@ def _read_packed_objects(
     """Read the values of compressed objects, and the tensors inside them.
 
     Args:
-        without, store: the arguments of ``catalog_of``.
+        without, store: the arguments of ``build_catalog``.
     """
     objects: dict[str, StoredObject] = {}
     arrays_inside: dict[str, StoredArray] = {}

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 
 
-def check_files(store: ReadStore, metadata: DcpMetadata, *, report: Report = raising) -> None:
+def check_file_lengths(
+    store: ReadStore, metadata: DcpMetadata, *, report: Report = raising
+) -> None:
     """Check that every file that the metadata lists exists and is long enough.
 
     Args:

@@ -10,9 +10,9 @@ from core.errors import (
     MissingShardError,
     Report,
 )
-from core.formats.dcp.folders import dcp_folders, joined
+from core.formats.dcp.folders import dcp_folders, join_folders
 from core.formats.dcp.metadata import DcpMetadata, read_metadata, salvaged_metadata
-from core.formats.dcp.reading.data_files import METADATA, check_files
+from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -46,13 +46,13 @@ def salvaged(store: ReadStore, report: Report) -> DcpMetadata:
     def part(name: str) -> DcpMetadata:
         return salvaged_metadata(store.read(name, 0, store.size(name)), label=name, report=report)
 
-    folders = folders_of(store)
+    folders = list_accelerate_folders(store)
     if not folders:
         return part(METADATA)
-    return joined([(folder, part(f"{folder}/{METADATA}")) for folder in folders], store)
+    return join_folders([(folder, part(f"{folder}/{METADATA}")) for folder in folders], store)
 
 
-def list_indexed(store: ReadStore) -> list[str]:
+def list_data_files(store: ReadStore) -> list[str]:
     """Return the data files that the metadata lists; of damaged metadata, what can be read."""
     try:
         return stated_metadata(store).files
@@ -64,10 +64,10 @@ def list_indexed(store: ReadStore) -> list[str]:
 
 def metadata_files(store: ReadStore) -> list[str]:
     """Return the names of a checkpoint's ``.metadata`` files; accelerate writes several."""
-    return [f"{folder}/{METADATA}" for folder in folders_of(store)] or [METADATA]
+    return [f"{folder}/{METADATA}" for folder in list_accelerate_folders(store)] or [METADATA]
 
 
-def folders_of(store: ReadStore) -> tuple[str, ...]:
+def list_accelerate_folders(store: ReadStore) -> tuple[str, ...]:
     """Return accelerate's directories; () if the directory itself is a DCP checkpoint."""
     return () if store.exists(METADATA) or has_item_files(store) else dcp_folders(store)
 
@@ -80,7 +80,7 @@ def metadata_of(store: ReadStore) -> DcpMetadata:
     from core.formats.dcp.safetensors_items import with_raw_files
 
     metadata = stated_metadata(store)
-    check_files(store, metadata)
+    check_file_lengths(store, metadata)
     return with_raw_files(store, metadata)
 
 
@@ -88,11 +88,11 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
     """Read the metadata without checking the data files; raises the errors of ``read``."""
     if store.exists(METADATA):
         return read_metadata_in(store)
-    from core.formats.dcp.rank_metadata import merge_rank_metadata, rank_files
+    from core.formats.dcp.rank_metadata import list_rank_metadata, merge_rank_metadata
 
-    if ranks := rank_files(store):
+    if ranks := list_rank_metadata(store):
         return merge_rank_metadata([read_metadata_in(store, name=name) for name in ranks], store)
-    folders = folders_of(store)
+    folders = list_accelerate_folders(store)
     if not folders:
         # The index may be above: writers spread data files over subdirectories.
         root = getattr(store, "root", None)
@@ -108,7 +108,7 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                     hint=f"point at {folder}",
                 )
         raise _unwritten(METADATA, store, file=store.label)
-    return joined([(folder, read_metadata_in(store, folder)) for folder in folders], store)
+    return join_folders([(folder, read_metadata_in(store, folder)) for folder in folders], store)
 
 
 def read_metadata_in(store: ReadStore, folder: str = "", *, name: str = METADATA) -> DcpMetadata:

@@ -29,7 +29,9 @@ class TensorParallelPiece:
     to: Shape
 
 
-def joined(shards: Sequence[Tensor], shape: Shape, pieces: Sequence[TensorParallelPiece]) -> Tensor:
+def join_shards(
+    shards: Sequence[Tensor], shape: Shape, pieces: Sequence[TensorParallelPiece]
+) -> Tensor:
     """Return the tensor that consists of pieces of shards.
 
     Args:
@@ -58,7 +60,7 @@ def joined(shards: Sequence[Tensor], shape: Shape, pieces: Sequence[TensorParall
     return Tensor(shards[0].dtype, shape, fragments)
 
 
-def are_equal(store: ReadStore, tensors: Sequence[Tensor], most_bytes: int) -> bool:
+def begin_alike(store: ReadStore, tensors: Sequence[Tensor], most_bytes: int) -> bool:
     """Return whether tensors have the same first bytes, as they are stored.
 
     It tells ranks of different checkpoints apart while one is opened, at little cost.

@@ -32,8 +32,8 @@ from core.catalog.key_patterns import some_of
 from core.catalog.tensor import Tensor, find_ties, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, rank_files
-from core.formats.deepspeed.model_parallel.join import are_equal, joined
+from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, list_rank_files
+from core.formats.deepspeed.model_parallel.join import begin_alike, join_shards
 from core.formats.deepspeed.model_parallel.rules import (
     INFO,
     JoinPlan,
@@ -80,7 +80,7 @@ def read_model_parallel(
         MissingShardError, CorruptError, ReplicaMismatchError: files are missing or contradict each
             other.
     """
-    if not any(rank_files(store, rank).optim for rank in ranks):
+    if not any(list_rank_files(store, rank).optim for rank in ranks):
         return read_model_files(store, ranks, layers)
     shapes_in = cache(partial(_read_shapes, store))
     by_rank = []
@@ -102,7 +102,7 @@ def read_model_parallel(
     states: dict[str, Mapping[str, object]] = {}
     for stage in stages:
         for name, tensor in stage.weights.items():
-            if name in weights and not are_equal(store, [weights[name], tensor], _COMPARED_BYTES):
+            if name in weights and not begin_alike(store, [weights[name], tensor], _COMPARED_BYTES):
                 raise ReplicaMismatchError(
                     "the parameter differs between pipeline stages",
                     file=stage.model.state.file,
@@ -347,7 +347,7 @@ def _read_rank(
         MissingShardError: the rank has no optimizer files.
         UnsupportedError: the rank has files of experts.
     """
-    files = rank_files(store, rank)
+    files = list_rank_files(store, rank)
     if files.experts and not is_single:
         raise _refuse_experts(files.experts[0])
     partitioned = read_data_parallel(store, files, layer_shapes)
@@ -519,7 +519,7 @@ def _joined_tensor(
     """
     # Moments of what no pattern calls replicated are compared only where they are converted.
     is_checked = plan is None or (plan.is_replicated and (plan.is_stated or is_weight))
-    if is_checked and not are_equal(store, tensors, _COMPARED_BYTES):
+    if is_checked and not begin_alike(store, tensors, _COMPARED_BYTES):
         raise ReplicaMismatchError(
             "the tensor differs between tensor-parallel ranks, all of which should have the same",
             file=model.state.file,
@@ -529,9 +529,11 @@ def _joined_tensor(
     if plan is None:
         return tensors[0].with_replicas(*tensors[1:])
     if plan.is_replicated:
-        whole = [joined([tensor] * len(tensors), plan.shape, plan.pieces) for tensor in tensors]
+        whole = [
+            join_shards([tensor] * len(tensors), plan.shape, plan.pieces) for tensor in tensors
+        ]
         return whole[0].with_replicas(*whole[1:])
-    return joined(tensors, plan.shape, plan.pieces)
+    return join_shards(tensors, plan.shape, plan.pieces)
 
 
 def _untrained(

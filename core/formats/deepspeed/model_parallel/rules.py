@@ -41,9 +41,9 @@ from core.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.source_store import open_store
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT
-from core.formats.deepspeed.model_parallel.join import TensorParallelPiece, are_equal
+from core.formats.deepspeed.model_parallel.join import TensorParallelPiece, begin_alike
 from core.formats.deepspeed.state_file import mapping_or_empty
-from core.formats.huggingface.files import config_of
+from core.formats.huggingface.files import read_config_json
 from core.pickle.inert import as_mapping, attributes
 from core.values import dataclass
 
@@ -446,7 +446,7 @@ def read_hidden_size(model: ModelStates, store: ReadStore) -> int | None:
 def _stated_size(store: ReadStore) -> int | None:
     """Return the hidden size in ``config.json``; None without one that can be read."""
     try:
-        config = config_of(store) or {}
+        config = read_config_json(store) or {}
     except CheckpointingException:
         return None
     text = config.get("text_config")
@@ -485,4 +485,4 @@ def is_whole(
             return rows == shape[0]
     if len(shape) == 1 and hidden_size == tp * shape[0]:
         return False
-    return all(are_equal(store, shards, n) for n in (_FIRST_BYTES, _MOST_BYTES))
+    return all(begin_alike(store, shards, n) for n in (_FIRST_BYTES, _MOST_BYTES))

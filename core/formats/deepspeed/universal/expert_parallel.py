@@ -31,7 +31,7 @@ from core.arrays.box import full_box
 from core.catalog.stored import PlannedArray
 from core.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, state_of
+from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, split_state_path
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ def expert_facts(target: TargetCatalog) -> ExpertParallelFacts:
 
 def expert_notes(target: TargetCatalog) -> list[str]:
     """Return a note that names the EP size at which DeepSpeed loads the experts."""
-    from core.formats.deepspeed.experts import expert_of
+    from core.formats.deepspeed.experts import split_expert_name
 
-    if not any(map(expert_of, target.tensors)):
+    if not any(map(split_expert_name, target.tensors)):
         return []
     ep = expert_facts(target).ep
     other = "DeepSpeed loads them with no other" if ep > 1 else "for another one, add --ep-new N"
@@ -120,17 +120,17 @@ def cut_experts(
         UsageError: there are no experts of DeepSpeed's ``MoE`` layers, or they are not divisible.
         UnsupportedError: a parameter of an expert has no axes, or is unlike that of another expert.
     """
-    from core.formats.deepspeed.experts import expert_of
+    from core.formats.deepspeed.experts import split_expert_name
 
-    names = [key for key in target.tensors if state_of(key, target.tensors) is None]
-    rank_of, directory_of = _assigned([name for name in names if expert_of(name)], ep=ep)
+    names = [key for key in target.tensors if split_state_path(key, target.tensors) is None]
+    rank_of, directory_of = _assigned([name for name in names if split_expert_name(name)], ep=ep)
     if ep == 1:
         return source, target
 
     # Every tensor of an expert becomes a region of the array of its directory.
     entries: dict[str, _ExpertEntry] = {}
     for key in (*target.tensors, *target.objects):
-        name, state = state_of(key, target.tensors) or (key, None)
+        name, state = split_state_path(key, target.tensors) or (key, None)
         if name in directory_of:
             first = key.replace(name, directory_of[name])
             entries[key] = _ExpertEntry(first, rank_of[name], state == STEP)
@@ -204,9 +204,9 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
 
 
 def _expert(name: str) -> tuple[str, int]:
-    from core.formats.deepspeed.experts import expert_of
+    from core.formats.deepspeed.experts import split_expert_name
 
-    expert = expert_of(name)
+    expert = split_expert_name(name)
     assert expert is not None, "the parameter belongs to an expert"
     return expert
 
@@ -268,16 +268,16 @@ def directories(folders: Iterable[str], *, ep: int) -> dict[str, tuple[str, int]
     Returns:
         Parameter → (its directory, rank of the part of it that is the parameter).
     """
-    from core.formats.deepspeed.experts import expert_of, numbered
+    from core.formats.deepspeed.experts import numbered, split_expert_name
 
     folders = list(folders)
     n_local: dict[str, int] = {}
     for folder in folders:
-        if ep > 1 and (expert := expert_of(folder)) is not None:
+        if ep > 1 and (expert := split_expert_name(folder)) is not None:
             n_local[expert[0]] = max(n_local.get(expert[0], 0), expert[1] + 1)
     parameters: dict[str, tuple[str, int]] = {}
     for folder in folders:
-        expert = expert_of(folder) if ep > 1 else None
+        expert = split_expert_name(folder) if ep > 1 else None
         if expert is None:
             parameters[folder] = (folder, 0)
             continue

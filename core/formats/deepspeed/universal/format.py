@@ -55,7 +55,7 @@ from core.files.store import check_name
 from core.formats.deepspeed.model_states import (
     ModelStates,
     ZeroFacts,
-    iteration_of,
+    find_iteration,
     parse_model_states,
     version_of,
 )
@@ -68,8 +68,8 @@ from core.formats.deepspeed.tree import (
     STATE,
     WholeObject,
     assemble_catalog,
+    build_state_tree,
     group_trees,
-    tree_of,
 )
 from core.formats.deepspeed.universal.expert_parallel import (
     cut_experts,
@@ -89,7 +89,7 @@ from core.formats.deepspeed.universal.parameter import (
     STEP_COPY,
     ZERO,
     ZERO_MODEL_FILE,
-    state_of,
+    split_state_path,
 )
 from core.formats.deepspeed.universal.write import check, lay_out
 from core.formats.format import Format
@@ -176,7 +176,7 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     # The tree defines keys and skeleton. Settings are listed separately from the optimizer's other
     # values; facts about the partition of the run that saved are not carried.
     consumed = {*CONSUMED_OPTIM, PARAM_GROUPS, STATE}
-    tree = tree_of(
+    tree = build_state_tree(
         weights=weights,
         states=_states(optim, groups, parameters),
         groups=group_trees(
@@ -211,7 +211,7 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     dropped = (*model.dropped, *dropped_together(copies, _COPIES))
     return replace(
         catalog,
-        iteration=iteration_of(model),
+        iteration=find_iteration(model),
         notes=tuple(notes),
         dropped=dropped,
     ).with_facet(facts)
@@ -315,7 +315,7 @@ def _parameters(
         MissingShardError: the model states list a parameter without a directory.
         CorruptError: files of a parameter are damaged, or contradict each other.
     """
-    from core.formats.deepspeed.experts import expert_of
+    from core.formats.deepspeed.experts import split_expert_name
     from core.formats.deepspeed.universal.parameter import read_parameter
 
     info = mapping_or_empty(model.state.root.get("universal_checkpoint_info"))
@@ -338,7 +338,7 @@ def _parameters(
             continue
         directory, ep_rank = names[name]
         path, shape = f"{folder}{ZERO}/{directory}", shapes.get(name)
-        is_stack = ep > 1 and expert_of(name) is not None
+        is_stack = ep > 1 and split_expert_name(name) is not None
         if is_stack and shape:
             shape = (ep * shape[0], *shape[1:])
         parameter = read_parameter(
@@ -415,7 +415,7 @@ def for_universal(catalog: Catalog) -> Catalog:
     state_of_key = {
         key: state_key
         for key in catalog.tensors
-        if (state_key := state_of(key, catalog.tensors)) is not None
+        if (state_key := split_state_path(key, catalog.tensors)) is not None
     }
     # Master weights take the names of the weights and of those tied to them, and stop being states.
     # Of the other states, each is a tensor of its own.
@@ -455,7 +455,7 @@ def _notes(catalog: Catalog, states: set[str]) -> list[str]:
     objects = {
         state_key[1]
         for key in catalog.objects
-        if (state_key := state_of(key, catalog.tensors)) is not None
+        if (state_key := split_state_path(key, catalog.tensors)) is not None
     }
     if not (states | objects) - {MASTER}:
         return [NO_STATE]

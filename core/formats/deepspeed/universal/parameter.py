@@ -78,7 +78,7 @@ def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
     return stored
 
 
-def state_of(key: str, names: Container[str]) -> tuple[str, str] | None:
+def split_state_path(key: str, names: Container[str]) -> tuple[str, str] | None:
     """Split a key ``optimizer.state.<parameter>.<state>`` into parameter and state.
 
     Args:

@@ -27,7 +27,7 @@ from core.arrays.dtypes import DTYPES
 from core.catalog.file_image import FileImage, literal_file
 from core.catalog.key_patterns import listed_keys, rename_hint
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
-from core.catalog.optimizer_keys import state_of as state_of_megatron
+from core.catalog.optimizer_keys import split_state_key as state_of_megatron
 from core.changes.factor_states import check_factors
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import check_name
@@ -48,7 +48,7 @@ from core.formats.deepspeed.universal.parameter import (
     STEP_COPY,
     ZERO,
     ZERO_MODEL_FILE,
-    state_of,
+    split_state_path,
     stored_extras,
 )
 from core.formats.torch.weights_only import loadable
@@ -199,7 +199,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
     # elements.
     check_factors(states, option="--to deepspeed_universal")
     for key in states:
-        state_key = state_of(key, parameters)
+        state_key = split_state_path(key, parameters)
         if state_key is None:
             hint = (
                 "rename it to optimizer.state.<parameter>.<state> with --rename, skip it with "
@@ -207,7 +207,10 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
             )
             # Many scripts save a model under a key of its own, and the optimizer beside it.
             for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
-                if state_of(key, {name.removeprefix(prefix) for name in parameters}) is not None:
+                if (
+                    split_state_path(key, {name.removeprefix(prefix) for name in parameters})
+                    is not None
+                ):
                     hint = f"its parameter has the prefix {prefix!r}: add --strip-prefix {prefix}"
             raise UnsupportedError(
                 "the tensor belongs to the optimizer, but not to a parameter that is written",
@@ -219,7 +222,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         parameters[name].states[state] = key
     # States that are not tensors, such as a step that is a number, are objects.
     for key, item in target.objects.items():
-        state_key = state_of(key, parameters)
+        state_key = split_state_path(key, parameters)
         if state_key is not None:
             parameters[state_key[0]].values[state_key[1]] = item.value
     return parameters
@@ -295,7 +298,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         shape = target.meta(key).shape
-        name, state = state_of(key, target.tensors) or (key, None)
+        name, state = split_state_path(key, target.tensors) or (key, None)
         if state != STEP:
             shape = expert_facts(target).stored_shape(name, shape)
         if array is None or array.shape != shape:
@@ -334,7 +337,7 @@ def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object,
     numbers = (
         item.value
         for key, item in target.objects.items()
-        if (state_key := state_of(key, target.tensors)) is not None and state_key[1] == STEP
+        if (state_key := split_state_path(key, target.tensors)) is not None and state_key[1] == STEP
     )
     step = TensorLeaf(STEP_COPY) if STEP_COPY in target.hidden else next(numbers, None)
     if step is not None:

@@ -19,7 +19,7 @@ from math import prod
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
 from core.catalog.optimizer_keys import MASTER
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -61,7 +61,7 @@ def read_flat(
 ) -> RankStates:
     """Read the distributed optimizer of a rank catalog.
 
-    ``core.megatron.reshard.rank_optimizer.read_states`` explains the arguments.
+    ``core.megatron.reshard.rank_optimizer.find_rank_states`` explains the arguments.
 
     Raises:
         MissingShardError: no rank has the optimizer state of some parameter.
@@ -277,7 +277,7 @@ def _part(buffer: Buffer, state: str, start: int, weight: StoredArray) -> Stored
     array, at = buffer.place_of(state, start)
     if at + prod(weight.shape) > array.shape[0]:
         return None
-    return part_of(array, at, weight.shape)
+    return narrow_array(array, at, weight.shape)
 
 
 def _check_covered(

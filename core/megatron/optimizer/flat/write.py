@@ -14,7 +14,7 @@ from math import lcm, prod
 from core.arrays.dtypes import DTYPES
 from core.catalog.dropped import Dropped
 from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER, state_key, state_of, trained
+from core.catalog.optimizer_keys import MASTER, split_state_key, state_key, trained
 from core.catalog.stored import Coords, PlannedArray
 from core.catalog.tensor import TargetFragment
 from core.errors import MissingShardError, UnsupportedError
@@ -81,7 +81,7 @@ class FlatFiles:
     def _check_states(self) -> None:
         """Raise unless every parameter has every state, in fp32."""
         for key in self._target.catalog.tensors:
-            state_and_param = state_of(key)
+            state_and_param = split_state_key(key)
             if state_and_param is not None and state_and_param[0] not in self._states:
                 raise UnsupportedError(
                     "distrib_optim.pt cannot store this state", key=key, hint=_HINT

@@ -71,7 +71,7 @@ def read_numbered(
 ) -> RankStates:
     """Read the FP32 or Float16 optimizer of a rank catalog.
 
-    ``core.megatron.reshard.rank_optimizer.read_states`` explains the other arguments.
+    ``core.megatron.reshard.rank_optimizer.find_rank_states`` explains the other arguments.
 
     Args:
         is_layer_wise: the optimizer is distributed by layers, in files of its own.

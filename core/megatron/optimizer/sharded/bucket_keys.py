@@ -19,7 +19,7 @@ from itertools import accumulate
 
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import MASTER
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError
 from core.megatron.extras.common_state import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype
@@ -85,7 +85,7 @@ class _GroupKeys:
     objects: dict[str, object] = field(default_factory=dict)
 
 
-def groups_of(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
+def group_buffers(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
     """Group the buffers by chained optimizer and model parallel rank.
 
     Returns:
@@ -253,7 +253,7 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
                 f"elements {end}–{start} are in no file", key=key, hint="copy the checkpoint again"
             )
         if fragment.at != (0,) or array.shape != (n,):
-            array = part_of(array, fragment.at[-1], (n,))
+            array = narrow_array(array, fragment.at[-1], (n,))
         stored.append((first + start, array))
         end = start + n
     if end < size:

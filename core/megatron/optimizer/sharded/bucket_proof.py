@@ -12,7 +12,7 @@ from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
 from core.catalog.catalog import Catalog
 from core.catalog.flat_runs import runs_in
-from core.catalog.stored import StoredArray, part_of
+from core.catalog.stored import StoredArray, narrow_array
 from core.catalog.tensor import Fragment
 from core.files.store import ReadStore
 from core.megatron.optimizer.proof import RUN, rounds_to, sample
@@ -71,7 +71,7 @@ class WeightSamples:
         """
         for weights in self._samples:
             runs = runs_in(masters, start + weights.start, weights.n)
-            parts = [part_of(run.array, run.at, (run.n,)) for run in runs]
+            parts = [narrow_array(run.array, run.at, (run.n,)) for run in runs]
             data = b"".join(sample(self._store, part) for part in parts)
             dtype = masters[0][1].dtype
             if not rounds_to(data, dtype, weights.data, weights.dtype):
@@ -133,7 +133,7 @@ def _find_weights(
             if axis >= 0:
                 at[axis] += step
         start = sum(i * stride for i, stride in zip(at, c_strides(array.shape), strict=True))
-        return part_of(array, start, (common.n_elements,)), common.offset
+        return narrow_array(array, start, (common.n_elements,)), common.offset
     return None
 
 

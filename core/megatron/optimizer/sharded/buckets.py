@@ -58,7 +58,12 @@ from core.megatron.optimizer.flat.layout import (
     find_trained,
 )
 from core.megatron.optimizer.remainders import are_remainders, remainders_error
-from core.megatron.optimizer.sharded.bucket_keys import BucketGroup, FlatBuffer, Stored, groups_of
+from core.megatron.optimizer.sharded.bucket_keys import (
+    BucketGroup,
+    FlatBuffer,
+    Stored,
+    group_buffers,
+)
 from core.megatron.optimizer.sharded.bucket_proof import WeightSamples
 from core.megatron.placement.homes import Home, by_chunk, by_file_order, homes_at, tied_of
 from core.megatron.rules.rules import Rules
@@ -116,7 +121,7 @@ def read_buckets(
     # Find every state of every parameter in the buffers.
     fields = fields_of(model.args if catalog.args is None else catalog.args)
     reader = _BucketReader(catalog, model, facts, rules, store, bucketing_of(fields))
-    groups = groups_of(catalog)
+    groups = group_buffers(catalog)
     places: dict[str, list[_StatePlace]] = {}
     dtypes: dict[str, str] = {}
     for place in reader.places(groups):

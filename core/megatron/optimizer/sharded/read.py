@@ -13,7 +13,7 @@ In zarr, ``fully_sharded_model_space`` (megatron-core up to 0.14) has the first 
 its tensors are *reformulated*: a parameter of shape (4, 64, 96), cut into (4, 1, 2) shards of (1,
 64, 48), is stored with the shape (4, 1, 2, 3072), each shard as a row of its elements in C order;
 the true shape is in ``.metadata``, under ``mcore_data[key]["nd_reformulated_orig_global_shape"]``.
-``read_states`` restores the true shapes.
+``read_optimizer`` restores the true shapes.
 
 Not supported: the model-space states of legacy grouped experts, which are transposed; Muon whose
 matrices are distributed by layers, chained with a distributed optimizer in either form.
@@ -68,7 +68,7 @@ _TRUE_SHAPE = "nd_reformulated_orig_global_shape"
 _BY_PARAMETER = ("per_parameter", "fully_reshardable", "fully_sharded_model_space")
 
 
-def read_states(
+def read_optimizer(
     catalog: Catalog,
     model: Catalog,
     entry: object,

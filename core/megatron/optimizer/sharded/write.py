@@ -27,7 +27,14 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, ParamGroup, state_of, trained
+from core.catalog.optimizer_keys import (
+    MASTER,
+    STATES,
+    Optimizer,
+    ParamGroup,
+    split_state_key,
+    trained,
+)
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
@@ -145,7 +152,7 @@ class StackedOptimizer:
             key: key in the global form.
             name: written key of the tensor or, for a state, of its parameter.
         """
-        state = state_of(key)
+        state = split_state_key(key)
         if state is None:
             return name
         is_param = (

@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts
-from core.catalog.optimizer_keys import state_key, state_of
+from core.catalog.optimizer_keys import split_state_key, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import read_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import bucketing_of, is_shared_embedding
 from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
@@ -44,7 +44,7 @@ def optim_oracle(golden: Path, model: str) -> dict[str, Bytes]:
 def assert_true_states(found: Catalog, store: ReadStore, golden: Path, model: str) -> None:
     """The states are those of the oracle, all of them, bit for bit."""
     true = optim_oracle(golden, model)
-    states = {key: name for key in found.tensors if (name := state_of(key)) is not None}
+    states = {key: name for key in found.tensors if (name := split_state_key(key)) is not None}
     assert {f"{state}.{fused(param)}" for state, param in states.values()} == set(true)
     for key, (state, param) in states.items():
         whole = tensor_bytes(found, store, key)
@@ -78,7 +78,7 @@ def test_every_parameter_lies_where_megatron_recorded_it(golden: Path, case: str
             flat[rank["file"].split("/")[1], row["name"]] = (row["start"], row["end"])
     ours = {}
     for key in found.tensors:
-        state, name = state_of(key) or ("", "")
+        state, name = split_state_key(key) or ("", "")
         for fragment in found.fragments(key) if state == "fp32_param" else ():
             assert fragment.array is not None
             folder, _, place = fragment.array.name.partition(":")
@@ -94,13 +94,13 @@ def true_state(model: Model, state: str, param: str) -> np.ndarray:
 def assert_states(model: Model, store: ReadStore, found: Catalog) -> None:
     """Every parameter of a synthetic model has its states."""
     wanted = [name for name in model.tensors() if not name.endswith("expert_bias")]
-    assert {key for key in found.tensors if state_of(key)} == {
+    assert {key for key in found.tensors if split_state_key(key)} == {
         state_key("fp32_param" if state == "param" else state, name)
         for name in wanted
         for state in STATES
     }
     for key in found.tensors:
-        state = state_of(key)
+        state = split_state_key(key)
         if state is not None:
             whole = tensor_bytes(found, store, key)
             true = true_state(model, *state)
@@ -151,7 +151,7 @@ def test_embeddings_that_stages_share_are_known(is_tied: bool, n_predictions: in
     args = replace(DENSE, is_tied=is_tied).args(Topology(1, 2)) | {
         "mtp_num_layers": n_predictions or None
     }
-    facts = facts_of(args)
+    facts = read_facts(args)
 
     def is_shared(name: str, pp: int) -> bool:
         return is_shared_embedding(name, Topology(1, pp), facts, RULES)

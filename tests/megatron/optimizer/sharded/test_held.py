@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from core.catalog.catalog import Catalog
-from core.megatron.model.args import facts_of
+from core.megatron.model.args import read_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.optimizer.sharded.buckets import Holdings
-from core.megatron.placement.chunk import chunk_of
+from core.megatron.placement.chunk import find_chunk
 from core.megatron.reshard.reshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.kinds import (
@@ -39,7 +39,7 @@ GOLD = [
 
 
 def _held(model: Catalog, args: object) -> tuple[Topology, Holdings]:
-    facts = facts_of(args, names=RULES.model_of(model.tensors))
+    facts = read_facts(args, names=RULES.model_of(model.tensors))
     return facts.topology, Holdings(model, facts, RULES)
 
 
@@ -54,7 +54,7 @@ def test_order_and_shards_are_those_of_megatrons_files(
         folder, root = ranks_of(catalog)[topology.coords(rank)]
         listed = []
         for vp_rank in range(topology.vpp):
-            entries = as_mapping(chunk_of(root, vp_rank, vpp=topology.vpp, rank=folder)) or {}
+            entries = as_mapping(find_chunk(root, vp_rank, vpp=topology.vpp, rank=folder)) or {}
             listed += [
                 (vp_rank, name, catalog.tensors[leaf.key].shape)
                 for name, leaf in entries.items()

@@ -14,7 +14,7 @@ import pytest
 from safetensors import safe_open
 
 from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, state_key, state_of
+from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, split_state_key, state_key
 from core.convert.job import Job, Report, TopologyChange
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
@@ -22,7 +22,7 @@ from core.megatron.extras.common_state import same
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
-from core.megatron.reshard.to_torch_dist import Stacked, stack
+from core.megatron.reshard.to_torch_dist import Stacked, to_torch_dist
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.pickle.inert import TensorLeaf, as_mapping
@@ -78,7 +78,7 @@ def true_states(golden: Path) -> dict[str, Bytes]:
 
 def fused_key(key: str) -> str:
     """A key of the global form with the fused name of its parameter."""
-    found = state_of(key)
+    found = split_state_key(key)
     return fused(key) if found is None else state_key(found[0], fused(found[1]))
 
 
@@ -89,7 +89,7 @@ def optimizer_of(catalog: Catalog) -> Optimizer:
 
 def check_values(catalog: Catalog, store: LocalStore, golden: Path) -> None:
     """Every state of every parameter is there, and what the oracle says."""
-    states = [key for key in catalog.tensors if state_of(key) is not None]
+    states = [key for key in catalog.tensors if split_state_key(key) is not None]
     wanted = true_states(golden)
     assert {fused_key(key) for key in states} == set(wanted)
     for key in states:
@@ -117,7 +117,7 @@ def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None
 @pytest.mark.parametrize("name", [name for name in (*PLAIN, RESHARDABLE) if "zarr" not in name])
 def test_written_at_its_own_sizes_it_is_what_megatron_wrote(golden: Path, name: str) -> None:
     store, catalog = source(golden, name)
-    stacked = stack(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES)
     check_like(stacked.target, catalog)
     arrays = filled(stacked.target, stacked.source, store)
     for key in stacked.target.tensors:
@@ -162,7 +162,7 @@ def without_leaves(value: object) -> object:
 @pytest.mark.parametrize("name", MODEL_SPACE)
 def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
     store, catalog = source(golden, name)
-    stacked = stack(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES)
     wanted_store, wanted = source(golden, RESHARDABLE)
     assert {key: (meta.dtype, meta.shape) for key, meta in stacked.target.tensors.items()} == {
         key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
@@ -190,10 +190,12 @@ def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
 @pytest.mark.parametrize("sizes", [Topology(tp=4), Topology(tp=1, pp=4), Topology(tp=2, pp=2)])
 def test_states_are_cut_as_their_parameters_are(golden: Path, sizes: Topology) -> None:
     store, catalog = source(golden, RESHARDABLE)
-    stacked = stack(unshard(catalog, rules=RULES), sizes, rules=RULES)
+    stacked = to_torch_dist(unshard(catalog, rules=RULES), sizes, rules=RULES)
     filled(stacked.target, stacked.source, store)
     params = [
-        key for key in stacked.target.tensors if state_of(key) is None and "expert_bias" not in key
+        key
+        for key in stacked.target.tensors
+        if split_state_key(key) is None and "expert_bias" not in key
     ]
     for param in params:
         boxes = {fragment.box for fragment in stacked.target.fragments(param)}
@@ -210,7 +212,9 @@ def test_zarr_gets_the_form_that_its_readers_know(
     golden: Path, name: str, keys: str, sharding: str | None
 ) -> None:
     _, catalog = source(golden, name)
-    stacked = stack(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES, format="zarr")
+    stacked = to_torch_dist(
+        unshard(catalog, rules=RULES), sizes_of(name), rules=RULES, format="zarr"
+    )
     _, wanted = source(golden, MODEL_SPACE[1])
     assert set(stacked.target.tensors) == set(wanted.tensors)
     entry = as_mapping((stacked.target.common or {})["optimizer"])
@@ -493,7 +497,7 @@ def test_experts_get_groups_of_their_own_with_expert_parallelism(
     golden: Path, origin: str, sizes: Topology
 ) -> None:
     store, model = global_form(golden, "moe_seq", origin)
-    stacked = stack(with_optimizer(model, is_split="ep2" in origin), sizes, rules=RULES)
+    stacked = to_torch_dist(with_optimizer(model, is_split="ep2" in origin), sizes, rules=RULES)
     filled(stacked.target, stacked.source, store)
     experts = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
     assert stacked.target.tensors[f"optimizer.state.param.{experts}"].shape == (4, 4, 32, 32)
@@ -513,7 +517,7 @@ def test_experts_get_groups_of_their_own_with_expert_parallelism(
     assert [group.is_expert for group in optimizer_of(again).groups] == [
         flag for member in groups for flag in member
     ]
-    assert {key for key in again.tensors if state_of(key)} == stacked_states(model)
+    assert {key for key in again.tensors if split_state_key(key)} == stacked_states(model)
 
 
 def as_stored(stacked: Stacked) -> Catalog:
@@ -548,7 +552,7 @@ def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path
         if ".exp_avg.decoder.layers.2." not in key
     }
     with pytest.raises(UnsupportedError, match="3 of the 4 tensors to stack"):
-        stack(replace(trained, tensors=left), Topology(), rules=RULES)
+        to_torch_dist(replace(trained, tensors=left), Topology(), rules=RULES)
 
 
 def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
@@ -560,7 +564,7 @@ def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
     leaf = entry["optimizer"]["state"]["common_step"]  # type: ignore[index]
     scaler = {"scale": leaf, "growth_tracker": 7}
     changed = replace(catalog, common={**common, "optimizer": {**entry, "grad_scaler": scaler}})
-    stacked = stack(unshard(changed, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
+    stacked = to_torch_dist(unshard(changed, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
     assert isinstance(leaf, TensorLeaf) and leaf.key in stacked.target.hidden
     made = as_mapping((stacked.target.common or {})["optimizer"])
     assert made is not None and made["grad_scaler"] == scaler
@@ -573,7 +577,7 @@ def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
     new_of = {
         key: f"optimizer.state.{found[1]}.{found[0]}"
         for key in catalog.tensors
-        if (found := state_of(key))
+        if (found := split_state_key(key))
     }
     old_of = {new_of.get(key, key): key for key in catalog.tensors}
     renamed = replace(
