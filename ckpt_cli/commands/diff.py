@@ -236,8 +236,8 @@ def _tensor_json(tensor: TensorDiff) -> dict[str, object]:
     return entry
 
 
-def _meta_json(meta: Tensor | None) -> dict[str, object] | None:
-    return None if meta is None else {"dtype": meta.dtype, "shape": list(meta.shape)}
+def _meta_json(tensor: Tensor | None) -> dict[str, object] | None:
+    return None if tensor is None else {"dtype": tensor.dtype, "shape": list(tensor.shape)}
 
 
 def _number(value: float | None) -> object:

@@ -176,7 +176,7 @@ class DetailPane(VerticalScroll):
         is_asked: bool,
     ) -> Iterator[TensorDetails]:
         """Yield the details with one part more each time; errors are parts, too."""
-        key, meta = details.key, details.meta
+        key, tensor = details.key, details.meta
         if details.placement is None:
             details = replace(details, placement=_or_error(lambda: source.placement(key)))
             yield details
@@ -187,10 +187,10 @@ class DetailPane(VerticalScroll):
         # Large tensors are only measured if the user asks for it.
         if not is_asked and details.statistics is not None:
             return
-        if not has_numbers(meta.dtype):
+        if not has_numbers(tensor.dtype):
             yield replace(details, statistics=NO_NUMBERS)
             return
-        if meta.n_bytes > source.statistics_limit_bytes and not is_asked:
+        if tensor.n_bytes > source.statistics_limit_bytes and not is_asked:
             yield replace(details, statistics=Reading())
             return
         shown_at = 0.0
@@ -202,7 +202,7 @@ class DetailPane(VerticalScroll):
                 step = replace(details, statistics=Reading(progress))
                 self.app.call_later(self._show_step, step, cancellation)
 
-        statistics = _or_error(lambda: source.statistics(key, meta, cancellation, report))
+        statistics = _or_error(lambda: source.statistics(key, tensor, cancellation, report))
         yield replace(details, statistics=NO_NUMBERS if statistics is None else statistics)
 
     def _keep(self, details: TensorDetails) -> None:

@@ -151,5 +151,5 @@ def _size_of(entry: Entry) -> str:
     """Return what follows the name of an entry: the shape of a tensor, the size of a module."""
     if entry.is_object:
         return ""
-    meta = entry.branch.meta if entry.kind == "tensor" else None
-    return f" {bytes_text(entry.n_bytes) if meta is None else shape_text(meta.shape)}"
+    tensor = entry.branch.meta if entry.kind == "tensor" else None
+    return f" {bytes_text(entry.n_bytes) if tensor is None else shape_text(tensor.shape)}"

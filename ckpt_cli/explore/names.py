@@ -107,7 +107,7 @@ class NamedBranch:
             return {shared: branch}
         below: dict[str, NamedBranch] = {}
         for row in rows:
-            key, meta, n_bytes = row
+            key, tensor, n_bytes = row
             end = key.find(".", self._start)
             name = key[self._start : end] if end >= 0 else key[self._start :]
             child = below.get(name)
@@ -117,7 +117,7 @@ class NamedBranch:
             child.n_tensors += 1
             child.n_bytes += n_bytes
             if end < 0:
-                child.key, child.meta = key, meta
+                child.key, child.meta = key, tensor
             else:
                 child._rows.append(row)
         return below
@@ -248,24 +248,24 @@ def build_names(tensors: Mapping[str, Tensor], *, split: Callable[[str], list[st
     rows: list[_Row] = []
     others: list[_Row] = []
     sizes: dict[tuple[str, Shape], int] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         # Most tensors are like an earlier one, whose size need not be computed again.
-        kind = (meta.dtype, meta.shape)
+        kind = (tensor.dtype, tensor.shape)
         n_bytes = sizes.get(kind)
         if n_bytes is None:
-            n_bytes = sizes[kind] = meta.n_bytes
+            n_bytes = sizes[kind] = tensor.n_bytes
         # Most keys are only cut at their dots, level by level.
         is_plain = "\\" not in key and ":" not in key and key.count(".") < MAX_DEPTH - 1
-        (rows if is_plain else others).append((key, meta, n_bytes))
+        (rows if is_plain else others).append((key, tensor, n_bytes))
         root.n_tensors += 1
         root.n_bytes += n_bytes
     root._rows = rows
-    for key, meta, n_bytes in others:
+    for key, tensor, n_bytes in others:
         branch = root
         for branch in _branches_to(root, split(key)):
             branch.n_tensors += 1
             branch.n_bytes += n_bytes
-        branch.key, branch.meta = key, meta
+        branch.key, branch.meta = key, tensor
     return root
 
 

@@ -81,12 +81,12 @@ NO_NUMBERS = "the dtype has no numbers"
 
 def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
     """Yield the lines of a tensor: facts, statistics, places, and values."""
-    meta = details.meta
+    tensor = details.meta
     yield from _title(screen, details.key)
     pairs: list[tuple[str, Cell | str]] = [
-        ("shape", shape_text(meta.shape)),
-        ("dtype", meta.dtype),
-        ("size", f"{bytes_text(meta.n_bytes)}, {elements_text(meta.n_elements)}"),
+        ("shape", shape_text(tensor.shape)),
+        ("dtype", tensor.dtype),
+        ("size", f"{bytes_text(tensor.n_bytes)}, {elements_text(tensor.n_elements)}"),
     ]
     placement, shards = details.placement, None
     if placement is not None and not isinstance(placement, Exception):
@@ -120,10 +120,10 @@ def totals_of(entry: Entry) -> ModuleTotals:
     """Add up the tensors of an entry."""
     n_elements = 0
     bytes_of: dict[str, int] = {}
-    for meta in entry.tensors():
-        n = meta.n_elements
+    for tensor in entry.tensors():
+        n = tensor.n_elements
         n_elements += n
-        bytes_of[meta.dtype] = bytes_of.get(meta.dtype, 0) + n * itemsize(meta.dtype)
+        bytes_of[tensor.dtype] = bytes_of.get(tensor.dtype, 0) + n * itemsize(tensor.dtype)
     return ModuleTotals(n_elements, dict(sorted(bytes_of.items(), key=lambda item: -item[1])))
 
 

@@ -39,7 +39,7 @@ _COLUMNS = {
 def tensor_lines(
     screen: Screen,
     key: str,
-    meta: Tensor,
+    tensor: Tensor,
     places: Sequence[BoxLocation],
     values: Sequence[Number] | None,
     *,
@@ -58,12 +58,12 @@ def tensor_lines(
     n_copies = len(places) - n_boxes
     replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
     stored = n_text(n_boxes, "box", "boxes") + replicas + _encoding_text(places)
-    elements = elements_text(meta.n_elements)
+    elements = elements_text(tensor.n_elements)
     yield from facts(
         screen,
         [
-            ("dtype", meta.dtype),
-            ("shape", f"{shape_text(meta.shape)}, {elements}, {bytes_text(meta.n_bytes)}"),
+            ("dtype", tensor.dtype),
+            ("shape", f"{shape_text(tensor.shape)}, {elements}, {bytes_text(tensor.n_bytes)}"),
             ("stored", stored),
             *attribute_facts(attributes),
         ],
@@ -71,17 +71,17 @@ def tensor_lines(
     # One row for each place, without empty columns.
     yield ""
     head = [Cell(title, ("dim",)) for title in _COLUMNS]
-    rows = [_row(place, itemsize(meta.dtype)) for place in places]
+    rows = [_row(place, itemsize(tensor.dtype)) for place in places]
     columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
     align = "".join(list(_COLUMNS.values())[i] for i in columns)
     yield from table(screen, [[row[i] for i in columns] for row in (head, *rows)], align=align)
     # The first values, as many as were requested.
     if values is not None:
         yield ""
-        count = f"all {len(values)}" if len(values) == meta.n_elements else f"first {len(values)}"
+        count = f"all {len(values)}" if len(values) == tensor.n_elements else f"first {len(values)}"
         yield from facts(
             screen,
-            [(f"{count} values", ", ".join(number_text(value, meta.dtype) for value in values))],
+            [(f"{count} values", ", ".join(number_text(value, tensor.dtype) for value in values))],
         )
 
 

@@ -213,12 +213,12 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
         Raises:
             KeyError: the checkpoint has no tensor of this name; the message lists similar ones.
         """
-        meta = self._catalog.tensors.get(key)
-        if meta is None:
+        tensor = self._catalog.tensors.get(key)
+        if tensor is None:
             few = self._catalog.tensors if len(self) <= _MAX_COMPARED else ()
             similar = get_close_matches(str(key), few, n=3)
             raise KeyError(f"{key} (similar: {', '.join(similar)})" if similar else key)
-        return LazyTensor(key, self._catalog, lambda: self._open(key), full_box(meta.shape))
+        return LazyTensor(key, self._catalog, lambda: self._open(key), full_box(tensor.shape))
 
     def _open(self, key: str) -> TensorReader:
         """Return access to the bytes of a tensor.

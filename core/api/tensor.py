@@ -60,7 +60,7 @@ class LazyTensor:
     @property
     def dtype(self) -> str:
         """The name of the element type, as PyTorch has it: ``bfloat16``."""
-        return self.catalog.meta(self.key).dtype
+        return self.catalog.tensor(self.key).dtype
 
     @property
     def ndim(self) -> int:

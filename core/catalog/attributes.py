@@ -99,12 +99,14 @@ def without_stale_attributes(catalog: Catalog, source: Catalog) -> Catalog:
         catalog: made from ``source`` by renaming, stacking and the like.
     """
     shapes = {
-        id(meta.attributes): meta.shape for meta in source.tensors.values() if meta.attributes
+        id(tensor.attributes): tensor.shape
+        for tensor in source.tensors.values()
+        if tensor.attributes
     }
     stale = {
-        key: replace(meta, attributes=None)
-        for key, meta in catalog.tensors.items()
-        if meta.attributes and shapes.get(id(meta.attributes), meta.shape) != meta.shape
+        key: replace(tensor, attributes=None)
+        for key, tensor in catalog.tensors.items()
+        if tensor.attributes and shapes.get(id(tensor.attributes), tensor.shape) != tensor.shape
     }
     return replace(catalog, tensors={**catalog.tensors, **stale}) if stale else catalog
 

@@ -139,7 +139,7 @@ class Catalog(Generic[ArrayT_co]):
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""
-        return self.meta(key).fragments()
+        return self.tensor(key).fragments()
 
     def entry_fragments(
         self, key: str, number: int, axis: int = 0
@@ -183,7 +183,7 @@ class Catalog(Generic[ArrayT_co]):
             return content if isinstance(content, Tensor) else None
         return tensor
 
-    def meta(self, key: str) -> Tensor[ArrayT_co]:
+    def tensor(self, key: str) -> Tensor[ArrayT_co]:
         """Return the tensor, hidden tensor or copied file of a key.
 
         Raises:
@@ -201,7 +201,7 @@ class Catalog(Generic[ArrayT_co]):
             UnsupportedError: the tensor is cut into several arrays.
         """
         array = self.fragments(key)[0].array
-        if array is None or array.shape != self.meta(key).shape:
+        if array is None or array.shape != self.tensor(key).shape:
             raise UnsupportedError(
                 f"{self.format} stores this tensor as one array, but it is cut into several",
                 key=key,
@@ -221,7 +221,7 @@ class Catalog(Generic[ArrayT_co]):
     @property
     def n_bytes(self) -> int:
         """Size of all tensors, each counted once, in bytes."""
-        return sum(meta.n_bytes for meta in self.tensors.values())
+        return sum(tensor.n_bytes for tensor in self.tensors.values())
 
     @property
     def refused(self) -> dict[str, str]:

@@ -30,9 +30,9 @@ def find_emptied_parameters(catalog: Catalog) -> list[str]:
     """
     emptied = [
         key
-        for key, meta in catalog.tensors.items()
-        if meta.shape == (0,)
-        and dtype_of(meta.dtype).kind == "float"
+        for key, tensor in catalog.tensors.items()
+        if tensor.shape == (0,)
+        and dtype_of(tensor.dtype).kind == "float"
         and not any(part.startswith("optim") for part in re.split("[./]", key))
     ]
     is_parameter = [

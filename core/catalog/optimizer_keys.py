@@ -123,7 +123,7 @@ def trained(tensors: Mapping[str, HasShape]) -> dict[str, int]:
         Parameter → number of its axes.
     """
     parameters = {state[1] for key in tensors if (state := split_state_key(key)) is not None}
-    return {key: len(meta.shape) for key, meta in tensors.items() if key in parameters}
+    return {key: len(tensor.shape) for key, tensor in tensors.items() if key in parameters}
 
 
 @dataclass(frozen=True, slots=True)

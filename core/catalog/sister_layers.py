@@ -305,8 +305,8 @@ def _is_lost(
         if len(stack.layers) == 2:
             return all(map(_USUAL.fullmatch, lost))
         is_matrix = any(
-            len(meta.shape) > 1
-            for name, meta in example.items()
+            len(tensor.shape) > 1
+            for name, tensor in example.items()
             if name in lost or f"{_module(name)}." in lost
         )
         return stack.is_inner(number) or is_matrix
@@ -329,9 +329,9 @@ def _find_odd_shapes(stack: _Stack) -> Iterator[Deviation]:
     # Quantized numbers are packed, so only floats have comparable shapes.
     shapes_of: dict[str, dict[int, Shape]] = {}
     for number, layer in stack.layers.items():
-        for name, meta in layer.items():
-            if dtype_of(meta.dtype).kind == "float":
-                shapes_of.setdefault(name, {})[number] = meta.shape
+        for name, tensor in layer.items():
+            if dtype_of(tensor.dtype).kind == "float":
+                shapes_of.setdefault(name, {})[number] = tensor.shape
     for name, shape_of in shapes_of.items():
         # Exactly two shapes, one of them in a single layer and the other in several.
         counts = Counter(shape_of.values()).most_common()

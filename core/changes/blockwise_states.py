@@ -66,9 +66,9 @@ def codes_of_bitsandbytes(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the keys of bitsandbytes' states that are codes with scales and a table."""
     return [
         key
-        for key, meta in tensors.items()
+        for key, tensor in tensors.items()
         if key.rpartition(".")[2] in ("state1", "state2")
-        and meta.dtype == "uint8"
+        and tensor.dtype == "uint8"
         and all(companion in tensors for companion in companions_of(key))
         and is_optimizer_key(key)
     ]
@@ -91,12 +91,12 @@ def states_of_torchao(catalog: Catalog, *, option: str, hint: str) -> dict[str, 
     """
     tensors = catalog.tensors
     states: dict[str, BlockwiseState] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         target = key.removesuffix(".codes")
         if target == key or not is_optimizer_key(key) or f"{target}.scale" not in tensors:
             continue
         table = f"{target}.qmap" if f"{target}.qmap" in tensors else None
-        shape = meta.shape
+        shape = tensor.shape
         if table is not None and tensors[table].shape == (16,):
             item = catalog.objects.get(f"{target}.shape")
             value = None if item is None else item.value

@@ -148,13 +148,13 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
     """
     tensors, owned = catalog.tensors, owned_entries(catalog)
     states: dict[str, BlockwiseState] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         owner, _, name = key.rpartition(".")
         if name not in ("state1", "state2") or not is_optimizer_key(key):
             continue
 
         # Two states of one shape are Adam's; AdEMAMix has two moments in the first one.
-        number, shape = name[-1], meta.shape
+        number, shape = name[-1], tensor.shape
         first, second = (tensors.get(f"{owner}.state{i}") for i in (1, 2))
         is_adam = first is not None and second is not None and first.shape == second.shape
         if first is not None and second is not None and not is_adam:
@@ -168,22 +168,23 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
             shape = second.shape
         _check_owner(catalog, key, owned.get(key), shape=shape)
         target = f"{parameter_entry(key)}.{_MOMENTS[number]}" if is_adam else key
-        if meta.dtype == "float32":
+        if tensor.dtype == "float32":
             if target != key:
-                states[target] = BlockwiseState(key, None, None, meta.shape, 0)
+                states[target] = BlockwiseState(key, None, None, tensor.shape, 0)
             continue
 
         # Each code has a scale, by its block.
         scales, table = companions_of(key)
-        if meta.dtype != "uint8" or scales not in tensors or table not in tensors:
+        if tensor.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
-                f"{OPTION}: the state of type {meta.dtype} has no absmax{number} and qmap{number}, "
+                f"{OPTION}: the state of type {tensor.dtype} has no absmax{number} and "
+                f"qmap{number}, "
                 "so it is not blockwise",
                 key=key,
                 hint=_NO_OPTIM,
             )
-        state = blockwise(tensors, key, scales, table, shape=meta.shape)
-        if shape != meta.shape and prod(shape) % state.block:
+        state = blockwise(tensors, key, scales, table, shape=tensor.shape)
+        if shape != tensor.shape and prod(shape) % state.block:
             raise UnsupportedError(
                 f"{OPTION}: the parameter has {prod(shape)} elements, which is not a multiple of "
                 f"the block of {state.block}; bitsandbytes stores the scales of AdEMAMix's second "

@@ -107,9 +107,9 @@ class QuantizedCatalog:
     notes: tuple[str, ...]
 
 
-def companion(key: str, meta: Tensor, keys: Container[str]) -> str | None:
+def companion(key: str, tensor: Tensor, keys: Container[str]) -> str | None:
     """Return the key of a float8 tensor's scales among ``keys``, or None."""
-    if not is_float8(meta.dtype):
+    if not is_float8(tensor.dtype):
         return None
     return next((name for suffix in _SUFFIXES if (name := key + suffix) in keys), None)
 
@@ -276,9 +276,9 @@ def _dequantize_mxfp4(
     key_of = {numbers: key for key, numbers in numbers_of.items()}
     gone = {key + SCALES for key in numbers_of}
     tensors: dict[str, Tensor] = {}
-    for name, meta in catalog.tensors.items():
+    for name, tensor in catalog.tensors.items():
         if name in key_of:
-            n_experts, n_columns, n_groups, _ = meta.shape
+            n_experts, n_columns, n_groups, _ = tensor.shape
             key, shape = key_of[name], (n_groups * GROUP, n_columns)
             tensors[key] = stack(
                 [
@@ -289,7 +289,7 @@ def _dequantize_mxfp4(
                 ]
             )
         elif name not in gone:
-            tensors[name] = meta
+            tensors[name] = tensor
 
     result = replace(catalog, tensors=tensors)
     note = f"{len(numbers_of)} MXFP4 tensors become {dtype}"
@@ -309,12 +309,12 @@ def _find_float8_scales(
     """
     scales_of: dict[str, str] = {}
     bare: list[str] = []
-    for key, meta in catalog.tensors.items():
-        scales = companion(key, meta, catalog.tensors)
+    for key, tensor in catalog.tensors.items():
+        scales = companion(key, tensor, catalog.tensors)
         if scales is not None:
             scales_of[key] = scales
             _block_of(catalog, key, scales, block)
-        elif is_float8(meta.dtype):
+        elif is_float8(tensor.dtype):
             bare.append(key)
         elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
             raise CorruptError(
@@ -346,8 +346,8 @@ def _find_integer_weights(
         if scheme.dequantize is None or not is_plain:
             raise refused_scheme(weight)
         # One scale per row or, except in bitsandbytes, per tensor.
-        meta, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
-        rows = meta.shape[0] if len(meta.shape) == 2 else None
+        tensor, scales = catalog.tensors[weight.key], catalog.tensors[weight.scales[0]]
+        rows = tensor.shape[0] if len(tensor.shape) == 2 else None
         fits = {(rows,)} if scheme.dequantize == _BITSANDBYTES else {(rows, 1), (1,), (), (1, 1)}
         kind = dtype_of(scales.dtype)
         if (
@@ -360,7 +360,7 @@ def _find_integer_weights(
         if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
             raise CorruptError(
                 f"scales of {scales.dtype} and shape {scales.shape} do not fit "
-                f"the {scheme.name} weight {weight.key!r} of shape {meta.shape}",
+                f"the {scheme.name} weight {weight.key!r} of shape {tensor.shape}",
                 key=weight.scales[0],
             )
         weights[weight.key] = weight
@@ -384,7 +384,7 @@ def _block_of(
     Raises:
         CorruptError: the scales do not fit the tensor.
     """
-    meta, scales = catalog.tensors[key], catalog.tensors[scales_key]
+    tensor, scales = catalog.tensors[key], catalog.tensors[scales_key]
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
         raise CorruptError(
@@ -392,7 +392,7 @@ def _block_of(
             key=scales_key,
         )
     # A row is a block as well: one of height 1, over all columns.
-    shape = meta.shape
+    shape = tensor.shape
     if scales.n_elements == 1:
         return None
     if len(shape) >= 2:
@@ -510,10 +510,10 @@ def _choose_kinds(
     return {key: kind_of[key] for key in matrices if kind_of.get(key, "none") != "none"}
 
 
-def _is_default(key: str, meta: Tensor) -> bool:
+def _is_default(key: str, tensor: Tensor) -> bool:
     """Return whether a matrix is a linear weight that DeepSeek-V3 has in float8."""
     is_linear = key.endswith(".weight") and not is_optimizer_key(key) and _KEPT.search(key) is None
-    return is_linear and (len(meta.shape) == 2 or _STACKED.search(key) is not None)
+    return is_linear and (len(tensor.shape) == 2 or _STACKED.search(key) is not None)
 
 
 def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:

@@ -198,26 +198,26 @@ def choose_dtypes(
             hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
         )
 
-    def scales_of(key: str, meta: Tensor) -> str | None:
+    def scales_of(key: str, tensor: Tensor) -> str | None:
         if present is None:
             return None
         from core.changes.quantize import companion
 
-        return companion(key, meta, present)
+        return companion(key, tensor, present)
 
-    def dtype_for(key: str, meta: Tensor) -> str:
+    def dtype_for(key: str, tensor: Tensor) -> str:
         # The last rule that reaches the tensor wins.
-        chosen = meta.dtype
+        chosen = tensor.dtype
         for matches, dtype in parsed:
             if matches is not None:
                 if matches(key):
                     chosen = dtype
                 continue
-            facts = dtype_of(meta.dtype)
-            scales = scales_of(key, meta)
+            facts = dtype_of(tensor.dtype)
+            scales = scales_of(key, tensor)
             if scales is not None:
                 raise UsageError(
-                    f"--dtype: {meta.dtype} tensors that have scales ({scales!r}) cannot be cast",
+                    f"--dtype: {tensor.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=key,
                     hint="apply the scales with --dequantize DTYPE, "
                     "or cast the other tensors with GLOB=DTYPE",
@@ -226,10 +226,11 @@ def choose_dtypes(
             if is_weight and not is_optimizer_key(key) and not _KEPT_PRECISION.search(key):
                 chosen = dtype
         # Without its scales a float8 number is not the weight, whichever rule reached it.
-        scales = scales_of(key, meta) if chosen != meta.dtype else None
+        scales = scales_of(key, tensor) if chosen != tensor.dtype else None
         if scales is not None:
             raise UsageError(
-                f"--dtype: casting {meta.dtype} to {chosen} without applying the scales {scales!r} "
+                f"--dtype: casting {tensor.dtype} to {chosen} without applying the scales "
+                f"{scales!r} "
                 "would change the weights",
                 key=key,
                 hint="apply the scales with --dequantize, or exclude this tensor from --dtype",

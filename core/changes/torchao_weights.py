@@ -77,12 +77,14 @@ def dequantize_torchao(catalog: Catalog, dtype: str) -> DequantizedWeights:
     # A weight takes the place of its codes; the other parts and the settings go.
     parts = tuple(f"{key}." for key in block_of)
     tensors: dict[str, Tensor] = {}
-    for name, meta in catalog.tensors.items():
+    for name, tensor in catalog.tensors.items():
         key = name.removesuffix(".qdata")
         if key in block_of and key != name:
-            tensors[key] = Tensor(dtype, meta.shape, compute_whole(partial(dequantize_weight, key)))
+            tensors[key] = Tensor(
+                dtype, tensor.shape, compute_whole(partial(dequantize_weight, key))
+            )
         elif not name.startswith(parts):
-            tensors[name] = meta
+            tensors[name] = tensor
     key_of = {f"{key}.qdata": key for key in block_of}
     skeleton = catalog.skeleton
     result = replace(

@@ -50,7 +50,7 @@ def _find_unaccounted(
     opened: Catalog, source: Catalog, target: AnyCatalog, record: Sequence[Dropped]
 ) -> list[str]:
     """Return the keys of the tensors of which a part is neither written nor recorded."""
-    written = [source.meta(key) for key, _ in target.all_tensors()]
+    written = [source.tensor(key) for key, _ in target.all_tensors()]
     recorded = [tensor for entries in record for tensor in entries.tensors]
     # Most tensors only change their name, and are recognized without their fragments. Those of one
     # that is left out may be unreadable.

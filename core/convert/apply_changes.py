@@ -381,8 +381,8 @@ def _cast(
     edits: dict[str, object] = {}
     if model_dtypes:
         n_float8 = sum(
-            is_float8(meta.dtype) and result.tensors[key].dtype == meta.dtype
-            for key, meta in catalog.tensors.items()
+            is_float8(tensor.dtype) and result.tensors[key].dtype == tensor.dtype
+            for key, tensor in catalog.tensors.items()
         )
         if n_float8:
             notes.append(
@@ -439,9 +439,9 @@ def _uncast_scale_notes(
     requested = {dtype_called(name).name for _, name in job.dtype}
     for weight in weights:
         for key in weight.keys:
-            meta = before.tensors[key]
-            is_float = dtype_of(meta.dtype).kind == "float" and requested != {meta.dtype}
-            if is_float and after.tensors[key].dtype == meta.dtype:
+            tensor = before.tensors[key]
+            is_float = dtype_of(tensor.dtype).kind == "float" and requested != {tensor.dtype}
+            if is_float and after.tensors[key].dtype == tensor.dtype:
                 uncast.setdefault(weight.scheme.name, []).append(key)
     return [
         f"scales and similar tensors of {name} weights keep their dtype ({some_of(keys)}): "

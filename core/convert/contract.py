@@ -182,12 +182,12 @@ def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> N
 def _check_tensors(catalog: Catalog, specs: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
     """Check that a catalog has exactly the tensors of ``specs``, with their dtypes and shapes."""
     for key, (dtype, shape) in specs.items():
-        meta = catalog.tensors.get(key)
-        assert meta is not None, (
+        tensor = catalog.tensors.get(key)
+        assert tensor is not None, (
             f"tensor {key} was not read back; the catalog has {list(catalog.tensors)[:8]} …"
         )
-        assert (meta.dtype, meta.shape) == (dtype, shape), (
-            f"{key} came back as {meta.dtype} {meta.shape}"
+        assert (tensor.dtype, tensor.shape) == (dtype, shape), (
+            f"{key} came back as {tensor.dtype} {tensor.shape}"
         )
     extra = set(catalog.tensors) - set(specs)
     assert not extra, f"unexpected tensors: {sorted(extra)[:4]}"
@@ -271,7 +271,7 @@ def _check_damaged(format: Format, store: LocalStore) -> None:
                 _contents(
                     catalog,
                     store,
-                    {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()},
+                    {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()},
                 )
 
 

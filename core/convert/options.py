@@ -298,7 +298,7 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
     # An optimizer that is dropped completely leaves a checkpoint for a fresh one.
     if all(split_state_key(key) is None for key in after.tensors):
         return
-    for key, meta in before.tensors.items():
+    for key, tensor in before.tensors.items():
         state = split_state_key(key)
         if state is None or state[1] not in after.tensors:
             continue
@@ -311,9 +311,9 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
             )
         # A master weight must round to its weight, so casting the weight alone breaks the pair.
         dtype = after.tensors[parameter].dtype
-        if name == MASTER and dtype not in (before.tensors[parameter].dtype, meta.dtype):
+        if name == MASTER and dtype not in (before.tensors[parameter].dtype, tensor.dtype):
             raise UsageError(
-                f"--dtype: the weight would become {dtype}, but the optimizer's {meta.dtype} "
+                f"--dtype: the weight would become {dtype}, but the optimizer's {tensor.dtype} "
                 "master weight belongs to the weight before the cast",
                 key=parameter,
                 hint="omit the cast, or drop the optimizer with --no-optim",

@@ -55,9 +55,9 @@ def recorded_as_equal(a: Side, b: Side) -> RecordedEquality:
     # A fingerprint is valid for the comparison only if it is of a tensor of that dtype and shape:
     # options such as --strip-prefix may have given its key to another tensor.
     def is_of_side(key: str, side: Side, fingerprint: Fingerprint) -> bool:
-        meta = side.catalog.tensors.get(key)
+        tensor = side.catalog.tensors.get(key)
         form = (fingerprint.dtype, fingerprint.shape)
-        return meta is not None and (meta.dtype, meta.shape) == form
+        return tensor is not None and (tensor.dtype, tensor.shape) == form
 
     equal = frozenset(
         key

@@ -51,9 +51,9 @@ class TensorDiff:
     @property
     def meta(self) -> Tensor:
         """Metadata of the tensor in A, or in B if A lacks it."""
-        meta = self.a or self.b
-        assert meta is not None
-        return meta
+        tensor = self.a or self.b
+        assert tensor is not None
+        return tensor
 
     @property
     def role(self) -> str:

@@ -429,7 +429,7 @@ class _Comparison:
 
     def _same_tensors(self, key: str, other: str) -> str | None:
         """Compare two tensors inside entries; return None if they are equal, else a text."""
-        a, b = self._a.catalog.meta(key), self._b.catalog.meta(other)
+        a, b = self._a.catalog.tensor(key), self._b.catalog.tensor(other)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return f"{b.dtype} of shape {list(b.shape)}, not {a.dtype} of shape {list(a.shape)}"
         if not self._job.reads:

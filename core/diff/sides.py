@@ -282,7 +282,7 @@ def _entries(catalog: Catalog, store: ReadStore) -> dict[str, object]:
 
 def _number(catalog: Catalog, store: ReadStore, value: object) -> object:
     """Read a number that may be stored as a tensor of one element; return other values as is."""
-    if not isinstance(value, TensorLeaf) or catalog.meta(value.key).n_elements != 1:
+    if not isinstance(value, TensorLeaf) or catalog.tensor(value.key).n_elements != 1:
         return value
     return first_values(store, catalog, value.key, 1)[0]
 

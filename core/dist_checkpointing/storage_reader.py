@@ -265,7 +265,7 @@ class CkptStorageReader(StorageReader):
         # Find the region in the global tensor: an item's offset is relative to its chunk.
         name = item.storage_index.fqn
         key = _key(opened, name)
-        meta = opened.catalog.meta(key)
+        meta = opened.catalog.tensor(key)
         chunk_offset = item.storage_index.offset or (0,) * len(meta.shape)
         offset = tuple(
             chunk_start + start
@@ -376,10 +376,10 @@ def _names_for_torch(
 
 def _tensor_metadata(catalog: Catalog, key: str) -> TensorStorageMetadata:
     """Return torch's metadata for a tensor, as if it were stored in one chunk."""
-    meta = catalog.meta(key)
-    size = torch.Size(meta.shape)
+    tensor = catalog.tensor(key)
+    size = torch.Size(tensor.shape)
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=torch_dtype(meta.dtype)),
+        properties=TensorProperties(dtype=torch_dtype(tensor.dtype)),
         size=size,
         chunks=[ChunkStorageMetadata(offsets=torch.Size((0,) * len(size)), sizes=size)],
     )

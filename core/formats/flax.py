@@ -216,12 +216,12 @@ def _iteration(store: ReadStore, catalog: Catalog) -> int | None:
     """Return the integer ``step``, a value or an array without axes; None without."""
     item = catalog.objects.get("step")
     number = None if item is None else item.value
-    meta = catalog.tensors.get("step")
-    if meta is not None and meta.shape == () and dtype_of(meta.dtype).kind in ("int", "uint"):
+    tensor = catalog.tensors.get("step")
+    if tensor is not None and tensor.shape == () and dtype_of(tensor.dtype).kind in ("int", "uint"):
         array = catalog.fragments("step")[0].array
         assert array is not None
         data = store.read(array.extent.file, array.extent.offset, array.n_bytes)
-        number = int.from_bytes(data, "little", signed=dtype_of(meta.dtype).kind == "int")
+        number = int.from_bytes(data, "little", signed=dtype_of(tensor.dtype).kind == "int")
     return number if type(number) is int and 0 <= number < _MAX_ITERATION else None
 
 

@@ -259,13 +259,13 @@ def _transposed_stacks(text: Catalog, config: Mapping[str, object]) -> Iterator[
     inner = count_of(config, "moe_intermediate_size")
     shapes = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     stacks: dict[str, dict[str, bool]] = {}
-    for key, meta in text.tensors.items():
+    for key, tensor in text.tensors.items():
         if (match := _STACK.fullmatch(key)) is None:
             continue
-        shape, plain = meta.shape[1:], shapes[match[2]]
+        shape, plain = tensor.shape[1:], shapes[match[2]]
         if len(shape) != 2 or shape not in (plain, plain[::-1]):
             raise CorruptError(
-                f"shape {meta.shape}, but {CONFIG} implies experts of the shape {plain}, or "
+                f"shape {tensor.shape}, but {CONFIG} implies experts of the shape {plain}, or "
                 "transposed (elements)",
                 key=key,
                 hint="is this the configuration of these weights?",

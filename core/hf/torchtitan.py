@@ -139,11 +139,11 @@ def from_torchtitan(
             hint=_HINT,
         )
     is_permuted = _IS_ROTATED_BY_NEIGHBOURS[str(model_type)]
-    shapes = {key: meta.shape for key, meta in catalog.tensors.items()}
+    shapes = {key: tensor.shape for key, tensor in catalog.tensors.items()}
     tensors: dict[str, Tensor] = {}
     parts: dict[str, str] = {}
     dropped: list[Dropped] = []
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         match = _IN_LAYER.fullmatch(key)
         if match is not None and _BUFFER.fullmatch(match["name"]):
             dropped += dropped_each((key,), _NOT_IN_MODEL, catalog.tensors)
@@ -152,22 +152,22 @@ def from_torchtitan(
             dropped += dropped_each((key,), _NOT_WEIGHTS, catalog.tensors)
             continue
         # A weight, or a state of a parameter.
-        head, name, tail, shape = "", key, "", meta.shape
+        head, name, tail, shape = "", key, "", tensor.shape
         if is_optimizer_key(key):
             state = None if has_no_optimizer else _STATE.fullmatch(key)
             if state is None:
-                tensors[key] = meta
+                tensors[key] = tensor
                 continue
             head, name, tail = state["head"], state["name"], state["tail"]
-            shape = _shape_of_parameter(key, name, meta, shapes)
+            shape = _shape_of_parameter(key, name, tensor, shapes)
         elif match is None and key not in _NAMES:
-            tensors[key] = meta
+            tensors[key] = tensor
             continue
         for part_name, part in _parts_of(name, shape, config, is_permuted=is_permuted):
             new_key = f"{head}{part_name}{tail}"
             if new_key in parts:
                 raise CorruptError(f"the tensor has the same place as {parts[new_key]}", key=key)
-            tensors[new_key] = _part_of(catalog, key, part) if meta.shape else meta
+            tensors[new_key] = _part_of(catalog, key, part) if tensor.shape else tensor
             parts[new_key] = key
 
     # Settings of the optimizer are stored for each parameter.
@@ -207,7 +207,7 @@ def _part_of(catalog: Catalog, key: str, part: _TitanPart) -> Tensor:
 
 
 def _shape_of_parameter(
-    key: str, name: str, meta: Tensor, shapes: Mapping[str, tuple[int, ...]]
+    key: str, name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, ...]:
     """Return the shape of the parameter that a state of the optimizer belongs to.
 
@@ -220,11 +220,11 @@ def _shape_of_parameter(
         UnsupportedError: the parameter is not in the model, or has another shape than the state.
     """
     shape = _parameter_shape(name, shapes)
-    if shape is not None and meta.shape in ((), shape):
+    if shape is not None and tensor.shape in ((), shape):
         return shape
     text = "is not in the model" if shape is None else f"has shape {shape}"
     raise UnsupportedError(
-        f"the optimizer state has shape {meta.shape}, but its parameter {text}",
+        f"the optimizer state has shape {tensor.shape}, but its parameter {text}",
         key=key,
         hint="leave the optimizer out with --no-optim, or keep the names: --to dcp or torch",
     )

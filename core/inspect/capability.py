@@ -305,16 +305,16 @@ def list_representatives(tensors: Mapping[str, Tensor]) -> Iterable[str]:
 
 def _has_plain_data(catalog: Catalog, key: str) -> bool:
     """Return whether the arrays of a tensor hold each element, in the tensor's own type."""
-    meta, fragments = catalog.tensors[key], catalog.fragments(key)
-    if meta.dtype not in _DTYPES or not meta.n_elements or len(fragments) > _MOST_FRAGMENTS:
+    tensor, fragments = catalog.tensors[key], catalog.fragments(key)
+    if tensor.dtype not in _DTYPES or not tensor.n_elements or len(fragments) > _MOST_FRAGMENTS:
         return False
     if any(
-        fragment.array is None or fragment.array.dtype != meta.dtype or fragment.box.is_empty
+        fragment.array is None or fragment.array.dtype != tensor.dtype or fragment.box.is_empty
         for fragment in fragments
     ):
         return False
     boxes = list(dict.fromkeys(fragment.box for fragment in fragments))
-    return is_tiled(full_box(meta.shape), boxes)
+    return is_tiled(full_box(tensor.shape), boxes)
 
 
 def _are_plain(values: list[object]) -> bool:
@@ -351,12 +351,12 @@ def _condition_of_masters(catalog: Catalog) -> _MastersCondition | None:
 
     ``core.formats.deepspeed.universal.write`` has the rules.
     """
-    weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    weights = {key: tensor for key, tensor in catalog.tensors.items() if not is_optimizer_key(key)}
     if not weights:
         return None
-    dtype_of = {key: meta.dtype for key, meta in weights.items()}
+    dtype_of = {key: tensor.dtype for key, tensor in weights.items()}
     leaves_optim_out = False
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         if key in weights:
             continue
         match = _STATE.fullmatch(key)
@@ -366,17 +366,17 @@ def _condition_of_masters(catalog: Catalog) -> _MastersCondition | None:
         elif match["state"] not in _STATES:
             return None
         elif match["state"] == _STEP:
-            leaves_optim_out |= meta.n_elements != 1
+            leaves_optim_out |= tensor.n_elements != 1
         else:
-            leaves_optim_out |= meta.shape != weight.shape
+            leaves_optim_out |= tensor.shape != weight.shape
             if match["state"] == _MASTER:
-                dtype_of[match["parameter"]] = meta.dtype
+                dtype_of[match["parameter"]] = tensor.dtype
     for key in catalog.objects:
         owner = key.removeprefix(_GROUPS).rpartition(".")[0]
         if key.startswith(_GROUPS) and owner and not (owner in weights or owner.isdigit()):
             leaves_optim_out = True
     if leaves_optim_out:
-        dtype_of = {key: meta.dtype for key, meta in weights.items()}
+        dtype_of = {key: tensor.dtype for key, tensor in weights.items()}
     is_cast = not _CAST.isdisjoint(dtype_of.values())
     texts = [
         text

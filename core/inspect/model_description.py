@@ -203,14 +203,14 @@ def _count_parameters(
 def _sum_elements(tensors: Mapping[str, Tensor], vocab_size: int | None = None) -> int | None:
     """Return the number of elements of the model's tensors; None if there is no model."""
     n_elements = 0
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         if role_of(key) != "model" or _OPTAX in key.split("."):
             continue
-        n_rows = meta.shape[0] if meta.shape else 1
+        n_rows = tensor.shape[0] if tensor.shape else 1
         if vocab_size is not None and n_rows > vocab_size and key.startswith(_VOCAB):
-            n_elements += meta.n_elements // n_rows * vocab_size
+            n_elements += tensor.n_elements // n_rows * vocab_size
         else:
-            n_elements += meta.n_elements
+            n_elements += tensor.n_elements
     return n_elements or None
 
 
@@ -220,27 +220,29 @@ def _second_copies(view: Catalog, *, is_tied: bool) -> set[str]:
     Two names of one tensor in a ``torch.save`` file have the same bytes.
     """
     matrices = {
-        key: meta
-        for key, meta in view.tensors.items()
-        if len(meta.shape) > 1
+        key: tensor
+        for key, tensor in view.tensors.items()
+        if len(tensor.shape) > 1
         and role_of(key) == "model"
         and not any(part.isdigit() for part in key.split("."))
     }
     copies: set[str] = set()
     owners: dict[object, str] = {}
-    for key, meta in matrices.items():
-        fragments = meta.fragments()
+    for key, tensor in matrices.items():
+        fragments = tensor.fragments()
         array = fragments[0].array if len(fragments) == 1 else None
         if array is not None:
-            place = (array.extent, array.shape, array.dtype, fragments[0].at, meta.shape)
+            place = (array.extent, array.shape, array.dtype, fragments[0].at, tensor.shape)
             if owners.setdefault(place, key) != key:
                 copies.add(key)
     # The output layer of a tied model may be stored as well.
-    shapes = {meta.shape for key, meta in matrices.items() if not key.endswith("lm_head.weight")}
+    shapes = {
+        tensor.shape for key, tensor in matrices.items() if not key.endswith("lm_head.weight")
+    }
     if is_tied:
         copies |= {
             key
-            for key, meta in matrices.items()
-            if key.endswith("lm_head.weight") and meta.shape in shapes
+            for key, tensor in matrices.items()
+            if key.endswith("lm_head.weight") and tensor.shape in shapes
         }
     return copies

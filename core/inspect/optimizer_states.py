@@ -50,19 +50,19 @@ def states_of(
         bare: returns a key without its rank directory.
     """
     bytes_of: dict[str, dict[str, int]] = {"moments": {}, "masters": {}, "other": {}}
-    for full_key, meta in tensors.items():
+    for full_key, tensor in tensors.items():
         key = bare(full_key)
         parts = key.split(".")
         role = role_of(key)
         if role == "moments":
             name = next(part for part in parts if part in MOMENTS)
         elif role == "masters":
-            is_float32 = meta.dtype == "float32"
-            name = "fp32 masters" if is_float32 else f"master weights in {meta.dtype}"
+            is_float32 = tensor.dtype == "float32"
+            name = "fp32 masters" if is_float32 else f"master weights in {tensor.dtype}"
         else:
             name = next((part for part in reversed(parts) if not part.isdigit()), key)
         sums = bytes_of.get(role, bytes_of["other"])
-        sums[name] = sums.get(name, 0) + meta.n_bytes
+        sums[name] = sums.get(name, 0) + tensor.n_bytes
     names = bytes_of["moments"].keys() | bytes_of["other"].keys()
     algorithm = next((name for states, name in _ALGORITHMS if states <= names), None)
     return OptimizerStates(

@@ -66,7 +66,7 @@ def places_of(catalog: Catalog, key: str) -> list[BoxLocation]:
     Raises:
         KeyError: the catalog has no such tensor.
     """
-    itemsize = DTYPES[catalog.meta(key).dtype].itemsize
+    itemsize = DTYPES[catalog.tensor(key).dtype].itemsize
     locations = [_locate(fragment, itemsize) for fragment in catalog.fragments(key)]
     return sorted(
         locations, key=lambda location: (location.box.offset, location.rank, location.file or "")
@@ -119,12 +119,12 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
         UnsupportedError: Python cannot display numbers of the dtype.
         TruncatedError, StorageError, CorruptError: a file cannot be read or decoded.
     """
-    meta = catalog.meta(key)
-    decode = _decoder_of(meta.dtype)
-    itemsize = DTYPES[meta.dtype].itemsize
+    tensor = catalog.tensor(key)
+    decode = _decoder_of(tensor.dtype)
+    itemsize = DTYPES[tensor.dtype].itemsize
     values: dict[int, Number] = {}
-    wanted = boxes_of_flat_range(meta.shape, 0, min(n, meta.n_elements))
-    strides = c_strides(meta.shape)
+    wanted = boxes_of_flat_range(tensor.shape, 0, min(n, tensor.n_elements))
+    strides = c_strides(tensor.shape)
     decoded = DecodedStore(store)
     # Read each element once: a box whose first element is known is a replica.
     for fragment in catalog.fragments(key):

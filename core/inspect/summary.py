@@ -257,17 +257,17 @@ def total_by_purpose(
         bare: returns a key without its rank directory.
     """
     members: dict[str, list[Tensor]] = {name: [] for name in ROLES}
-    for key, meta in tensors.items():
-        members[role_of(bare(key))].append(meta)
+    for key, tensor in tensors.items():
+        members[role_of(bare(key))].append(tensor)
     groups = []
     for name, metas in members.items():
         if not metas:
             continue
         dtypes: dict[str, int] = {}
         n_elements = 0
-        for meta in metas:
-            n_elements += meta.n_elements
-            dtypes[meta.dtype] = dtypes.get(meta.dtype, 0) + meta.n_bytes
+        for tensor in metas:
+            n_elements += tensor.n_elements
+            dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.n_bytes
         by_size = dict(sorted(dtypes.items(), key=lambda item: -item[1]))
         groups.append(TensorGroup(name, len(metas), n_elements, sum(dtypes.values()), by_size))
     return tuple(groups)

@@ -158,29 +158,32 @@ class _TreeFolder:
 
     def _content(self, branch: _NameBranch) -> int:
         """Return the number of a branch's content; ``_nodes`` holds its node, without a label."""
-        meta = branch.meta
+        tensor = branch.meta
         signature: object
-        if branch.below or meta is None:
+        if branch.below or tensor is None:
             groups = self._folded_groups(branch)
             # The order of the first branch with this content is the one that is shown.
-            signature = (None if meta is None else (meta.dtype, meta.shape), tuple(sorted(groups)))
+            signature = (
+                None if tensor is None else (tensor.dtype, tensor.shape),
+                tuple(sorted(groups)),
+            )
         else:
             groups = []
-            signature = (meta.dtype, meta.shape)
+            signature = (tensor.dtype, tensor.shape)
         number = self._number_of.setdefault(signature, len(self._nodes))
         if number == len(self._nodes):
             # A name can be a tensor and a container of others at once.
             children = self._named_all(groups)
-            parts: list[Node | Tensor] = [*children, *([] if meta is None else [meta])]
+            parts: list[Node | Tensor] = [*children, *([] if tensor is None else [tensor])]
             self._nodes.append(
                 Node(
                     label="",
                     n_alike=1,
-                    n_tensors=sum(child.n_tensors for child in children) + (meta is not None),
+                    n_tensors=sum(child.n_tensors for child in children) + (tensor is not None),
                     n_elements=sum(part.n_elements for part in parts),
                     n_bytes=sum(part.n_bytes for part in parts),
-                    dtype=meta.dtype if meta else None,
-                    shape=meta.shape if meta else None,
+                    dtype=tensor.dtype if tensor else None,
+                    shape=tensor.shape if tensor else None,
                     children=children,
                 )
             )

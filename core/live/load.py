@@ -57,7 +57,7 @@ def fill(
     return result.read_bytes
 
 
-def _require_tensor(key: str, meta: AnyTensor, catalog: Catalog, store: ReadStore) -> None:
+def _require_tensor(key: str, tensor: AnyTensor, catalog: Catalog, store: ReadStore) -> None:
     """Raise unless the checkpoint holds the tensor in this shape.
 
     Raises:
@@ -75,9 +75,10 @@ def _require_tensor(key: str, meta: AnyTensor, catalog: Catalog, store: ReadStor
             if near
             else "list the checkpoint's tensors: ckpt inspect --flat",
         )
-    if stored.shape != meta.shape and not meta.flexible:
+    if stored.shape != tensor.shape and not tensor.flexible:
         raise CorruptError(
-            f"global shape is {stored.shape} in the checkpoint, {meta.shape} requested (elements)",
+            f"global shape is {stored.shape} in the checkpoint, {tensor.shape} requested "
+            "(elements)",
             key=key,
             file=store.label,
             hint="build the model with the sizes that it was saved with",

@@ -225,11 +225,11 @@ def target_of(
 
 def _boxes_by_key(
     contributions: Sequence[ProcessContribution],
-    metas: Mapping[str, AnyTensor],
+    tensors: Mapping[str, AnyTensor],
     format: Format,
 ) -> dict[str, dict[Box, int]]:
     """Return the boxes of each tensor's arrays, with the number of the process that fills each."""
-    boxes: dict[str, dict[Box, int]] = {key: {} for key in metas}
+    boxes: dict[str, dict[Box, int]] = {key: {} for key in tensors}
     for number, contribution in enumerate(contributions):
         for chunk in contribution.chunks:
             if format.lists_chunks:
@@ -240,11 +240,11 @@ def _boxes_by_key(
                 # Several processes may have parts of a chunk; the first one stands for all.
                 boxes[chunk.key].setdefault(chunk.box, number)
     # Partition ``whole``, and tensors without elements: one array for the tensor.
-    for key, meta in metas.items():
+    for key, tensor in tensors.items():
         if format.has_grids:
-            boxes[key] = dict.fromkeys(_regular_chunks(meta.shape, [*boxes[key]]), 0)
+            boxes[key] = dict.fromkeys(_regular_chunks(tensor.shape, [*boxes[key]]), 0)
         if not boxes[key]:
-            boxes[key] = {full_box(meta.shape): 0}
+            boxes[key] = {full_box(tensor.shape): 0}
     return boxes
 
 

@@ -185,16 +185,16 @@ def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, Tensor[Any]]:
     Raises:
         UsageError: two chunks of one key disagree on dtype or shape.
     """
-    metas: dict[str, Tensor[Any]] = {}
+    tensors: dict[str, Tensor[Any]] = {}
     for chunk in chunks:
-        meta = metas.get(chunk.key)
-        if meta is None:
-            metas[chunk.key] = Tensor(chunk.dtype, chunk.shape, flexible=chunk.flexible)
-        elif (meta.dtype, meta.shape) != (chunk.dtype, chunk.shape):
+        tensor = tensors.get(chunk.key)
+        if tensor is None:
+            tensors[chunk.key] = Tensor(chunk.dtype, chunk.shape, flexible=chunk.flexible)
+        elif (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.shape):
             raise UsageError(
-                f"shards disagree on dtype or global shape: {meta.dtype} {meta.shape} and "
+                f"shards disagree on dtype or global shape: {tensor.dtype} {tensor.shape} and "
                 f"{chunk.dtype} {chunk.shape} (elements)",
                 key=chunk.key,
                 hint="use a different key for each dtype and global shape",
             )
-    return metas
+    return tensors

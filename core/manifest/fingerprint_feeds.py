@@ -2,8 +2,8 @@
 
 A scan or a copy reads a checkpoint's bytes anyway, and feeds them here, array by array, in any
 order and from any thread. A canonical tensor is stored in (parts of) canonical arrays; these may be
-parts of stored arrays (``core.catalog.stored.narrow_array``). A tensor that is stored in no array, as
-it is computed from others, has to be read separately (``core.manifest.fingerprint_read``).
+parts of stored arrays (``core.catalog.stored.narrow_array``). A tensor that is in no array, as it
+is computed from others, has to be read separately (``core.manifest.fingerprint_read``).
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ class Feeds:
 
         A skipped tensor gets no fingerprint here, not even from those of its parts that are stored.
         """
-        meta = self._catalog.tensors[key]
-        size = itemsize(meta.dtype)
+        tensor = self._catalog.tensors[key]
+        size = itemsize(tensor.dtype)
         regions: list[tuple[str, _Region]] = []
         n_stored = 0
         try:
-            form = form_of(meta.shape, size)
-            dense = whole_tensor(PlannedArray(key, meta.dtype, meta.shape))
-            pieces = match(key, meta, dense).pieces
+            form = form_of(tensor.shape, size)
+            dense = whole_tensor(PlannedArray(key, tensor.dtype, tensor.shape))
+            pieces = match(key, tensor, dense).pieces
         except CheckpointingException:  # reported when the tensor is read separately
             return
         # Trace every piece of the tensor to a region of a stored array.
@@ -126,8 +126,8 @@ class Feeds:
             data: bytes of complete elements.
         """
         for region in self._regions.get(name, ()):
-            meta = self._catalog.tensors[region.key]
-            size = itemsize(meta.dtype)
+            tensor = self._catalog.tensors[region.key]
+            size = itemsize(tensor.dtype)
             # Clip the elements to those in the canonical array.
             begin = max(start, region.first)
             end = min(start + len(data) // size, region.first + prod(region.shape))
@@ -138,7 +138,7 @@ class Feeds:
             position = (begin - start) * size
             for run in boxes_of_flat_range(region.shape, begin - region.first, end - region.first):
                 n = run.n_elements * size
-                _add_region(total, meta.shape, region, run, size, data[position : position + n])
+                _add_region(total, tensor.shape, region, run, size, data[position : position + n])
                 position += n
             # Sums are computed outside the lock, and added to the tensor's inside.
             with self._lock:

@@ -400,8 +400,8 @@ class _FingerprintPass:
                 sums.setdefault(key, []).append(rank_sum)
         fingerprints: dict[str, Fingerprint] = {}
         for key, rank_sums in sums.items():
-            meta = self._catalog.tensors[key]
-            if key not in failed and sum(n_bytes for n_bytes, _ in rank_sums) == meta.n_bytes:
+            tensor = self._catalog.tensors[key]
+            if key not in failed and sum(n_bytes for n_bytes, _ in rank_sums) == tensor.n_bytes:
                 text = format_lanes(add_lanes(lanes for _, lanes in rank_sums))
-                fingerprints[key] = Fingerprint(meta.dtype, meta.shape, text)
+                fingerprints[key] = Fingerprint(tensor.dtype, tensor.shape, text)
         return fingerprints

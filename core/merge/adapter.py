@@ -270,12 +270,12 @@ def _resized_vocabulary(
         return {}
     rest = [
         name
-        for name, meta in catalog.tensors.items()
+        for name, tensor in catalog.tensors.items()
         if name not in resized
         and (name == tie.embedding or name.startswith(tie.head.removesuffix("weight")))
-        and meta.shape[:1] == old[:1]
+        and tensor.shape[:1] == old[:1]
     ]
-    n_rows = {meta.shape[0] for meta in resized.values()}
+    n_rows = {tensor.shape[0] for tensor in resized.values()}
     if rest or len(n_rows) > 1:
         raise UnsupportedError(
             f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, that of the "
@@ -333,19 +333,19 @@ def _orientations(
     result: dict[str, bool] = {}
     square: list[str] = []
     for name, item in adaptations.items():
-        meta = base.tensors[name]
+        tensor = base.tensors[name]
         n_out, n_in = matrices[item.b].shape[0], matrices[item.a].shape[1]
         kinds = {dtype_of(matrices[key].dtype).kind for key in (item.a, item.b)}
-        if kinds | {dtype_of(meta.dtype).kind} != {"float"}:
-            raise UnsupportedError(f"a weight of {meta.dtype} cannot be adapted", key=name)
+        if kinds | {dtype_of(tensor.dtype).kind} != {"float"}:
+            raise UnsupportedError(f"a weight of {tensor.dtype} cannot be adapted", key=name)
         shapes: dict[bool, Shape] = {False: (n_out, n_in), True: (n_in, n_out)}
-        fitting = [side for side in (False, True) if meta.shape == shapes[side]]
+        fitting = [side for side in (False, True) if tensor.shape == shapes[side]]
         if item.is_embedding:
             fitting = [True] if True in fitting else []
         if not fitting:
             raise CorruptError(
                 f"LoRA matrices for a weight of shape {shapes[item.is_embedding or default]}, "
-                f"but that of the base has shape {meta.shape}",
+                f"but that of the base has shape {tensor.shape}",
                 key=name,
                 hint=_BASE_HINT.format(_trained_on(adapter)),
             )

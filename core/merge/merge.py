@@ -90,12 +90,12 @@ def merge_catalogs(
     decoded = DecodedStore(store)
     floats: dict[str, str] = {}
     different: list[str] = []
-    for key, meta in first.catalog.tensors.items():
+    for key, tensor in first.catalog.tensors.items():
         kinds = {source.label: source.catalog.tensors[key].dtype for source in sources}
         if any(dtype_of(dtype).kind in ("float", "complex") for dtype in kinds.values()):
             dtype = _check_floats(key, kinds)
             # A tensor without elements is in no file.
-            if meta.n_elements:
+            if tensor.n_elements:
                 floats[key] = dtype
             continue
         different += [
@@ -195,9 +195,9 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
                 "with ckpt convert",
             )
     shapes = [
-        f"{key} is {meta.shape} and {other_tensors[key].shape}"
-        for key, meta in first_tensors.items()
-        if meta.shape != other_tensors[key].shape
+        f"{key} is {tensor.shape} and {other_tensors[key].shape}"
+        for key, tensor in first_tensors.items()
+        if tensor.shape != other_tensors[key].shape
     ]
     if shapes:
         raise UnsupportedError(
@@ -291,7 +291,7 @@ def _with_computed(
     return replace(first, tensors=tensors)
 
 
-def computed_array(key: str, meta: Tensor, dtype: str, encoding: Encoding) -> Sequence[Fragment]:
+def computed_array(key: str, tensor: Tensor, dtype: str, encoding: Encoding) -> Sequence[Fragment]:
     """Return the single fragment of a tensor that is computed.
 
     Args:
@@ -301,7 +301,7 @@ def computed_array(key: str, meta: Tensor, dtype: str, encoding: Encoding) -> Se
     """
     file = next(iter(files_read(encoding)), "")
     extent = Extent(file, 0, encoding=encoding)
-    return (whole_fragment(StoredArray(key, dtype, meta.shape, extent)),)
+    return (whole_fragment(StoredArray(key, dtype, tensor.shape, extent)),)
 
 
 def encoding_of(request: Merge, tensors: tuple[SourceTensor, ...], dtype: str) -> Encoding:

@@ -443,7 +443,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     visible = set(old_key_of.values())
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
-        tensors=without_ties({new: catalog.meta(old) for new, old in old_key_of.items()}),
+        tensors=without_ties({new: catalog.tensor(old) for new, old in old_key_of.items()}),
         hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)

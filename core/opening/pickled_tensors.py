@@ -41,27 +41,27 @@ def pickled_tensors(
     Tensors that cannot be read are skipped. Longer ones than ``MAX_BYTES`` are yielded as unread.
     """
     reader = BoxReader(catalog, store)
-    for key, meta in catalog.all_tensors():
-        if meta.dtype not in _DTYPES or len(meta.shape) != 1 or meta.shape[0] == 0:
+    for key, tensor in catalog.all_tensors():
+        if tensor.dtype not in _DTYPES or len(tensor.shape) != 1 or tensor.shape[0] == 0:
             continue
         try:
             # Recognise a stream by its first bytes, before the entire tensor is read.
-            head = _read(reader, key, min(_HEAD_BYTES, meta.shape[0]))
+            head = _read(reader, key, min(_HEAD_BYTES, tensor.shape[0]))
             is_stream = stream_kind(MemoryStore({_TENSOR: head}), _TENSOR, 0, len(head)) is not None
             if not is_stream and not key.endswith(_EXTRA_STATE):
                 continue
-            if meta.shape[0] > MAX_BYTES:
+            if tensor.shape[0] > MAX_BYTES:
                 content = PickledContent(
                     unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",)
                 )
             else:
-                data = _read(reader, key, meta.shape[0])
+                data = _read(reader, key, tensor.shape[0])
                 content = PickledContent(
                     frozenset(uses_of_stream(MemoryStore({_TENSOR: data}), _TENSOR, 0, len(data)))
                 )
         except CheckpointingException:  # reported by the checks that read values
             continue
-        array = meta.fragments()[0].array
+        array = tensor.fragments()[0].array
         file = store.label if array is None else array.extent.file
         yield file, key, content
 

@@ -181,7 +181,7 @@ def _is_grid(boxes: Collection[Box]) -> bool:
 
 
 def _stored_boxes(
-    meta: AnyTensor, fragments: Iterable[AnyFragment], file_number: Mapping[str, int]
+    tensor: AnyTensor, fragments: Iterable[AnyFragment], file_number: Mapping[str, int]
 ) -> dict[Box, int | None]:
     """Return the distinct boxes of a tensor's fragments, and the number of the file for each.
 
@@ -198,13 +198,13 @@ def _stored_boxes(
         if array is None:
             return {}
         # Replicas have the same box: the first one is kept.
-        if not fragment.box.is_empty or meta.n_elements == 0:
+        if not fragment.box.is_empty or tensor.n_elements == 0:
             number = file_number.get(array.extent.file) if isinstance(array, StoredArray) else None
             boxes.setdefault(fragment.box, number)
     # A catalog's fragments cover their tensor, so equal counts mean that no boxes overlap. Without
     # elements the counts say nothing: such a tensor needs exactly one box.
-    tiles = sum(box.n_elements for box in boxes) == meta.n_elements and (
-        meta.n_elements or len(boxes) == 1
+    tiles = sum(box.n_elements for box in boxes) == tensor.n_elements and (
+        tensor.n_elements or len(boxes) == 1
     )
     return boxes if tiles else {}
 

@@ -207,10 +207,10 @@ def _grid_of_rank_files(checkpoint: Checkpoint) -> RankGrid | None:
 
     # Add up the bytes; a tied tensor has none of its own.
     ties = catalog.ties
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         folder, _, name = key.partition(":")
         if folder in positions and key not in ties:
-            contents[positions[folder]].add_bytes(meta.n_bytes, is_optimizer=is_state(name))
+            contents[positions[folder]].add_bytes(tensor.n_bytes, is_optimizer=is_state(name))
 
     # Models that cannot be resharded have bytes, but no layers.
     with suppress(CheckpointingException):
@@ -344,11 +344,11 @@ def _grid_of_torch_dist(checkpoint: Checkpoint) -> RankGrid | None:
 
     # The boxes of the model name its layers and experts.
     rules = load_rules()
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         is_optimizer = is_state(key)
         module = _Module() if is_optimizer else _module_of(key, rules)
-        item_bytes = itemsize(meta.dtype)
-        for fragment in meta.fragments():
+        item_bytes = itemsize(tensor.dtype)
+        for fragment in tensor.fragments():
             file = "" if fragment.array is None else fragment.array.extent.file
             if file in cells:
                 _add_module(cells[file], module, fragment.box)

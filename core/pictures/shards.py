@@ -105,7 +105,7 @@ def shard_map(catalog: AnyCatalog, key: str, *, places: Places | None = None) ->
     Args:
         places: positions of the arrays of a target catalog.
     """
-    meta = catalog.meta(key)
+    tensor = catalog.tensor(key)
     copies: dict[Box, list[AnyArray]] = {}
     for fragment in catalog.fragments(key):
         arrays = copies.setdefault(fragment.box, [])
@@ -116,16 +116,16 @@ def shard_map(catalog: AnyCatalog, key: str, *, places: Places | None = None) ->
             box,
             tuple(name for array in arrays if (name := coords_text(array.coords))),
             tuple(_file_name(array, places) for array in arrays),
-            box.n_elements * itemsize(meta.dtype),
+            box.n_elements * itemsize(tensor.dtype),
         )
         for box, arrays in sorted(copies.items(), key=lambda item: item[0].offset)
     )
     cut_axes = tuple(
         axis
-        for axis in range(len(meta.shape))
+        for axis in range(len(tensor.shape))
         if len({shard.box.offset[axis] for shard in shards}) > 1
     )
-    return ShardMap(key, meta.shape, meta.dtype, cut_axes, shards)
+    return ShardMap(key, tensor.shape, tensor.dtype, cut_axes, shards)
 
 
 def shard_move(plan: Plan, key: str) -> ShardMove:

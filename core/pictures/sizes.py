@@ -58,12 +58,12 @@ def sizes_of(catalog: Catalog) -> tuple[SizeNode, SizeNode]:
     """
     model, optimizer = _SizeBranch(), _SizeBranch()
     ties = catalog.ties
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         if key in ties:
             continue
         name = bare_key(key, catalog)
         branch = optimizer if is_state(name) else model
-        n_bytes = meta.n_bytes
+        n_bytes = tensor.n_bytes
         parts = components(name)
         # Numbered parameters come below their state: state.0.exp_avg is part of state.exp_avg.
         if parts[-1] in MOMENTS and parts[-2:-1] != [] and parts[-2].isdigit():

@@ -82,7 +82,7 @@ class BoxReader:
             CorruptError, UnsupportedError: the fragments of the tensor contradict each other.
         """
         # Match the checkpoint with a target that is the dense tensor in memory.
-        meta = self._catalog.meta(key)
+        meta = self._catalog.tensor(key)
         array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
         with in_checkpoint(self._store.label):
             work = match(key, meta, whole_tensor(array))

@@ -116,7 +116,7 @@ class Plan:
         work = match(
             key,
             self.source.find(key),
-            self.target.meta(key),
+            self.target.tensor(key),
             covers=not self.is_share,
         )
         return work if self.compares else replace(work, copies=())
@@ -194,7 +194,7 @@ def make_plan(
     totals = _Totals()
     coverage = ArrayCoverage(places)
     for key in _keys(target):
-        tensor = target.meta(key)
+        tensor = target.tensor(key)
         fragments = tensor.fragments()
         work = match(
             key,

@@ -151,13 +151,13 @@ def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     )
 
 
-def check_numbers(key: str, meta: Tensor) -> None:
+def check_numbers(key: str, tensor: Tensor) -> None:
     """Raise if a tensor that the destination would use as a weight holds quantized numbers.
 
     Raises:
         UnsupportedError: the tensor holds integers or float8 numbers.
     """
-    kind = dtype_of(meta.dtype)
+    kind = dtype_of(tensor.dtype)
     if kind.kind != "float" or kind.itemsize < 2:
         raise UnsupportedError(
             f"the tensor holds {kind.name} numbers of a quantized weight, "

@@ -195,7 +195,7 @@ def join_arrays(*tensors: SourceTensor | None) -> tuple[StoredArray, ...]:
 
 def source_of(catalog: Catalog, key: str) -> SourceTensor:
     """Check the fragments of a tensor of the catalog and return it for reading: ``checked``."""
-    return checked(key, catalog.meta(key))
+    return checked(key, catalog.tensor(key))
 
 
 def checked(

@@ -434,7 +434,9 @@ def test_later_rules_win_and_none_takes_out() -> None:
     }
     catalog = catalog_of_arrays(format="test", arrays=arrays)
     made = quantize(catalog, [(None, "block"), ("l.[1-2]*", "tensor"), ("l.2.*", "none")]).catalog
-    shapes = {key: meta.shape for key, meta in made.tensors.items() if key.endswith("_scale_inv")}
+    shapes = {
+        key: tensor.shape for key, tensor in made.tensors.items() if key.endswith("_scale_inv")
+    }
     assert shapes == {
         "l.0.weight_scale_inv": (1, 1),
         "l.1.weight_scale_inv": (),
@@ -634,9 +636,9 @@ def test_several_dtypes_and_short_files_are_errors() -> None:
         Fragment(Box((n, 0), (1, 2)), StoredArray(f"w{n}", dtype, (1, 2), Extent("f", 0)), (0, 0))
         for n, dtype in enumerate(("bfloat16", "float16"))
     ]
-    meta = Tensor("bfloat16", (2, 2))
+    tensor = Tensor("bfloat16", (2, 2))
     with pytest.raises(CorruptError, match="stored partly as"):
-        source_of(Catalog("test", None, with_fragments({"w": meta}, lambda _: fragments)), "w")
+        source_of(Catalog("test", None, with_fragments({"w": tensor}, lambda _: fragments)), "w")
     catalog, store = stored({"a.weight": weights("w", (200, 200))})
     short = MemoryStore({"f/a.weight": store.read("f/a.weight", 0, 50_000)})
     with pytest.raises(TruncatedError):

@@ -101,7 +101,7 @@ def test_back_and_there_is_the_identity_of_every_number() -> None:
     assert (values(apart, store, "decoder.layers.2.a") == stacked["decoder.layers.a"][2]).all()
     assert (values(apart, store, "steps.layers.1.c") == 201).all()
     back = stack_layers(apart).catalog
-    assert {key: meta.shape for key, meta in back.tensors.items()} == {
+    assert {key: tensor.shape for key, tensor in back.tensors.items()} == {
         k: v.shape for k, v in stacked.items()
     }
     for key, wanted in stacked.items():

@@ -103,7 +103,7 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
             quantize=(("m.emb.*", "block"),),
         ),
     )
-    assert {key: (meta.dtype, meta.shape) for key, meta in made.catalog.tensors.items()} == {
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in made.catalog.tensors.items()} == {
         "m.emb.weight": ("float8_e4m3fn", (40, 256)),
         "m.emb.weight_scale_inv": ("float32", (1, 2)),
         "m.norm.weight": ("float32", (256,)),
@@ -249,7 +249,7 @@ def test_a_configuration_that_nobody_read_is_told_of() -> None:
 def test_float8_without_scales_stays_and_is_told_of() -> None:
     catalog, _ = stored({"a": torch.ones(2).to(E4M3), "b": torch.ones(2)})
     made = apply_changes(catalog, job(dtype=((None, "bf16"),)))
-    assert {key: meta.dtype for key, meta in made.catalog.tensors.items()} == {
+    assert {key: tensor.dtype for key, tensor in made.catalog.tensors.items()} == {
         "a": "float8_e4m3fn",
         "b": "bfloat16",
     }

@@ -117,8 +117,8 @@ def test_what_torch_saved_is_read_by_torch_at_any_number_of_ranks_and_by_the_eng
     opened = open_checkpoint(tmp_path)
     assert opened.catalog.format == "dcp"
     for key, want in _wanted().items():
-        meta = opened.catalog.tensors[f"model.{key}"]
-        assert (meta.shape, meta.dtype) == (
+        tensor = opened.catalog.tensors[f"model.{key}"]
+        assert (tensor.shape, tensor.dtype) == (
             tuple(want.shape),
             str(want.dtype).removeprefix("torch."),
         )

@@ -131,7 +131,7 @@ def test_a_rank_that_lost_its_files_gets_them_from_a_replica(tmp_path: Path, alg
     catalog = checkpoint.catalog
     assert catalog.iteration == 5 and not catalog.notes
     assert not any(is_foreign(use) for use in checkpoint.uses)
-    assert {key: meta.shape for key, meta in catalog.tensors.items()} == {
+    assert {key: tensor.shape for key, tensor in catalog.tensors.items()} == {
         "w0": (6,),
         "w1": (6,),
         "w2": (6,),

@@ -202,7 +202,7 @@ def test_both_write_the_same_tensors_and_objects(runs: Runs, name: str) -> None:
         runs.saved(package, SCENARIOS[name].saved.world)
         checkpoint = open_checkpoint(runs.root / package / name)
         catalog = checkpoint.catalog
-        tensors = {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+        tensors = {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()}
         found.append((checkpoint.format.name, tensors, sorted(catalog.objects)))
         checkpoint.store.close()
     assert found[0] == found[-1]

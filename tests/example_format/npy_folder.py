@@ -108,19 +108,19 @@ def lay_out(target: TargetCatalog) -> list[FileImage]:
     """
     files: dict[str, str] = {}
     images = []
-    for number, (key, meta) in enumerate(target.tensors.items()):
-        if meta.dtype not in _CODES:
-            wide = DTYPES[meta.dtype].kind == "float"
+    for number, (key, tensor) in enumerate(target.tensors.items()):
+        if tensor.dtype not in _CODES:
+            wide = DTYPES[tensor.dtype].kind == "float"
             raise UnsupportedError(
-                f".npy has no {meta.dtype}",
+                f".npy has no {tensor.dtype}",
                 key=key,
                 hint=f"cast it: --dtype '{key}=float32'"
                 if wide
                 else f"leave it out: --exclude '{key}'",
             )
         array = target.whole_array(key)
-        code = _CODES[meta.dtype]
-        text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {meta.shape!r}, }}"
+        code = _CODES[tensor.dtype]
+        text = f"{{'descr': '{code}', 'fortran_order': False, 'shape': {tensor.shape!r}, }}"
         text += " " * (-(len(text) + 11) % 64) + "\n"
         head = _MAGIC + len(text).to_bytes(2, "little") + text.encode("latin-1")
         files[key] = f"{number:05d}.npy"

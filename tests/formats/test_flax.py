@@ -67,8 +67,8 @@ def assert_holds(path: Path, expected: dict[str, Any]) -> None:
     assert checkpoint.format is FORMAT
     assert set(checkpoint.catalog.tensors) == set(expected)
     for key, value in expected.items():
-        meta = checkpoint.catalog.tensors[key]
-        assert (meta.dtype, meta.shape) == (value.dtype.name, value.shape)
+        tensor = checkpoint.catalog.tensors[key]
+        assert (tensor.dtype, tensor.shape) == (value.dtype.name, value.shape)
         data = tensor_bytes(checkpoint.catalog, checkpoint.store, key).tobytes()
         assert data == value.tobytes(), key
     checkpoint.store.close()

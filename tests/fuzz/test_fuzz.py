@@ -164,11 +164,13 @@ def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[Te
     except CheckpointingException:
         return
     catalog = build_catalog(found, format="dcp")
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         for piece in catalog.fragments(key):
             assert all(
                 at >= 0 and at + n <= whole
-                for at, n, whole in zip(piece.box.offset, piece.box.shape, meta.shape, strict=True)
+                for at, n, whole in zip(
+                    piece.box.offset, piece.box.shape, tensor.shape, strict=True
+                )
             )
     assert all(".." not in name and not name.startswith("/") for name in found.files)
 

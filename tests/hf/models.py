@@ -692,7 +692,7 @@ def written(catalog: Catalog, store: LocalStore, folder: Path) -> Path:
     folder.mkdir(parents=True)
     data = contents(catalog, store)
     save_file(
-        {key: tensor_of(data[key], meta.dtype) for key, meta in catalog.tensors.items()},
+        {key: tensor_of(data[key], tensor.dtype) for key, tensor in catalog.tensors.items()},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )

@@ -288,13 +288,13 @@ def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path:
 
 
 def test_one_layer_with_another_shape_is_found_unless_it_is_of_another_kind(tmp_path: Path) -> None:
-    metas, config = of(built("mistral", tmp_path / "model"))
+    tensors, config = of(built("mistral", tmp_path / "model"))
     key = "model.layers.2.mlp.down_proj.weight"
-    metas[key] = Tensor("float32", (32, 40))
-    assert told(find_differences(metas, config)) == [("sisters", key)]
+    tensors[key] = Tensor("float32", (32, 40))
+    assert told(find_differences(tensors, config)) == [("sisters", key)]
     kinds = ["sliding", "sliding", "full", "sliding", "sliding", "sliding"]
-    assert find_differences(metas, {**config, "layer_types": kinds}) == ()
-    assert find_differences(metas, {**config, "wide_layers": [2]}) == ()
+    assert find_differences(tensors, {**config, "layer_types": kinds}) == ()
+    assert find_differences(tensors, {**config, "wide_layers": [2]}) == ()
 
 
 def _alternating(number: int) -> list[str]:
@@ -316,20 +316,20 @@ def test_kinds_of_layers_that_nothing_states_raise_no_alarm(n_layers: int) -> No
 
 
 def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path: Path) -> None:
-    metas, config = of(built("mistral", tmp_path / "model"))
+    tensors, config = of(built("mistral", tmp_path / "model"))
     for number in (0, 1, 3, 4, 5):
         for part in ("up_proj", "down_proj"):
             key = f"model.layers.{number}.mlp.{part}.weight"
-            rows, columns = metas[key].shape
-            metas[key] = Tensor("float8_e4m3fn", (rows, columns))
-            metas[f"{key}_scale_inv"] = Tensor("float32", (1, 1))
+            rows, columns = tensors[key].shape
+            tensors[key] = Tensor("float8_e4m3fn", (rows, columns))
+            tensors[f"{key}_scale_inv"] = Tensor("float32", (1, 1))
     stated = {**config, "quantization_config": {"quant_method": "fp8"}}
-    assert find_differences(metas, stated) == ()
-    assert told(find_differences(metas, config)) == [
+    assert find_differences(tensors, stated) == ()
+    assert told(find_differences(tensors, config)) == [
         ("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")
     ]
-    lost = [key for key in metas if key.startswith("model.layers.3.mlp.up_proj.")]
-    assert told(find_differences(_without(metas, lost), stated)) == [
+    lost = [key for key in tensors if key.startswith("model.layers.3.mlp.up_proj.")]
+    assert told(find_differences(_without(tensors, lost), stated)) == [
         ("sisters", "model.layers.3.mlp.up_proj")
     ]
 
@@ -347,19 +347,19 @@ def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path:
 
 def test_a_configuration_with_absurd_lists_is_answered_at_once(tmp_path: Path) -> None:
     names = [f"layers.{n}.a{n}.weight" for n in range(2000)]
-    metas = {name: Tensor("float32", (2,)) for name in names}
+    tensors = {name: Tensor("float32", (2,)) for name in names}
     config = {
         "model_type": "new",
         "layer_types": [["x"] * 3] * 2000,
         "indexes": list(range(100_000)),
     }
-    assert find_differences(metas, config) == ()
+    assert find_differences(tensors, config) == ()
     sizes = {
         "num_attention_heads": list(range(1, 50_000)),
         "head_dim": list(range(1, 50_000)),
         "vocab_size": 9,
     }
-    assert find_differences(metas, config | sizes | {"num_experts": list(range(50_000))}) == ()
+    assert find_differences(tensors, config | sizes | {"num_experts": list(range(50_000))}) == ()
 
 
 def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:

@@ -327,11 +327,11 @@ def test_layers_for_drafts_may_be_there_and_are_then_complete(tmp_path: Path) ->
     metas, config = dict(catalog_of(folder)[1].tensors), config_of(folder)
     assert find_differences(metas, {**config, "num_nextn_predict_layers": 1}) == ()
     body = {
-        key.replace(".2.", ".3.", 1): meta
-        for key, meta in metas.items()
+        key.replace(".2.", ".3.", 1): tensor
+        for key, tensor in metas.items()
         if key.startswith("model.layers.2.")
     }
-    added = {key: Tensor(meta.dtype, meta.shape) for key, meta in body.items()}
+    added = {key: Tensor(tensor.dtype, tensor.shape) for key, tensor in body.items()}
     own = (("enorm", (32,)), ("hnorm", (32,)), ("eh_proj", (32, 64)), ("shared_head.norm", (32,)))
     added |= {key: Tensor("bfloat16", s) for n, s in own for key in [f"model.layers.3.{n}.weight"]}
     assert find_differences(metas | added, config) == ()
@@ -374,10 +374,10 @@ def _quantized(
     → dtype, shape.
     """
     made = dict(metas)
-    for key, meta in _linear(metas).items():
+    for key, tensor in _linear(metas).items():
         del made[key]
         module = key.removesuffix(".weight")
-        for name, (dtype, shape) in parts(module, *meta.shape).items():
+        for name, (dtype, shape) in parts(module, *tensor.shape).items():
             made[f"{module}.{name}"] = Tensor(dtype, shape)
     return made
 

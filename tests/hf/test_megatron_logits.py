@@ -678,7 +678,8 @@ def folders(
         data = contents(middle, store)
         weights = root / f"{name}.weights"
         save_file(
-            {key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}, weights
+            {key: tensor_of(data[key], tensor.dtype) for key, tensor in middle.tensors.items()},
+            weights,
         )
         args = {key: value for key, value in arguments(middle).items() if key != "params_dtype"}
         order = facet_of(middle, MegatronModel).order

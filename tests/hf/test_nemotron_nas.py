@@ -257,8 +257,8 @@ def test_megatrons_own_names_of_the_sizes_become_those_of_decilm(
         assert found["attention"].get("n_heads_in_group") == groups
         assert not {"num_query_groups", "ffn_hidden_size"} & {*found["attention"], *found["ffn"]}
     again = to_megatron(source, config)
-    assert {key: meta.shape for key, meta in again.tensors.items()} == {
-        key: meta.shape for key, meta in middle.tensors.items()
+    assert {key: tensor.shape for key, tensor in again.tensors.items()} == {
+        key: tensor.shape for key, tensor in middle.tensors.items()
     }
     assert_same(contents(made, store), tensors(folder))
     # Of these no ffn_mult gives the size.
@@ -288,7 +288,7 @@ def test_megatron_finds_the_same_logits(model: tuple[Path, torch.Tensor], tmp_pa
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder), transformer_impl="local")
     data = contents(middle, store)
-    weights = {key: tensor_of(data[key], meta.dtype) for key, meta in middle.tensors.items()}
+    weights = {key: tensor_of(data[key], tensor.dtype) for key, tensor in middle.tensors.items()}
     save_file(weights, tmp_path / "weights")
     args = {key: value for key, value in arguments(middle).items() if key != "params_dtype"}
     order = facet_of(middle, MegatronModel).order

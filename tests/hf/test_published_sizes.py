@@ -73,12 +73,12 @@ def _check_both_ways(folder: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     config = config_of(folder)
     middle = to_megatron(safetensors.read(LocalStore(folder)), config)
     back = to_hf(middle)
-    assert {name: meta.shape for name, meta in back.tensors.items()} == shapes
+    assert {name: tensor.shape for name, tensor in back.tensors.items()} == shapes
     assert json.loads(back.documents["config.json"]) == config
     # Every fragment is found: rows that are interleaved by group or by head divide.
-    for key, meta in middle.tensors.items():
+    for key, tensor in middle.tensors.items():
         n_elements = sum(prod(fragment.box.shape) for fragment in middle.fragments(key))
-        assert n_elements == prod(meta.shape), key
+        assert n_elements == prod(tensor.shape), key
 
 
 @pytest.mark.parametrize("name", every_third(_PUBLISHED))

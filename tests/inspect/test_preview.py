@@ -20,8 +20,8 @@ from tests.support.fragments import with_fragments
 from tests.support.late_items import ItemAt
 
 
-def catalog_of(meta: Tensor, fragments: Sequence[Fragment]) -> Catalog:
-    return Catalog("test", None, {"w": replace(meta, tiling=lambda: fragments)})
+def catalog_of(tensor: Tensor, fragments: Sequence[Fragment]) -> Catalog:
+    return Catalog("test", None, {"w": replace(tensor, tiling=lambda: fragments)})
 
 
 def array(
@@ -35,13 +35,13 @@ def ints(*values: int) -> bytes:
 
 
 def test_first_values_come_in_c_order_across_column_shards() -> None:
-    meta = Tensor("int32", (3, 4))
+    tensor = Tensor("int32", (3, 4))
     left, right = array("left", (3, 2), 8), array("right", (3, 2))
     store = MemoryStore(
         {"left": bytes(8) + ints(0, 1, 4, 5, 8, 9), "right": ints(2, 3, 6, 7, 10, 11)}
     )
     catalog = catalog_of(
-        meta,
+        tensor,
         [
             Fragment(Box((0, 2), (3, 2)), right, (0, 0)),
             Fragment(Box((0, 0), (3, 2)), left, (0, 0)),
@@ -53,46 +53,48 @@ def test_first_values_come_in_c_order_across_column_shards() -> None:
 
 
 def test_first_values_follow_strides_and_the_layer_of_a_stacked_array() -> None:
-    meta = Tensor("int32", (2, 3))
+    tensor = Tensor("int32", (2, 3))
     stacked = array("f", (2, 2, 3), strides=(6, 1, 2))  # each layer is stored transposed
     store = MemoryStore({"f": ints(*range(6), 10, 13, 11, 14, 12, 15)})
-    catalog = catalog_of(meta, [Fragment(Box((0, 0), (2, 3)), stacked, (1, 0, 0))])
+    catalog = catalog_of(tensor, [Fragment(Box((0, 0), (2, 3)), stacked, (1, 0, 0))])
     assert first_values(store, catalog, "w", 6) == [10, 11, 12, 13, 14, 15]
 
 
 def test_only_the_wanted_bytes_are_read() -> None:
-    meta = Tensor("int32", (1_000_000,))
+    tensor = Tensor("int32", (1_000_000,))
     store = MemoryStore({"f": ints(1, 2, 3)})
-    catalog = catalog_of(meta, [Fragment(Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))])
+    catalog = catalog_of(
+        tensor, [Fragment(Box((0,), (1_000_000,)), array("f", (1_000_000,)), (0,))]
+    )
     assert first_values(store, catalog, "w", 3) == [1, 2, 3]
     with pytest.raises(TruncatedError):
         first_values(store, catalog, "w", 4)
 
 
 def test_late_bound_arrays_are_bound_first() -> None:
-    meta = Tensor("int32", (2,))
+    tensor = Tensor("int32", (2,))
     late = StoredArray("w", "int32", (2,), Extent("f", 0, item=ItemAt(Extent("f", 8))))
     catalog = Catalog(
         "test",
         None,
-        with_fragments({"w": meta}, lambda key: [Fragment(Box((0,), (2,)), late, (0,))]),
+        with_fragments({"w": tensor}, lambda key: [Fragment(Box((0,), (2,)), late, (0,))]),
     )
     assert first_values(MemoryStore({"f": bytes(8) + ints(7, 8)}), catalog, "w", 2) == [7, 8]
 
 
 def test_regions_that_are_zero_by_rule_read_as_zeros_and_holes_are_errors() -> None:
-    meta = Tensor("int32", (4,))
+    tensor = Tensor("int32", (4,))
     stored = Fragment(Box((0,), (2,)), array("f", (2,)), (0,))
     zeros = Fragment(Box((2,), (2,)), None, ())
     store = MemoryStore({"f": ints(1, 2)})
-    assert first_values(store, catalog_of(meta, [stored, zeros]), "w", 4) == [1, 2, 0, 0]
+    assert first_values(store, catalog_of(tensor, [stored, zeros]), "w", 4) == [1, 2, 0, 0]
     with pytest.raises(MissingShardError, match="element 2"):
-        first_values(store, catalog_of(meta, [stored]), "w", 4)
+        first_values(store, catalog_of(tensor, [stored]), "w", 4)
 
 
 def test_scalars_have_one_value() -> None:
-    meta = Tensor("int32", ())
-    catalog = catalog_of(meta, [Fragment(Box((), ()), array("f", ()), ())])
+    tensor = Tensor("int32", ())
+    catalog = catalog_of(tensor, [Fragment(Box((), ()), array("f", ()), ())])
     assert first_values(MemoryStore({"f": ints(42)}), catalog, "w", 8) == [42]
 
 
@@ -116,9 +118,9 @@ def test_scalars_have_one_value() -> None:
     ],
 )
 def test_every_dtype_is_decoded(dtype: str, data: bytes, values: list[object]) -> None:
-    meta = Tensor(dtype, (2,))
+    tensor = Tensor(dtype, (2,))
     stored = StoredArray("w", dtype, (2,), Extent("f", 0))
-    catalog = catalog_of(meta, [Fragment(Box((0,), (2,)), stored, (0,))])
+    catalog = catalog_of(tensor, [Fragment(Box((0,), (2,)), stored, (0,))])
     assert first_values(MemoryStore({"f": data}), catalog, "w", 2) == values
 
 
@@ -169,11 +171,11 @@ def test_computed_tensors_are_shown_like_stored_ones() -> None:
 
 
 def test_the_map_is_in_order_and_keeps_replicas() -> None:
-    meta = Tensor("int32", (4, 2))
+    tensor = Tensor("int32", (4, 2))
     rank = (("tp", 1),)
     lower = StoredArray("b", "int32", (2, 2), Extent("fb", 64), rank)
     catalog = catalog_of(
-        meta,
+        tensor,
         [
             Fragment(Box((2, 0), (2, 2)), lower, (0, 0)),
             Fragment(Box((0, 0), (2, 2)), array("a", (4, 2), 16), (0, 0)),

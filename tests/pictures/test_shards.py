@@ -15,9 +15,9 @@ FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 
 def test_the_boxes_of_a_tensor_cover_it(golden: Path) -> None:
     checkpoint = open_checkpoint(golden / "torch_dcp" / "fsdp2_dp4")
-    for key, meta in checkpoint.catalog.tensors.items():
+    for key, tensor in checkpoint.catalog.tensors.items():
         shards = shard_map(checkpoint.catalog, key).shards
-        assert sum(shard.n_bytes for shard in shards) == meta.n_bytes
+        assert sum(shard.n_bytes for shard in shards) == tensor.n_bytes
         assert all(shard.files for shard in shards)
     checkpoint.store.close()
 

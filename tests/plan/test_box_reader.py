@@ -92,7 +92,7 @@ def test_long_rows_go_straight_to_their_places() -> None:
 
 
 def test_what_no_file_stores_is_zero() -> None:
-    meta = Tensor("int32", (3, 2))
+    tensor = Tensor("int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
     fragments = [
         Fragment(Box((0, 0), (2, 2)), array, (0, 0)),
@@ -100,17 +100,17 @@ def test_what_no_file_stores_is_zero() -> None:
     ]
     store = MemoryStore({"f": np.arange(1, 5, dtype="<i4").tobytes()})
     reader = BoxReader(
-        Catalog("test", None, with_fragments({"w": meta}, lambda key: fragments)), store
+        Catalog("test", None, with_fragments({"w": tensor}, lambda key: fragments)), store
     )
     assert np.frombuffer(read(reader, "w", Box((1, 0), (2, 2))), "<i4").tolist() == [3, 4, 0, 0]
 
 
 def test_a_missing_piece_is_an_error_before_anything_is_read() -> None:
-    meta = Tensor("int32", (3, 2))
+    tensor = Tensor("int32", (3, 2))
     array = StoredArray("a", "int32", (2, 2), Extent("f", 0))
     fragments = [Fragment(Box((0, 0), (2, 2)), array, (0, 0))]
     reader = BoxReader(
-        Catalog("test", None, with_fragments({"w": meta}, lambda key: fragments)), MemoryStore()
+        Catalog("test", None, with_fragments({"w": tensor}, lambda key: fragments)), MemoryStore()
     )
     with pytest.raises(MissingShardError, match="is missing"):
         reader.tensor("w")
@@ -131,7 +131,7 @@ def test_bands_of_real_checkpoints_are_their_tensors(golden: Path, case: str) ->
     catalog = loaded(source.catalog, source.store)
     catalog = unshard(catalog, rules=RULES, store=source.store)
     reader = BoxReader(catalog, source.store)
-    for key, meta in catalog.tensors.items():
-        boxes = bands(meta.shape, itemsize(meta.dtype), 1000)
+    for key, tensor in catalog.tensors.items():
+        boxes = bands(tensor.shape, itemsize(tensor.dtype), 1000)
         got = b"".join(read(reader, key, box) for box in boxes)
         assert got == tensor_bytes(catalog, source.store, key).tobytes(), key

@@ -52,9 +52,9 @@ def tensor_bytes(catalog: Catalog, store: ReadStore, key: str) -> Bytes:
     """All elements of one global tensor; every element must have a source, and replicas must
     agree.
     """
-    meta = catalog.meta(key)
-    whole = np.zeros((*meta.shape, itemsize(meta.dtype)), np.uint8)
-    known = np.zeros(meta.shape, bool)
+    tensor = catalog.tensor(key)
+    whole = np.zeros((*tensor.shape, itemsize(tensor.dtype)), np.uint8)
+    known = np.zeros(tensor.shape, bool)
     for fragment in catalog.fragments(key):
         region = tuple(
             slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)

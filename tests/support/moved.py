@@ -22,8 +22,8 @@ def moved(
     """The dense bytes of every tensor."""
     target = partitioned(replace(catalog, hidden={}), format="raw", by="whole")
     images = [
-        FileImage(key, meta.n_bytes, (PlacedArray(0, target.whole_array(key)),))
-        for key, meta in target.tensors.items()
+        FileImage(key, tensor.n_bytes, (PlacedArray(0, target.whole_array(key)),))
+        for key, tensor in target.tensors.items()
     ]
     out = MemoryStore()
     execute(make_plan(catalog, target, images, threads=threads, compares=compares), store, out)

@@ -76,12 +76,12 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
     parts: dict[str, list[str]] = {}
     unstacked: dict[str, list[str]] = {}
     for (head, tail), members in groups.items():
-        metas = [catalog.tensors[key] for key in members.values()]
+        tensors = [catalog.tensors[key] for key in members.values()]
         if len(members) != n_layers[head]:
             reason = f"not all of the {n_layers[head]} layers have them"
-        elif len({(meta.dtype, meta.shape) for meta in metas}) > 1:
+        elif len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
             reason = "their shapes or dtypes differ between layers"
-        elif 0 < len(metas[0].shape) < axis:
+        elif 0 < len(tensors[0].shape) < axis:
             reason = f"they have too few axes for layers along axis {axis}"
         else:
             parts[f"{head}.{tail}"] = [members[number] for number in range(n_layers[head])]

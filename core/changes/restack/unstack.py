@@ -112,14 +112,14 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
     return [key for key in candidates if key in chosen]
 
 
-def _axis_of(meta: Tensor, axis: int) -> int:
+def _axis_of(tensor: Tensor, axis: int) -> int:
     """Return the number of a stacked tensor's axis of layers, which may be its only axis."""
-    return 0 if len(meta.shape) == 1 else axis
+    return 0 if len(tensor.shape) == 1 else axis
 
 
-def _n_layers(meta: Tensor, axis: int) -> int:
+def _n_layers(tensor: Tensor, axis: int) -> int:
     """Return the number of layers of a stacked tensor."""
-    return meta.shape[_axis_of(meta, axis)]
+    return tensor.shape[_axis_of(tensor, axis)]
 
 
 def _check_layer_axes(tensors: Mapping[str, Tensor], axis: int) -> None:
@@ -129,18 +129,18 @@ def _check_layer_axes(tensors: Mapping[str, Tensor], axis: int) -> None:
         UsageError: the numbers differ or are too large, or a tensor does not have the axis.
     """
     first_key, first = next(iter(tensors.items()))
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         reason = None
-        if not meta.shape:
+        if not tensor.shape:
             reason = "a scalar has no layer axis"
-        elif _axis_of(meta, axis) >= len(meta.shape):
-            reason = f"a tensor of shape {meta.shape} has no axis {axis}"
-        elif _n_layers(meta, axis) > MAX_LAYERS:
-            reason = f"{_n_layers(meta, axis):,} layers are too many (maximum {MAX_LAYERS:,})"
-        elif _n_layers(meta, axis) != _n_layers(first, axis):
+        elif _axis_of(tensor, axis) >= len(tensor.shape):
+            reason = f"a tensor of shape {tensor.shape} has no axis {axis}"
+        elif _n_layers(tensor, axis) > MAX_LAYERS:
+            reason = f"{_n_layers(tensor, axis):,} layers are too many (maximum {MAX_LAYERS:,})"
+        elif _n_layers(tensor, axis) != _n_layers(first, axis):
             reason = (
                 f"{first_key!r} has {_n_layers(first, axis)} layers, "
-                f"but this tensor has {_n_layers(meta, axis)}"
+                f"but this tensor has {_n_layers(tensor, axis)}"
             )
         if reason is not None:
             raise UsageError(f"--unstack-layers: {reason}", key=key, hint=_CHOOSE_TENSORS)

@@ -189,9 +189,9 @@ def _compare_names(subject: Subject, form: Canonical, hint: str) -> Iterator[Fin
                 found="nothing",
                 hint=hint,
             )
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         if key not in expected:
-            kind = _type_text(Fingerprint(meta.dtype, meta.shape, ""))
+            kind = _type_text(Fingerprint(tensor.dtype, tensor.shape, ""))
             yield EXTRA.finding(
                 f"the tensor is not in {subject.against.label}",
                 key=key,

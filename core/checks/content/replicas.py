@@ -233,12 +233,12 @@ def first_difference(
     """
     import numpy as np
 
-    meta = catalog.meta(key)
-    size = itemsize(meta.dtype)
+    tensor = catalog.tensor(key)
+    size = itemsize(tensor.dtype)
     decoded = DecodedStore(store)
     compare_device = choose_device(device, [COMPARE], threads=1)
     sources = [
-        SourceTensor(key, meta.dtype, meta.shape, (fragment,)) for fragment in (first, other)
+        SourceTensor(key, tensor.dtype, tensor.shape, (fragment,)) for fragment in (first, other)
     ]
     # Read row bands of both, so that memory stays small whatever the size of the box.
     n_different = 0

@@ -284,12 +284,12 @@ def _index_in_tensor(fragment: Fragment, number: int) -> Shape:
     return tuple(o + i for o, i in zip(fragment.box.offset, aligned, strict=True))
 
 
-def is_zero_unusual(key: str, meta: Tensor) -> bool:
+def is_zero_unusual(key: str, tensor: Tensor) -> bool:
     """Return whether a tensor is a matrix of numbers that training leaves no zeros in."""
     key = key.rpartition(":")[2]  # without the rank directory
     return (
-        meta.dtype in KINDS
-        and _is_matrix(meta.shape)
+        tensor.dtype in KINDS
+        and _is_matrix(tensor.shape)
         and not any(pattern.search(key) for pattern in (_STATE, _BEGINS_AS_ZEROS, _MASK))
     )
 

@@ -88,7 +88,7 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
         return  # each tensor of a rank file is a single array
     # The omitted chunks of a tensor that has been reported would look like gaps.
     reported = {err.key for err in subject.salvaged.problems}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         if key in reported:
             continue
         try:
@@ -98,13 +98,13 @@ def check_tiling(subject: Subject) -> Iterator[Finding]:
                 yield finding_of(err, default=ENTRY, key=key)
             continue
         # The usual case, one chunk of the full shape, needs no geometry.
-        if len(fragments) == 1 and fragments[0].box.shape == meta.shape:
+        if len(fragments) == 1 and fragments[0].box.shape == tensor.shape:
             continue
-        yield from _check_chunks(key, meta, fragments, lists_chunks=subject.format.lists_chunks)
+        yield from _check_chunks(key, tensor, fragments, lists_chunks=subject.format.lists_chunks)
 
 
 def _check_chunks(
-    key: str, meta: Tensor, fragments: Sequence[Fragment], *, lists_chunks: bool
+    key: str, tensor: Tensor, fragments: Sequence[Fragment], *, lists_chunks: bool
 ) -> Iterator[Finding]:
     """Check the chunks of one tensor.
 
@@ -114,7 +114,7 @@ def _check_chunks(
     """
     from core.arrays.coverage import is_tiled
 
-    region = full_box(meta.shape)
+    region = full_box(tensor.shape)
     counts = Counter(fragment.box for fragment in fragments if not fragment.box.is_empty)
     # Report chunks outside the tensor, and ignore them from here on.
     outside = [box for box in counts if box.rank != region.rank or not region.contains(box)]
@@ -123,7 +123,7 @@ def _check_chunks(
             f"a chunk of shape {box.shape} at {box.offset} exceeds the tensor",
             file=_file_of(fragments, box),
             key=key,
-            expected=f"within {meta.shape}",
+            expected=f"within {tensor.shape}",
             found=f"{box.offset} to {box.end}",
         )
         counts.pop(box)
@@ -139,16 +139,16 @@ def _check_chunks(
     # Proving that there is no gap or overlap is cheaper than locating one, so it comes first.
     boxes = list(counts)
     if not is_tiled(region, boxes):
-        yield from _locate_gap_and_overlap(key, meta, fragments, boxes)
+        yield from _locate_gap_and_overlap(key, tensor, fragments, boxes)
 
 
 def _locate_gap_and_overlap(
-    key: str, meta: Tensor, fragments: Sequence[Fragment], boxes: Sequence[Box]
+    key: str, tensor: Tensor, fragments: Sequence[Fragment], boxes: Sequence[Box]
 ) -> Iterator[Finding]:
     """Report the first overlap and the first gap of chunks that do not tile their tensor."""
     from core.arrays.coverage import first_hole, first_overlap
 
-    region = full_box(meta.shape)
+    region = full_box(tensor.shape)
     pair = first_overlap(boxes)
     if pair is not None:
         first, second = (boxes[number] for number in pair)
@@ -172,7 +172,7 @@ def _locate_gap_and_overlap(
         yield GAP.finding(
             f"{missing} not covered by any chunk, the first at {hole.offset}",
             key=key,
-            expected=f"{region.n_elements} elements (shape {meta.shape})",
+            expected=f"{region.n_elements} elements (shape {tensor.shape})",
             found=f"{n_covered} elements in {len(boxes)} chunks",
         )
 

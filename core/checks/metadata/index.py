@@ -186,10 +186,10 @@ def _check_total(subject: Subject, index: WeightIndex, *, is_only: bool) -> Iter
         return
     if not all(name in subject.files for name in set(index.file_of.values())):
         return  # the catalog lacks the tensors of missing files
-    listed = {key: meta for key, meta in catalog.tensors.items() if key in index.file_of}
+    listed = {key: tensor for key, tensor in catalog.tensors.items() if key in index.file_of}
     # Some writers count tied tensors once, others twice.
-    n_bytes = sum(meta.n_bytes for meta in listed.values())
-    n_tied = sum(meta.n_bytes for key, meta in listed.items() if key in catalog.ties)
+    n_bytes = sum(tensor.n_bytes for tensor in listed.values())
+    n_tied = sum(tensor.n_bytes for key, tensor in listed.items() if key in catalog.ties)
     if index.total_bytes not in (n_bytes, n_bytes - n_tied):
         yield TOTAL.finding(
             "the total size in the index does not match the tensors",

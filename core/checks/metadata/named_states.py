@@ -198,9 +198,9 @@ def _match_model_tensors(
     for name in keys_of:
         head, fused, tail = name.rpartition(_FUSED)
         parts = [catalog.tensors.get(f"{prefix}{head}.{part}.{tail}") for part in _PARTS]
-        metas = [meta for meta in parts if meta is not None and meta.shape]
+        metas = [tensor for tensor in parts if tensor is not None and tensor.shape]
         if fused and len(metas) == len(_PARTS):
-            n_rows = sum(meta.shape[0] for meta in metas)
+            n_rows = sum(tensor.shape[0] for tensor in metas)
             joined[name] = replace(metas[0], shape=(n_rows, *metas[0].shape[1:]))
     return tensors, joined, 2 * n_matches > len(keys_of)
 
@@ -209,11 +209,11 @@ def _check_shapes(
     catalog: Catalog,
     keys: Mapping[str, str],
     owner: str,
-    meta: Tensor | None,
+    tensor: Tensor | None,
     shapes: Mapping[str, Tensor],
 ) -> Iterator[Finding]:
     """Compare the shapes of a parameter's states with its own, or else with the first state's."""
-    expected = meta or shapes[next(iter(keys.values()))]
+    expected = tensor or shapes[next(iter(keys.values()))]
     for key in keys.values():
         shape = shapes[key].shape
         # FSDP flattens states. Older versions of Megatron split or transpose those of experts, and
@@ -227,7 +227,7 @@ def _check_shapes(
             "the shape of the state does not match its parameter",
             file=_file_of(catalog, key),
             key=key,
-            expected=f"shape {expected.shape}" + ("" if meta is None else f" (of {owner})"),
+            expected=f"shape {expected.shape}" + ("" if tensor is None else f" (of {owner})"),
             found=f"shape {shape}",
         )
 

@@ -129,7 +129,7 @@ def _library_call(result: WrittenResult) -> str:
             )
         return f"ocp.StandardCheckpointer().restore({_quoted(Path(os.path.abspath(result.dst)))})"
     if name == "zarr3":
-        dtypes = [meta.dtype for meta in result.target.tensors.values()]
+        dtypes = [tensor.dtype for tensor in result.target.tensors.values()]
         if not any(dtype.startswith(_NOT_IN_ZARR_PYTHON) for dtype in dtypes):
             return f'zarr.open_group({dst}, mode="r")'
     if name in ("zarr", "zarr3"):

@@ -147,7 +147,7 @@ class Encoder:
         self._unknown = unknown
 
     def fragments(
-        self, key: str, meta: AnyTensor, fragments: Sequence[AnyFragment]
+        self, key: str, tensor: AnyTensor, fragments: Sequence[AnyFragment]
     ) -> list[object]:
         """Encode a tensor's fragments as [arrays, encodings, rows of box and position]."""
         arrays: list[object] = []
@@ -162,10 +162,10 @@ class Encoder:
                 earlier = numbers.get(id(array))
                 number = numbers[id(array)] = len(arrays) if earlier is None else earlier
                 if earlier is None:
-                    arrays.append(self._array(key, meta, array, encodings, encoding_numbers))
+                    arrays.append(self._array(key, tensor, array, encodings, encoding_numbers))
                 box = fragment.box
                 if (
-                    box.shape == meta.shape == array.shape
+                    box.shape == tensor.shape == array.shape
                     and not any(fragment.at)
                     and not any(box.offset)
                 ):
@@ -177,7 +177,7 @@ class Encoder:
     def _array(
         self,
         key: str,
-        meta: AnyTensor,
+        tensor: AnyTensor,
         array: AnyArray,
         encodings: list[object],
         encoding_numbers: dict[int, int],
@@ -192,8 +192,8 @@ class Encoder:
         """
         row: list[object] = [
             0 if array.name == key else array.name,
-            0 if array.dtype == meta.dtype else array.dtype,
-            0 if array.shape == meta.shape else array.shape,
+            0 if array.dtype == tensor.dtype else array.dtype,
+            0 if array.shape == tensor.shape else array.shape,
             array.coords,
         ]
         if isinstance(array, PlannedArray):
@@ -231,7 +231,7 @@ class Decoder:
         self._files = files
 
     def fragments(
-        self, key: str, meta: AnyTensor, data: Sequence[list[object]]
+        self, key: str, tensor: AnyTensor, data: Sequence[list[object]]
     ) -> tuple[Fragment, ...]:
         """Decode the fragments of a tensor of the source.
 
@@ -240,10 +240,10 @@ class Decoder:
         """
         arrays, encodings, rows = data
         values = [decode(encoding) for encoding in encodings]
-        return _fragments(meta, [self._stored(key, meta, row, values) for row in arrays], rows)
+        return _fragments(tensor, [self._stored(key, tensor, row, values) for row in arrays], rows)
 
     def targets(
-        self, key: str, meta: AnyTensor, data: Sequence[list[object]]
+        self, key: str, tensor: AnyTensor, data: Sequence[list[object]]
     ) -> tuple[TargetFragment, ...]:
         """Decode the fragments of a tensor of the target.
 
@@ -251,10 +251,10 @@ class Decoder:
             ValueError, KeyError, TypeError, IndexError: ``Encoder`` does not produce such data.
         """
         arrays, _, rows = data
-        return _fragments(meta, [_planned(key, meta, _row(row)) for row in arrays], rows)
+        return _fragments(tensor, [_planned(key, tensor, _row(row)) for row in arrays], rows)
 
     def _stored(
-        self, key: str, meta: AnyTensor, row: object, encodings: Sequence[Any]
+        self, key: str, tensor: AnyTensor, row: object, encodings: Sequence[Any]
     ) -> StoredArray:
         *array, file, offset = _row(row)[:6]
         more = _row(row)[6:]
@@ -271,26 +271,28 @@ class Decoder:
                 None if part_of is None else (tuple(part_of[0]), part_of[1]),
                 None if axes is None else tuple(axes),
             )
-        return _planned(key, meta, array).at(extent)
+        return _planned(key, tensor, array).at(extent)
 
 
-def _planned(key: str, meta: AnyTensor, row: Sequence[Any]) -> PlannedArray:
+def _planned(key: str, tensor: AnyTensor, row: Sequence[Any]) -> PlannedArray:
     name, dtype, shape, coords = row
     return PlannedArray(
         key if name == 0 else name,
-        meta.dtype if dtype == 0 else dtype,
-        meta.shape if shape == 0 else tuple(shape),
+        tensor.dtype if dtype == 0 else dtype,
+        tensor.shape if shape == 0 else tuple(shape),
         tuple((group, rank) for group, rank in coords),
     )
 
 
 def _fragments(
-    meta: AnyTensor, arrays: Sequence[ArrayT], rows: Sequence[object]
+    tensor: AnyTensor, arrays: Sequence[ArrayT], rows: Sequence[object]
 ) -> tuple[Fragment[ArrayT], ...]:
     fragments = []
     for row in rows:
         if isinstance(row, int):
-            fragments.append(Fragment(full_box(meta.shape), arrays[row], (0,) * len(meta.shape)))
+            fragments.append(
+                Fragment(full_box(tensor.shape), arrays[row], (0,) * len(tensor.shape))
+            )
         else:
             number, offset, shape, at = _row(row)
             array = arrays[number] if number >= 0 else None

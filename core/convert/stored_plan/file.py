@@ -198,7 +198,7 @@ def _encode_line(plan: Plan, key: str, encoder: Encoder, plain_lines: _PlainLine
         encoder: encodes the fragments.
         plain_lines: encodes tensors that are one array on both sides.
     """
-    source, target = plan.source.meta(key), plan.target.meta(key)
+    source, target = plan.source.tensor(key), plan.target.tensor(key)
     sources, targets = plan.source.fragments(key), plan.target.fragments(key)
     if len(sources) == len(targets) == 1:
         plain_line = plain_lines.line(key, source, target, sources[0], targets[0])

@@ -155,8 +155,8 @@ def sharded_metadata(
     """
     with open_catalog(checkpoint_dir) as (catalog, _):
         metadata: dict[str, ShardedBase] = {
-            key: describe_whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
-            for key, meta in catalog.tensors.items()
+            key: describe_whole_tensor(key, torch_dtype(tensor.dtype), tensor.shape)
+            for key, tensor in catalog.tensors.items()
         }
         if not tensors_only:
             for key in catalog.objects:
@@ -252,16 +252,16 @@ def _in_readable_dtype(chunk: Chunk, catalog: Catalog) -> Chunk:
     Raises:
         UnsupportedError: torch does not cast the stored dtype, either.
     """
-    meta = catalog.tensors.get(chunk.key)
-    if meta is None or is_supported(meta.dtype, chunk.dtype):
+    tensor = catalog.tensors.get(chunk.key)
+    if tensor is None or is_supported(tensor.dtype, chunk.dtype):
         return chunk
-    if "packed" in (dtype_of(meta.dtype).kind, dtype_of(chunk.dtype).kind):
+    if "packed" in (dtype_of(tensor.dtype).kind, dtype_of(chunk.dtype).kind):
         raise UnsupportedError(
-            f"cannot load {meta.dtype} into a tensor of {chunk.dtype}",
+            f"cannot load {tensor.dtype} into a tensor of {chunk.dtype}",
             key=chunk.key,
-            hint=f"request the tensor as {meta.dtype}, and unpack it in the program",
+            hint=f"request the tensor as {tensor.dtype}, and unpack it in the program",
         )
-    return replace(chunk, dtype=meta.dtype)
+    return replace(chunk, dtype=tensor.dtype)
 
 
 def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -> dict[str, object]:
@@ -325,9 +325,9 @@ def live_value(
     """
 
     def read_tensor(name: str) -> torch.Tensor:
-        meta = catalog.meta(name)
-        data = torch.empty(meta.shape, dtype=torch_dtype(meta.dtype))
-        chunk = Chunk(name, meta.dtype, meta.shape, full_box(meta.shape))
+        tensor = catalog.tensor(name)
+        data = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+        chunk = Chunk(name, tensor.dtype, tensor.shape, full_box(tensor.shape))
         fill([live_tensor(chunk, data)], replace(catalog, tensors=catalog.hidden), store)
         return data
 

@@ -254,7 +254,7 @@ def lay_out_rest(
 def share_of_rest(layout: SaveLayout) -> ProcessShare:
     """Return the arrays that the coordinator fills: those of entries that are not tensors."""
     target = layout.target
-    boxes = {key: [full_box(meta.shape)] for key, meta in target.hidden.items()}
+    boxes = {key: [full_box(tensor.shape)] for key, tensor in target.hidden.items()}
     return find_share(target, layout.images, boxes)
 
 

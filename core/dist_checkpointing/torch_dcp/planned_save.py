@@ -338,7 +338,7 @@ def split_by_rank(
     # Assign to every rank the fragments of the target that its regions fill.
     for key, writers in save.pieces.items():
         fragment_at = {fragment.box: fragment for fragment in layout.target.fragments(key)}
-        meta = layout.target.meta(key)
+        meta = layout.target.tensor(key)
         for box, rank in writers.items():
             # Most regions are fragments of the target; others fill parts of several.
             fragment = fragment_at.get(box)

@@ -257,10 +257,10 @@ def _value_of(catalog: Catalog, store: ReadStore, key: str) -> object:
     """
     if key in catalog.tensors:
         # The element of a one-element integer tensor; None for other tensors.
-        meta = catalog.tensors[key]
+        tensor = catalog.tensors[key]
         fragments = catalog.fragments(key)
-        dtype = dtype_of(meta.dtype)
-        if meta.n_elements != 1 or dtype.kind not in ("int", "uint") or len(fragments) < 1:
+        dtype = dtype_of(tensor.dtype)
+        if tensor.n_elements != 1 or dtype.kind not in ("int", "uint") or len(fragments) < 1:
             return None
         array = fragments[0].array
         assert array is not None

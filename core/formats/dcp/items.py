@@ -256,10 +256,10 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
     """
     plans: dict[tuple[str, Shape], ChunkPlan] = {}
     items_of: dict[str, list[Item]] = {}
-    for key, meta in target.tensors.items():
+    for key, tensor in target.tensors.items():
         items = items_of[key] = []
         offsets: set[Shape] = set()
-        for stored, box in held_boxes(meta.shape, target.fragments(key)):
+        for stored, box in held_boxes(tensor.shape, target.fragments(key)):
             if box is None:
                 raise UnsupportedError(
                     f"the array {stored.name!r} is not a chunk of the tensor", key=key

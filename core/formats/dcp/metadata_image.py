@@ -50,8 +50,8 @@ def metadata_image(
 
     def rows() -> Iterator[TensorRow | ObjectRow]:
         for key in (*target.tensors, *layout.objects) if planner_data is None else planner_data:
-            meta = target.tensors.get(key)
-            if meta is None:
+            tensor = target.tensors.get(key)
+            if tensor is None:
                 item = layout.objects[key]
                 yield ObjectRow(key, names[item.file], item.offset, item.size)
                 continue
@@ -63,7 +63,7 @@ def metadata_image(
                         item.box.offset, item.box.shape, names[item.file], item.offset, item.size
                     )
                 )
-            yield TensorRow(key, meta.dtype, meta.shape, chunks)
+            yield TensorRow(key, tensor.dtype, tensor.shape, chunks)
 
     attributes = {} if mcore_data is None else {"mcore_data": dict(mcore_data)}
     data = write_metadata(rows(), planner_data=planner_data, attributes=attributes, plans=plans)
@@ -96,8 +96,8 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
         key=key,
         hint="run without --metadata-only",
     )
-    meta = catalog.tensors.get(key)
-    if meta is None:
+    tensor = catalog.tensors.get(key)
+    if tensor is None:
         raw_key = catalog.objects[key].raw_key
         array = None if raw_key is None else catalog.fragments(raw_key)[0].array
         if array is None or array.extent.encoding is not None:
@@ -118,7 +118,7 @@ def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
                 item.n_bytes,
             )
         )
-    return TensorRow(key, meta.dtype, meta.shape, rows)
+    return TensorRow(key, tensor.dtype, tensor.shape, rows)
 
 
 def paths_of(catalog: AnyCatalog) -> dict[str, tuple[str | int, ...]]:

@@ -351,10 +351,10 @@ def _plans_of_ranks(target: TargetCatalog, layout: ItemLayout) -> list[list[Plan
 
     plans: list[list[PlanRow]] = [[] for _ in range(target.write.recorded_ranks)]
     for key, items in layout.chunks.items():
-        meta = target.tensors[key]
+        tensor = target.tensors[key]
         for item in items:
             assert item.box is not None, "the items of tensors have boxes"
-            data = TensorData(meta.dtype, meta.shape, item.box.offset, item.box.shape)
+            data = TensorData(tensor.dtype, tensor.shape, item.box.offset, item.box.shape)
             plans[item.coords[0][1]].append(PlanRow(key, data))
     for key, item in layout.objects.items():
         plans[item.coords[0][1]].append(PlanRow(key))

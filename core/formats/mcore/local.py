@@ -107,9 +107,9 @@ def _incomplete_tensors(catalog: Catalog) -> list[str]:
     """Return the keys of the tensors that the shards do not fill."""
     return [
         key
-        for key, meta in catalog.tensors.items()
+        for key, tensor in catalog.tensors.items()
         if sum(box.n_elements for box in {fragment.box for fragment in catalog.fragments(key)})
-        < meta.n_elements
+        < tensor.n_elements
     ]
 
 
@@ -256,8 +256,8 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
             key=key,
         )
     box = Box(offset, shape)
-    meta = Tensor(array.dtype, global_shape)
-    return _Shard(key, meta, box, replace(array, name=f"{file}:{array_name(key, box)}"))
+    tensor = Tensor(array.dtype, global_shape)
+    return _Shard(key, tensor, box, replace(array, name=f"{file}:{array_name(key, box)}"))
 
 
 def _object_of(leaf: object, file: str) -> StoredObject:
@@ -303,16 +303,16 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
     fragments: dict[str, list[Fragment]] = {}
     for content in contents:
         for shard in content.shards:
-            key, meta, box = shard.key, shard.meta, shard.box
-            if is_single and box.shape != meta.shape:
-                key, meta = array_name(key, box), replace(meta, shape=box.shape)
+            key, tensor, box = shard.key, shard.meta, shard.box
+            if is_single and box.shape != tensor.shape:
+                key, tensor = array_name(key, box), replace(tensor, shape=box.shape)
                 box = replace(box, offset=(0,) * box.rank)
             parts = fragments.setdefault(key, [])
-            first = tensors.setdefault(key, replace(meta, tiling=bind_argument(tuple, parts)))
-            if first != meta:
+            first = tensors.setdefault(key, replace(tensor, tiling=bind_argument(tuple, parts)))
+            if first != tensor:
                 raise CorruptError(
                     f"the tensor is {first.dtype} of shape {first.shape} in one file, and "
-                    f"{meta.dtype} of shape {meta.shape} in {shard.array.extent.file}",
+                    f"{tensor.dtype} of shape {tensor.shape} in {shard.array.extent.file}",
                     file=label,
                     key=key,
                 )

@@ -308,8 +308,12 @@ def _iteration(
     """
     notes: list[str] = []
     for key in _ITERATIONS:
-        meta = catalog.tensors.get(key)
-        if meta is None or meta.shape != () or dtype_of(meta.dtype).kind not in ("int", "uint"):
+        tensor = catalog.tensors.get(key)
+        if (
+            tensor is None
+            or tensor.shape != ()
+            or dtype_of(tensor.dtype).kind not in ("int", "uint")
+        ):
             continue
         try:
             array = catalog.fragments(key)[0].array
@@ -322,7 +326,7 @@ def _iteration(
         except CheckpointingException as err:
             notes.append(f"{key} could not be read: {err.sentence}")
             continue
-        number = int.from_bytes(data, "little", signed=dtype_of(meta.dtype).kind == "int")
+        number = int.from_bytes(data, "little", signed=dtype_of(tensor.dtype).kind == "int")
         if 0 <= number < _MAX_ITERATION:
             return number, notes
     return recorded, notes

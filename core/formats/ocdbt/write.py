@@ -119,14 +119,14 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             values[f"{leaf.name}/0"] = data
         if leaf.tensor_key is None:
             continue
-        meta = target.meta(leaf.tensor_key)
-        chunk_shape = _chunk_shape(meta.shape, itemsize(meta.dtype), max_bytes=max_chunk_bytes)
-        grid = ChunkGrid(meta.shape, chunk_shape)
-        values[f"{leaf.name}/{ARRAY_FILE}"] = zarray(grid, meta.dtype, key=leaf.tensor_key)
-        chunk_bytes = prod(grid.chunk_shape) * itemsize(meta.dtype)
-        n_chunks = 0 if 0 in meta.shape else grid.n_chunks
+        tensor = target.tensor(leaf.tensor_key)
+        chunk_shape = _chunk_shape(tensor.shape, itemsize(tensor.dtype), max_bytes=max_chunk_bytes)
+        grid = ChunkGrid(tensor.shape, chunk_shape)
+        values[f"{leaf.name}/{ARRAY_FILE}"] = zarray(grid, tensor.dtype, key=leaf.tensor_key)
+        chunk_bytes = prod(grid.chunk_shape) * itemsize(tensor.dtype)
+        n_chunks = 0 if 0 in tensor.shape else grid.n_chunks
         path, offset = files.place(target.whole_array(leaf.tensor_key), n_chunks * chunk_bytes)
-        names = ChunkNames(len(meta.shape), ".")
+        names = ChunkNames(len(tensor.shape), ".")
         for number, index in enumerate(grid.indices()):
             values[f"{leaf.name}/{names.name(index)}"] = ValueLocation(
                 "", path, offset + number * chunk_bytes, chunk_bytes
@@ -164,12 +164,12 @@ def _random_key_files(
     for leaf in leaves:
         if leaf.tensor_key is None or not is_random_key(leaf, target):
             continue
-        meta = target.meta(leaf.tensor_key)
-        attributes = meta.attributes or {}
+        tensor = target.tensor(leaf.tensor_key)
+        attributes = tensor.attributes or {}
         facts = {
             "param_name": leaf.name,
-            "write_shape": list(meta.shape),
-            "chunk_shape": list(meta.shape),
+            "write_shape": list(tensor.shape),
+            "chunk_shape": list(tensor.shape),
             "ext_metadata": {RANDOM_KEY: attributes[RANDOM_KEY]},
         }
         rows.append({"array_metadata": facts})
@@ -400,10 +400,10 @@ def _leaves_below(value: object, path: Path) -> Iterator[WrittenLeaf]:
 
 def is_random_key(leaf: WrittenLeaf, catalog: AnyCatalog) -> bool:
     """Return whether a leaf is a typed random key, which only jax arrays can be."""
-    meta = None if leaf.tensor_key is None else catalog.meta(leaf.tensor_key)
-    if meta is None or meta.dtype != "uint32":
+    tensor = None if leaf.tensor_key is None else catalog.tensor(leaf.tensor_key)
+    if tensor is None or tensor.dtype != "uint32":
         return False
-    return isinstance((meta.attributes or {}).get(RANDOM_KEY), str)
+    return isinstance((tensor.attributes or {}).get(RANDOM_KEY), str)
 
 
 def tree_json(leaves: Sequence[WrittenLeaf], catalog: AnyCatalog) -> bytes:
@@ -415,7 +415,7 @@ def tree_json(leaves: Sequence[WrittenLeaf], catalog: AnyCatalog) -> bytes:
             "skip_deserialize": leaf.kind not in (_ARRAY, _SCALAR, STRING),
         }
         if leaf.tensor_key is not None:
-            value["write_shape"] = list(catalog.meta(leaf.tensor_key).shape)
+            value["write_shape"] = list(catalog.tensor(leaf.tensor_key).shape)
         rows[str(tuple(map(str, leaf.path)))] = {
             "key_metadata": [
                 {

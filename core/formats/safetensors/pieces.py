@@ -194,18 +194,18 @@ def check_sizes(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> 
         CorruptError: a size in the configuration is not a positive number.
     """
     config_sizes = {name: config_number(config, name) for name in ("vocab_size", "hidden_size")}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         for suffixes, axis, name in _SIZES_IN_CONFIG:
             # Embeddings may be larger: training pads the vocabulary.
             min_size = config_sizes[name]
             if (
                 key.endswith(suffixes)
-                and axis < len(meta.shape)
+                and axis < len(tensor.shape)
                 and min_size is not None
-                and meta.shape[axis] < min_size
+                and tensor.shape[axis] < min_size
             ):
                 raise MissingShardError(
-                    f"the pieces form a tensor of shape {list(meta.shape)}, but {name} in "
+                    f"the pieces form a tensor of shape {list(tensor.shape)}, but {name} in "
                     f"config.json is {min_size}",
                     key=key,
                     hint="the files of the last ranks may be missing: copy those of all ranks; if "

@@ -104,8 +104,8 @@ def joined_parts(
                     return f"{settings.get('class')} of torchao whose chunks have different {name}"
                 continue
             fragments = fragments_of.setdefault(part, [])
-            meta = Tensor(array.dtype, extents, bind_argument(tuple, fragments))
-            if tensors.setdefault(part, meta) != meta:
+            tensor = Tensor(array.dtype, extents, bind_argument(tuple, fragments))
+            if tensors.setdefault(part, tensor) != tensor:
                 return f"{settings.get('class')} of torchao whose chunks do not fit each other"
             named = replace(array, name=array_name(part, box))
             at = (0,) * len(array.shape)

@@ -276,11 +276,11 @@ class _Merger:
                     box = Box((views[key].start - in_flat.start,), array.shape)
                     self._fragments[key].append(Fragment(box, _named(array, file, key), (0,)))
                 continue
-            meta = Tensor(array.dtype, array.shape)
-            if self._tensors.get(key, meta) != meta:
+            tensor = Tensor(array.dtype, array.shape)
+            if self._tensors.get(key, tensor) != tensor:
                 self._unsupported[key] = "plain tensor whose shape or dtype differs between ranks"
                 continue
-            self._add_meta(key, meta, file)
+            self._add_meta(key, tensor, file)
             at = (0,) * len(array.shape)
             fragment = Fragment(full_box(array.shape), _named(array, file, key), at)
             self._fragments[key].append(fragment)
@@ -346,14 +346,14 @@ class _Merger:
                 hint=_MIXED,
             )
 
-    def _add_meta(self, key: str, meta: Tensor, file: TensorFile) -> None:
+    def _add_meta(self, key: str, tensor: Tensor, file: TensorFile) -> None:
         """Record dtype and shape of a tensor; raise CorruptError if the files disagree."""
         parts = self._fragments.setdefault(key, [])
-        first = self._tensors.setdefault(key, replace(meta, tiling=bind_argument(tuple, parts)))
-        if first != meta:
+        first = self._tensors.setdefault(key, replace(tensor, tiling=bind_argument(tuple, parts)))
+        if first != tensor:
             raise CorruptError(
                 f"the tensor is {first.dtype} of shape {first.shape} in "
-                f"{self._first[key][1].file}, and {meta.dtype} of shape {meta.shape} here",
+                f"{self._first[key][1].file}, and {tensor.dtype} of shape {tensor.shape} here",
                 file=file.file,
                 key=key,
                 hint=_MIXED,
@@ -388,15 +388,15 @@ def _tied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of which those that consist of the same bytes on every rank are one."""
     first: dict[object, Tensor] = {}
     tied = {**tensors}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         places = tuple(
             (part.array.extent, part.array.shape, part.box, part.at)
-            for part in meta.fragments()
+            for part in tensor.fragments()
             if part.array is not None
         )
         # Tensors without elements share no bytes.
-        if meta.n_bytes and places:
-            tied[key] = first.setdefault((meta.dtype, meta.shape, places), meta)
+        if tensor.n_bytes and places:
+            tied[key] = first.setdefault((tensor.dtype, tensor.shape, places), tensor)
     return tied
 
 

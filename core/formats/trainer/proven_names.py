@@ -132,13 +132,13 @@ def models_of(
     """
     models: dict[Path, dict[str, Shape]] = {}
     for entry in entries(catalog.skeleton):
-        meta = catalog.tensors.get(entry.key)
+        tensor = catalog.tensors.get(entry.key)
         is_state = any(entry.path[: len(item.path)] == item.path for item in optimizers)
-        if meta is None or is_state or entry.key in catalog.ties:
+        if tensor is None or is_state or entry.key in catalog.ties:
             continue
         name = str(entry.path[-1])
-        if dtype_of(meta.dtype).kind == "float" and name.rpartition(".")[2] not in BUFFERS:
-            models.setdefault(entry.path[:-1], {})[name] = meta.shape
+        if dtype_of(tensor.dtype).kind == "float" and name.rpartition(".")[2] not in BUFFERS:
+            models.setdefault(entry.path[:-1], {})[name] = tensor.shape
     return models
 
 
@@ -151,7 +151,7 @@ def names_of_model(
         UsageError: no model of the catalog fits in exactly one way, or two give different names.
         UnsupportedError: states do not show the shapes of their parameters.
     """
-    shape_of = {key: meta.shape for key, meta in catalog.tensors.items()}
+    shape_of = {key: tensor.shape for key, tensor in catalog.tensors.items()}
     numbers = numbers_of(optimizer.value)
     results: set[tuple[tuple[str, ...], ...]] = set()
     for model in models.values():
@@ -249,7 +249,7 @@ def _state_shapes(optimizer: NumberedOptimizer, catalog: Catalog) -> dict[object
     Raises:
         UnsupportedError: a state does not show the shape of its parameter.
     """
-    shape_of = {key: meta.shape for key, meta in catalog.tensors.items()}
+    shape_of = {key: tensor.shape for key, tensor in catalog.tensors.items()}
     shapes = state_shapes(optimizer.value, shape_of)
     hidden = next((number for number, shape in shapes.items() if shape is None), None)
     if hidden is not None:

@@ -309,11 +309,11 @@ def _weights(
     elif not further and store.exists(_SECOND_MODEL):
         problem = f"{_SECOND_MODEL}, which was not read, may be its model"
     shapes = {
-        key.removeprefix(container): meta.shape
-        for key, meta in catalog.tensors.items()
+        key.removeprefix(container): tensor.shape
+        for key, tensor in catalog.tensors.items()
         if key not in catalog.ties
         and (key.startswith(container) if container else not key.startswith(tuple(further)))
-        and dtype_of(meta.dtype).kind == "float"
+        and dtype_of(tensor.dtype).kind == "float"
         and key.rpartition(".")[2] not in BUFFERS
     }
     model_type: object = None

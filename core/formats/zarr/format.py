@@ -343,11 +343,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """
     check_keys(target.tensors, reserved=_RESERVED)
     images: list[FileImage] = []
-    for key, meta in target.tensors.items():
-        grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
-        text = zarray(grid, meta.dtype, key=key)
+    for key, tensor in target.tensors.items():
+        grid, arrays = grid_of_pieces(key, tensor.shape, target.fragments(key))
+        text = zarray(grid, tensor.dtype, key=key)
         images.append(lay_out_metadata(f"{key}/{ARRAY_FILE}", text, grid, arrays))
-        names = ChunkNames(len(meta.shape), ".")
+        names = ChunkNames(len(tensor.shape), ".")
         images += (
             FileImage(path, array.n_bytes, (PlacedArray(0, array),))
             for path, array in chunk_files(key, names, grid, arrays)

@@ -300,17 +300,17 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     images: list[FileImage] = []
     groups: dict[str, None] = {}
     check_keys(target.tensors, reserved=_RESERVED)
-    for key, meta in target.tensors.items():
+    for key, tensor in target.tensors.items():
         # The directories on the way to an array are groups.
         parts = key.split("/")
         groups |= dict.fromkeys("/".join(parts[:depth]) for depth in range(1, len(parts)))
-        grid, arrays = grid_of_pieces(key, meta.shape, target.fragments(key))
-        inner_shape = _inner_shape(grid, meta.dtype, shard_bytes=shard_bytes)
+        grid, arrays = grid_of_pieces(key, tensor.shape, target.fragments(key))
+        inner_shape = _inner_shape(grid, tensor.dtype, shard_bytes=shard_bytes)
         text = array_json(
-            grid, meta.dtype, inner_shape=inner_shape, key=key, attributes=meta.attributes
+            grid, tensor.dtype, inner_shape=inner_shape, key=key, attributes=tensor.attributes
         )
         images.append(lay_out_metadata(path_in(key, METADATA_FILE), text, grid, arrays))
-        names = ChunkNames(len(meta.shape), "/", has_prefix=True)
+        names = ChunkNames(len(tensor.shape), "/", has_prefix=True)
         images += (
             _chunk_image(path, array, inner_shape)
             for path, array in chunk_files(key, names, grid, arrays)
@@ -372,7 +372,7 @@ def _chunk_image(path: str, array: PlannedArray, inner_shape: Shape | None) -> F
 
 def notes_of(target: TargetCatalog) -> Sequence[str]:
     """Return a note on tensors whose element types only tensorstore supports."""
-    keys = [key for key, meta in target.tensors.items() if meta.dtype in TENSORSTORE_ONLY]
+    keys = [key for key, tensor in target.tensors.items() if tensor.dtype in TENSORSTORE_ONLY]
     if not keys:
         return ()
     dtypes = ", ".join(dict.fromkeys(target.tensors[key].dtype for key in keys))

@@ -95,14 +95,15 @@ def view_of_named_state(catalog: Catalog, state: str) -> Catalog:
         UnsupportedError: a state has another shape than its parameter.
     """
     keys: dict[str, str] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         pair = named_state_of(catalog, key)
         if pair is None or pair[1] != state:
             continue
         shape = catalog.tensors[pair[0]].shape
-        if meta.shape != shape:
+        if tensor.shape != shape:
             raise UnsupportedError(
-                f"the optimizer state has shape {meta.shape}, but its parameter has {shape}; only "
+                f"the optimizer state has shape {tensor.shape}, but its parameter has {shape}; "
+                "only "
                 "states in the shape of their parameter can be renamed for Megatron",
                 key=key,
                 hint="drop the optimizer with --no-optim",

@@ -78,7 +78,7 @@ def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> Tensor | None:
     """
     if isinstance(optimizer.step, TensorLeaf):
         key = optimizer.step.key
-        return catalog.meta(key)
+        return catalog.tensor(key)
     # Groups that no rank had parameters of count no steps, or count from 0.
     numbers = {
         int(step) if isinstance(step, (int, float)) else step
@@ -116,13 +116,14 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
     for name in names:
         key = named_state_key(name, STEP)
         if key in catalog.tensors:
-            meta = catalog.tensors[key]
-            layout = _FORMATS.get(meta.dtype)
-            if layout is None or meta.n_elements != 1:
+            tensor = catalog.tensors[key]
+            layout = _FORMATS.get(tensor.dtype)
+            if layout is None or tensor.n_elements != 1:
                 raise CorruptError(
-                    f"the number of steps is a {meta.dtype} tensor of shape {meta.shape}", key=key
+                    f"the number of steps is a {tensor.dtype} tensor of shape {tensor.shape}",
+                    key=key,
                 )
-            data = source_of(catalog, key).read(store, full_box(meta.shape))
+            data = source_of(catalog, key).read(store, full_box(tensor.shape))
             steps = _whole(struct.unpack(layout, data)[0], key)
         elif key in catalog.objects:
             steps = _whole(catalog.objects[key].value, key)

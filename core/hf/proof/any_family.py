@@ -91,9 +91,10 @@ def find_problems(
     scheme = scheme_of(config) or (scheme_of(text) if isinstance(text, Mapping) else None)
     # Matrices that may contain quantized numbers. Vectors of integers are usually buffers.
     narrow = [
-        meta
-        for meta in tensors.values()
-        if len(meta.shape) > 1 and (is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float")
+        tensor
+        for tensor in tensors.values()
+        if len(tensor.shape) > 1
+        and (is_float8(tensor.dtype) or dtype_of(tensor.dtype).kind != "float")
     ]
     yield from find_size_problems(tensors, config)
     yield from _check_output_layer(tensors, config)
@@ -140,7 +141,9 @@ def _check_output_layer(
     # Under whatever name, an output layer has as many rows (or columns) as the embedding.
     ((embedding_key, embedding),) = embeddings.items()
     if not any(
-        embedding.shape[0] in meta.shape for key, meta in tensors.items() if key != embedding_key
+        embedding.shape[0] in tensor.shape
+        for key, tensor in tensors.items()
+        if key != embedding_key
     ):
         yield Problem(
             kind="ties",
@@ -212,20 +215,22 @@ def _check_embedding(
     embeddings = embeddings_of(tensors)
     if len(embeddings) != 1:
         return
-    ((key, meta),) = embeddings.items()
+    ((key, tensor),) = embeddings.items()
     rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
     # Packed weights have other extents.
-    is_wide = dtype_of(meta.dtype).kind == "float" and itemsize(meta.dtype) > 1
-    if rows is None or hidden is None or len(meta.shape) != 2 or not is_wide:
+    is_wide = dtype_of(tensor.dtype).kind == "float" and itemsize(tensor.dtype) > 1
+    if rows is None or hidden is None or len(tensor.shape) != 2 or not is_wide:
         return
     numbers = {number for _, number in _all_numbers(config)}
-    if (meta.shape[0] < rows and meta.shape[0] not in numbers) or meta.shape[1] not in numbers:
+    if (tensor.shape[0] < rows and tensor.shape[0] not in numbers) or tensor.shape[
+        1
+    ] not in numbers:
         yield Problem(
             kind="shape",
-            message=f"shape {meta.shape}, but config.json implies {(rows, hidden)} (elements)",
+            message=f"shape {tensor.shape}, but config.json implies {(rows, hidden)} (elements)",
             key=key,
             expected=str((rows, hidden)),
-            found=str(meta.shape),
+            found=str(tensor.shape),
         )
 
 
@@ -266,11 +271,11 @@ def _check_experts(
     # Count the experts of each layer, stored as single tensors or stacked in one tensor.
     numbers_of: dict[str, set[int]] = {}
     n_stacked: dict[str, int] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         if (match := _EXPERT.match(key)) is not None:
             numbers_of.setdefault(match[1], set()).add(int(match[2]))
-        elif (match := _STACKED_EXPERTS.fullmatch(key)) is not None and len(meta.shape) == 3:
-            n_stacked[key] = meta.shape[0]
+        elif (match := _STACKED_EXPERTS.fullmatch(key)) is not None and len(tensor.shape) == 3:
+            n_stacked[key] = tensor.shape[0]
     count_of = {prefix: max(numbers) + 1 for prefix, numbers in numbers_of.items()}
     counts = Counter((*count_of.values(), *n_stacked.values()))
     declared = [number for name, number in _all_numbers(config) if name in _EXPERTS]
@@ -395,7 +400,7 @@ def _check_projections(
         output = tensors.get(first_key.replace("q_proj", "o_proj"))
         may_be_gated = output is None or output.shape[-1:] != first.shape[:1]
         possible = sizes.rows_of(name, may_be_gated=may_be_gated)
-        is_uniform = {meta.shape[0] for meta in stack.values()} == {first.shape[0]}
+        is_uniform = {tensor.shape[0] for tensor in stack.values()} == {first.shape[0]}
         if possible and is_uniform and first.shape[0] not in possible:
             choices = [f"{number:,}" for number in sorted(possible)]
             text = " or ".join([*choices[:_MOST_NAMED], *(["…"] if choices[_MOST_NAMED:] else [])])
@@ -417,17 +422,17 @@ def _projections(
         isinstance(part, Mapping) and "model_type" in part for part in config.values()
     )
     tensors_of: dict[tuple[str, str], dict[str, Tensor]] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         match = _PROJECTION.fullmatch(key)
         if match is None and has_one_part:
             match = _INNER_PROJECTION.fullmatch(key)
         is_wide = (
-            len(meta.shape) == 2
-            and dtype_of(meta.dtype).kind == "float"
-            and itemsize(meta.dtype) > 1
+            len(tensor.shape) == 2
+            and dtype_of(tensor.dtype).kind == "float"
+            and itemsize(tensor.dtype) > 1
         )
         if match is not None and is_wide:
-            tensors_of.setdefault((match[1], match[2] or match[3]), {})[key] = meta
+            tensors_of.setdefault((match[1], match[2] or match[3]), {})[key] = tensor
     for (_, name), stack in tensors_of.items():
         yield name, stack
 

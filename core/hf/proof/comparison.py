@@ -164,7 +164,7 @@ def _prepare_case(
     # Describe the model with the smaller of the declared and stored counts: a difference in counts
     # is one problem, not one per tensor.
     routed = {
-        meta.shape[0] for key, meta in stored.items() if _ROUTER.fullmatch(key) and meta.shape
+        tensor.shape[0] for key, tensor in stored.items() if _ROUTER.fullmatch(key) and tensor.shape
     }
     is_as_declared = counts.stored_experts == counts.experts or counts.experts in routed
     of_family = expected_tensors(
@@ -292,60 +292,61 @@ def _check_expected(case: _Case, item: Expected) -> Iterator[Problem]:
         )
 
 
-def _check_stored(case: _Case, meta: Tensor, name: str, shape: Shape) -> Iterator[Problem]:
+def _check_stored(case: _Case, tensor: Tensor, name: str, shape: Shape) -> Iterator[Problem]:
     """Yield the problems of a stored tensor.
 
     Args:
-        meta: the tensor.
+        tensor: the tensor.
         name: name of the tensor in a model with a head.
         shape: shape that it should have.
     """
     # Packed numbers have another shape than the weight, which depends on the method.
-    is_packed = dtype_of(meta.dtype).kind != "float"
+    is_packed = dtype_of(tensor.dtype).kind != "float"
     if is_packed and (case.scheme is not None or case.is_quantized(name)):
         return
     if is_packed:
         yield Problem(
             kind="dtype",
-            message=f"the elements are {meta.dtype}, but {CONFIG} declares no quantization",
+            message=f"the elements are {tensor.dtype}, but {CONFIG} declares no quantization",
             key=case.key_of[name],
             expected="floating-point numbers",
-            found=meta.dtype,
+            found=tensor.dtype,
         )
-    if meta.shape != shape:
+    if tensor.shape != shape:
         is_tied_head = name == case.model.family.head and declares_tie(
             case.config, case.model.family
         )
         tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",
-            message=f"{tied}shape {meta.shape}, but {CONFIG} implies {shape} (elements)",
+            message=f"{tied}shape {tensor.shape}, but {CONFIG} implies {shape} (elements)",
             key=case.key_of[name],
             expected=str(shape),
-            found=str(meta.shape),
+            found=str(tensor.shape),
         )
-    if case.scheme is not None and is_float8(meta.dtype):
-        yield from _check_scales(case, meta, name, case.scheme)
+    if case.scheme is not None and is_float8(tensor.dtype):
+        yield from _check_scales(case, tensor, name, case.scheme)
 
 
 def _check_scales(
-    case: _Case, meta: Tensor, name: str, scheme: QuantizationScheme
+    case: _Case, tensor: Tensor, name: str, scheme: QuantizationScheme
 ) -> Iterator[Problem]:
     """Yield the problems of the scales of a float8 weight."""
     key = scale_key(name, case.stored)
     if key is None and scheme.needs_scales:
         yield Problem(
             kind="quantization",
-            message=f"a weight in {meta.dtype} has no scales",
+            message=f"a weight in {tensor.dtype} has no scales",
             key=case.key_of[name],
             expected=f"{case.key_of[name]}_scale_inv",
             found="no such tensor",
             is_lack=True,
         )
-    elif key is not None and not scheme.fits(case.stored[key].shape, meta.shape):
+    elif key is not None and not scheme.fits(case.stored[key].shape, tensor.shape):
         yield Problem(
             kind="quantization",
-            message=f"scales of shape {case.stored[key].shape} for a weight of shape {meta.shape} "
+            message=f"scales of shape {case.stored[key].shape} for a weight of shape "
+            f"{tensor.shape} "
             f"in blocks of {scheme.block}",
             key=case.key_of[key],
             expected=f"one for each block of {scheme.block}",
@@ -366,8 +367,8 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
             found="none",
         )
     narrow = (
-        is_float8(meta.dtype) or dtype_of(meta.dtype).kind != "float"
-        for meta in case.stored.values()
+        is_float8(tensor.dtype) or dtype_of(tensor.dtype).kind != "float"
+        for tensor in case.stored.values()
     )
     if (
         case.scheme is not None
@@ -454,9 +455,9 @@ def _count_parts(
     # Experts are stored one by one, or stacked.
     experts = [int(match[1]) + 1 for name in stored if (match := _EXPERT.match(name)) is not None]
     experts += [
-        meta.shape[0]
-        for name, meta in stored.items()
-        if (match := _STACKED.fullmatch(name)) and len(meta.shape) == (4 if match[1] else 3)
+        tensor.shape[0]
+        for name, tensor in stored.items()
+        if (match := _STACKED.fullmatch(name)) and len(tensor.shape) == (4 if match[1] else 3)
     ]
     return _Counts(
         n_layers, n_experts, n_stored, max(experts, default=0) if n_experts else 0, n_mtp

@@ -158,7 +158,7 @@ def _dtype_notes(weights: Mapping[str, Tensor], config: Mapping[str, object]) ->
         (config[name] for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)),
         None,
     )
-    dtypes = {meta.dtype for meta in weights.values()}
+    dtypes = {tensor.dtype for tensor in weights.values()}
     if declared is None or len(dtypes) != 1 or str(declared).removeprefix("torch.") in dtypes:
         return []
     note = (

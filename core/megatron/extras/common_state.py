@@ -242,8 +242,8 @@ def plan_entry(
     arrays: list[tuple[str, PlannedArray]] = []
 
     def add(array_name: str, old: str) -> None:
-        meta = catalog.meta(old)
-        arrays.append((old, PlannedArray(array_name, meta.dtype, meta.shape, coords=coords)))
+        tensor = catalog.tensor(old)
+        arrays.append((old, PlannedArray(array_name, tensor.dtype, tensor.shape, coords=coords)))
 
     return _LeafRenamer(name, add, weights).copy(value, ()), arrays
 

@@ -110,7 +110,7 @@ def cuts_of(
     """
     facts = with_sizes(
         facts,
-        {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
+        {key: tensor.shape for key, tensor in catalog.tensors.items() if param_of(key) == key},
         rules,
     )
     model = catalog.facet(MegatronModel) or MegatronModel()
@@ -118,22 +118,28 @@ def cuts_of(
     # Tensors of one rule and shape share a cut; ids are safe, as rules live as long as their table.
     cuts = {}
     cut_of_kind: dict[tuple[int, Shape], Cut] = {}
-    for key, meta in catalog.tensors.items():
-        rule = rules.rule_of(param_of(key), shapes=(meta.shape,))
-        kind = (id(rule), meta.shape)
+    for key, tensor in catalog.tensors.items():
+        rule = rules.rule_of(param_of(key), shapes=(tensor.shape,))
+        kind = (id(rule), tensor.shape)
         cut = cut_of_kind.get(kind)
         if cut is None:
             if rule.may_be_cut and model.is_down_proj_cut:
                 rule = rule.as_cut()
             cut = cut_of_kind[kind] = cut_of(
-                key, meta, rule, facts, topology=topology, n_rows=n_rows
+                key, tensor, rule, facts, topology=topology, n_rows=n_rows
             )
         cuts[key] = cut
     return cuts
 
 
 def cut_of(
-    key: str, meta: Tensor, rule: Rule, facts: ModelFacts, *, topology: Topology, n_rows: int | None
+    key: str,
+    tensor: Tensor,
+    rule: Rule,
+    facts: ModelFacts,
+    *,
+    topology: Topology,
+    n_rows: int | None,
 ) -> Cut:
     """Return the cut of a tensor.
 
@@ -145,21 +151,21 @@ def cut_of(
             is unknown.
         CorruptError: the tensor lacks the axis, or its parts do not add up to it.
     """
-    rule = rule.for_shape(meta.shape)
+    rule = rule.for_shape(tensor.shape)
     axis, n = rule.cut_axis, topology.size_of(rule.group)
     if axis is None:
-        return Cut(meta.shape, None, (), n, rule.group)
-    if axis >= len(meta.shape):
+        return Cut(tensor.shape, None, (), n, rule.group)
+    if axis >= len(tensor.shape):
         raise CorruptError(
-            f"the tensor has {len(meta.shape)} axes, but its rule cuts axis {axis}", key=key
+            f"the tensor has {len(tensor.shape)} axes, but its rule cuts axis {axis}", key=key
         )
 
     # Heads, units and parts must divide; the vocabulary is padded to divide.
     if rule.unit == "heads":
         check_heads(n_heads=facts.n_heads, n_groups=facts.n_groups_of(key), tp=n, key=key)
-    shape = meta.shape
+    shape = tensor.shape
     if rule.kind == "vocab":
-        rows = padded_rows(key, meta, facts, tp=n, n_rows=n_rows)
+        rows = padded_rows(key, tensor, facts, tp=n, n_rows=n_rows)
         shape = (*shape[:axis], rows, *shape[axis + 1 :])
     check_units(rule, n, facts, key=key)
     parts = measure_parts(rule, shape[axis], facts, key=key)

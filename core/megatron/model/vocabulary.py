@@ -156,14 +156,14 @@ def rows_of(catalog: Catalog, given: int | None) -> int | None:
     return given if given is not None or model is None else model.vocab_size
 
 
-def padded_rows(key: str, meta: Tensor, facts: ModelFacts, *, tp: int, n_rows: int | None) -> int:
+def padded_rows(key: str, tensor: Tensor, facts: ModelFacts, *, tp: int, n_rows: int | None) -> int:
     """Return the rows of a vocabulary tensor in a destination of size ``tp``.
 
     Raises:
         UnsupportedError: the true size is unknown, and ``tp`` is not that of the source.
         CorruptError: the tensor has neither the true rows nor the padded ones.
     """
-    rows = meta.shape[0]
+    rows = tensor.shape[0]
     if n_rows is None:
         if tp == facts.topology.tp:
             return rows

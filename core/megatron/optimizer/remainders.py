@@ -74,9 +74,9 @@ def check_master_dtypes(tensors: Mapping[str, Tensor]) -> None:
     Raises:
         UnsupportedError: they are.
     """
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         state = split_state_key(key)
-        if state is not None and state[0] == MASTER and dtype_of(meta.dtype).kind == "int":
+        if state is not None and state[0] == MASTER and dtype_of(tensor.dtype).kind == "int":
             raise remainders_error(key=state[1])
 
 

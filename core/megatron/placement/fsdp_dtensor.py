@@ -133,10 +133,10 @@ def _join_halves(catalog: Catalog) -> Catalog:
     """
     # Find both halves of every gated layer's parameter.
     tensors: dict[str, Tensor] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         match = _HALF.fullmatch(key)
         if match is None:
-            tensors[key] = meta
+            tensors[key] = tensor
             continue
         param = match["param"]
         other_key = f"{param}_{'v' if match['half'] == 'w' else 'w'}"
@@ -147,14 +147,14 @@ def _join_halves(catalog: Catalog) -> Catalog:
             )
         if param in tensors:
             continue
-        if (other.dtype, other.shape) != (meta.dtype, meta.shape):
+        if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
             raise CorruptError(
-                f"{meta.dtype} of shape {meta.shape}, but the other half, {other_key}, is "
+                f"{tensor.dtype} of shape {tensor.shape}, but the other half, {other_key}, is "
                 f"{other.dtype} of {other.shape}",
                 key=key,
             )
         # Gate rows come first.
-        tensors[param] = concat([meta, other] if match["half"] == "w" else [other, meta])
+        tensors[param] = concat([tensor, other] if match["half"] == "w" else [other, tensor])
     return replace(catalog, tensors=tensors)
 
 

@@ -75,8 +75,8 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     # an empty one is the same as none.
     filled_states = [
         key
-        for key, meta in catalog.tensors.items()
-        if key.endswith(EXTRA_STATE) and meta.n_elements
+        for key, tensor in catalog.tensors.items()
+        if key.endswith(EXTRA_STATE) and tensor.n_elements
     ]
     filled_states += [
         key

@@ -116,12 +116,12 @@ def separate_parts(
     """
     # Give every part its range on the axis; other tensors stay as they are.
     tensors: dict[str, Tensor[ArrayT]] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         rule = rules.parted_rule(param_of(key))
         axis = 0 if rule is None else (rule.axis or 0) + _n_front(key, rules)
-        parts = [] if rule is None else measure_parts(rule, meta.shape[axis], facts, key=key)
+        parts = [] if rule is None else measure_parts(rule, tensor.shape[axis], facts, key=key)
         if rule is None or len(parts) != len(rule.names):
-            tensors[key] = meta
+            tensors[key] = tensor
             continue
 
         # A name of one word is appended to the key; one of several replaces as many of the key's.
@@ -131,10 +131,10 @@ def separate_parts(
             n_words = name.count(".") + 1
             if n_words > 1:
                 part = ".".join([*key.split(".")[:-n_words], name])
-            range_of_key = meta.narrow(axis, start, extent)
+            range_of_key = tensor.narrow(axis, start, extent)
             if is_target:
                 range_of_key = range_of_key.with_fragments(partial(_as_own_chunk, part))
-            tensors[part] = replace(meta, shape=range_of_key.shape, tiling=range_of_key.tiling)
+            tensors[part] = replace(tensor, shape=range_of_key.shape, tiling=range_of_key.tiling)
             start += extent
     return replace(catalog, tensors=tensors)
 

@@ -193,14 +193,14 @@ def meta_of(catalog: Catalog, name: str, origin: Origin) -> Tensor:
 
 
 def place_tensors(
-    catalog: Catalog, origins: Mapping[str, Origin], metas: Mapping[str, Tensor]
+    catalog: Catalog, origins: Mapping[str, Origin], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return global per-layer tensors, made of stored ones.
 
     Args:
         catalog: the stored tensors.
         origins: global name → origin.
-        metas: global name → dtype and shape, which may have fewer rows than the stored tensor.
+        tensors: global name → dtype and shape, which may have fewer rows than the stored tensor.
     """
     # The layers of a stack are usually requested one after the other.
     unstacked = lru_cache(maxsize=32)(lambda key, depth: _unstack(catalog.fragments(key), depth))
@@ -226,7 +226,7 @@ def place_tensors(
         return fragments
 
     return {
-        name: replace(metas[name], tiling=partial(fragments_at, origin, metas[name].shape))
+        name: replace(tensors[name], tiling=partial(fragments_at, origin, tensors[name].shape))
         for name, origin in origins.items()
     }
 

@@ -136,7 +136,7 @@ def unshard_global(
     # Extra states go under the names of their layers; some of them are tensors.
     objects = _rename_objects(catalog, entries, prefix, stored.facts, rules)
     for name, key in objects.tensors.items():
-        meta = catalog.meta(key)
+        meta = catalog.tensor(key)
         metas[name] = Tensor(meta.dtype, meta.shape)
         origins[name] = Origin((key,))
     tensors = place_tensors(catalog, origins, metas)
@@ -156,7 +156,7 @@ def unshard_global(
         catalog,
         tensors={name: tensors[name] for name in order if name in tensors},
         objects=objects.by_key,
-        hidden={key: catalog.meta(key) for key in entries.tensors | objects.hidden_keys()},
+        hidden={key: catalog.tensor(key) for key in entries.tensors | objects.hidden_keys()},
         skeleton=None,
         args=entries.common["args"],
         iteration=read_iteration(entries.common),
@@ -268,13 +268,15 @@ def _find_tensors(
     """
     facts = with_stacked_tower(facts, catalog, names)
     origins = origins_of(catalog, names, facts, rules)
-    metas = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
-    check_complete(metas, facts, rules)
-    gated_facts = with_gate(facts, {name: meta.shape for name, meta in metas.items()})
+    tensors = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
+    check_complete(tensors, facts, rules)
+    gated_facts = with_gate(facts, {name: tensor.shape for name, tensor in tensors.items()})
 
     # Find the size of the vocabulary, check all shapes with their padding, and then drop it.
     vocab_shapes = {
-        name: meta.shape for name, meta in metas.items() if rules.is_vocabulary(name, meta.shape)
+        name: tensor.shape
+        for name, tensor in tensors.items()
+        if rules.is_vocabulary(name, tensor.shape)
     }
     true_rows = find_true_rows(
         gated_facts,
@@ -283,14 +285,14 @@ def _find_tensors(
         stored=[shape[0] for shape in vocab_shapes.values() if shape],
     )
     check_shapes(
-        {name: meta.shape for name, meta in metas.items()},
-        {name: rules.rule_of(name) for name in metas},
+        {name: tensor.shape for name, tensor in tensors.items()},
+        {name: rules.rule_of(name) for name in tensors},
         gated_facts,
     )
     cut = cut_vocab(vocab_shapes, gated_facts, n_rows=true_rows.n_rows, target_tp=target_tp)
-    metas |= {name: replace(metas[name], shape=shape) for name, shape in cut.shapes.items()}
+    tensors |= {name: replace(tensors[name], shape=shape) for name, shape in cut.shapes.items()}
     notes = [*gate_notes(facts, gated_facts), *true_rows.notes, *cut.notes]
-    return _StoredTensors(origins, metas, true_rows.n_rows, gated_facts, notes)
+    return _StoredTensors(origins, tensors, true_rows.n_rows, gated_facts, notes)
 
 
 def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
@@ -306,8 +308,8 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
         return False
     prefix = prefix_of(catalog, rules)
     names = {
-        key.removeprefix(prefix): meta.shape
-        for key, meta in catalog.tensors.items()
+        key.removeprefix(prefix): tensor.shape
+        for key, tensor in catalog.tensors.items()
         if key.startswith(prefix)
     }
     model = rules.model_of(names)

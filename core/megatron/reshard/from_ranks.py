@@ -207,7 +207,7 @@ def unshard_ranks(
     }
     trees = (common, *(item.value for item in objects.values()), *extras.rng_states.values())
     hidden = {
-        leaf.key: catalog.meta(leaf.key) for leaf in walk(trees) if isinstance(leaf, TensorLeaf)
+        leaf.key: catalog.tensor(leaf.key) for leaf in walk(trees) if isinstance(leaf, TensorLeaf)
     }
     for key, arrays in optimizer.copies.items():
         first, *others = map(whole_tensor, arrays)

@@ -252,17 +252,17 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     # Find the per-layer tensors in the stored ones.
     facts = with_stacked_tower(facts, catalog, names)
     origins = origins_of(catalog, names, facts, rules, report=report)
-    metas: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, origin in origins.items():
         try:
-            metas[name] = meta_of(catalog, name, origin)
+            tensors[name] = meta_of(catalog, name, origin)
         except CheckpointingException as err:
             report(err.breaking("layout.tied"))
 
     # Check names and shapes.
-    check_complete(metas, facts, rules, report=report)
-    check_partners(metas, facts.kind, rules, report=report)
-    shapes = {name: meta.shape for name, meta in metas.items()}
+    check_complete(tensors, facts, rules, report=report)
+    check_partners(tensors, facts.kind, rules, report=report)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     facts = _check_shapes(
         shapes, {name: rules.rule_of(name) for name in shapes}, facts, rules, report
     )

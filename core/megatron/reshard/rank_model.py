@@ -420,7 +420,9 @@ def _rule_of(name: str, catalog: Catalog, key: str, chunk: ModelChunk) -> Rule:
         # Only now collect the shapes: going through all ranks for every name would be slow.
         path = key.partition(":")[2]
         shapes = [
-            meta.shape for other, meta in catalog.tensors.items() if other.partition(":")[2] == path
+            tensor.shape
+            for other, tensor in catalog.tensors.items()
+            if other.partition(":")[2] == path
         ]
         return rules.rule_of(
             name, shapes=shapes, hidden_size=facts.hidden_size, tp=facts.topology.tp

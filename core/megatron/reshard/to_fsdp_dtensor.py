@@ -136,7 +136,7 @@ def to_fsdp_dtensor(
         catalog,
         tensors={".".join(path): tensor for path, (tensor, _) in tensors.items()},
         objects=objects,
-        hidden={key: catalog.meta(key) for key in hidden},
+        hidden={key: catalog.tensor(key) for key in hidden},
         skeleton=skeleton,
         args=args,
         common=None,

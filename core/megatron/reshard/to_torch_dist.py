@@ -195,7 +195,7 @@ def to_torch_dist(
     values = (common, *(item.value for item in objects.values()))
     keys = [leaf.key for leaf in walk(values) if isinstance(leaf, TensorLeaf)]
     keys += [item.raw_key for item in objects.values() if item.raw_key is not None]
-    hidden = {key: catalog.meta(key) for key in keys}
+    hidden = {key: catalog.tensor(key) for key in keys}
     notes = [*catalog.notes, *optimizer.notes]
     if topology != facts.topology:
         notes.append(
@@ -321,7 +321,7 @@ def _is_homogeneous(
 
     Layers with tensors that Megatron never stacks (``Rules.unstacked``) are not homogeneous either.
     """
-    metas: dict[tuple[str, str], list[Tensor]] = {}
+    tensors: dict[tuple[str, str], list[Tensor]] = {}
     for key in cuts:
         # ``layer_of`` is None for an optimizer's states, too, which follow their parameters.
         layer = rules.layer_of(key)
@@ -329,11 +329,11 @@ def _is_homogeneous(
             continue
         if layer.sub.startswith(rules.unstacked):
             return False
-        metas.setdefault((layer.stack, layer.sub), []).append(catalog.tensors[key])
+        tensors.setdefault((layer.stack, layer.sub), []).append(catalog.tensors[key])
     return all(
         len(group) == stages.n_layers(name)
-        and len({(meta.dtype, meta.shape) for meta in group}) == 1
-        for (name, _), group in metas.items()
+        and len({(tensor.dtype, tensor.shape) for tensor in group}) == 1
+        for (name, _), group in tensors.items()
     )
 
 

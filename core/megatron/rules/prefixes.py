@@ -76,12 +76,12 @@ def numbered_names(catalog: Catalog, prefix: str, rules: Rules) -> Iterator[str]
 
     So the names show how many layers each stack has.
     """
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         name = key.removeprefix(prefix)
         stacked = rules.stacked_of(name)
         yield (
-            str(Layer(stacked[0], meta.shape[0] - 1, stacked[1]))
-            if stacked and meta.shape
+            str(Layer(stacked[0], tensor.shape[0] - 1, stacked[1]))
+            if stacked and tensor.shape
             else name
         )
 

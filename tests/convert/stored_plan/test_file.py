@@ -142,9 +142,9 @@ def members_of(node: ast.ClassDef) -> Iterator[str]:
 
 
 def test_a_place_that_is_found_late_keeps_the_order_of_its_axes() -> None:
-    meta = Tensor("float32", (3, 1, 2))
+    tensor = Tensor("float32", (3, 1, 2))
     extent = Extent("a", 8, item=TorchItem(99), axes=(1, None, 0))
     fragments = (whole_fragment(StoredArray("w^T", "float32", (3, 1, 2), extent)),)
     encoder = Encoder()
-    data = json.loads(json.dumps(encoder.fragments("w", meta, fragments)))
-    assert Decoder(list(encoder.files)).fragments("w", meta, data) == fragments
+    data = json.loads(json.dumps(encoder.fragments("w", tensor, fragments)))
+    assert Decoder(list(encoder.files)).fragments("w", tensor, data) == fragments

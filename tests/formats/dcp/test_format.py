@@ -269,8 +269,8 @@ def test_objects_are_streams_that_load_on_demand(written: Path) -> None:
     assert set(catalog.objects) == {"list.2", "plain_list", "step", "name", "nothing", "pair"}
     for key, stored in catalog.objects.items():
         assert stored.raw_key == f"raw:{key}"
-        meta = catalog.hidden[f"raw:{key}"]
-        assert meta.dtype == "uint8"
+        tensor = catalog.hidden[f"raw:{key}"]
+        assert tensor.dtype == "uint8"
         stream = tensor_bytes(catalog, store, f"raw:{key}").tobytes()
         assert torch.load(io.BytesIO(stream), weights_only=True) == torch_objects(written)[key]
 

@@ -50,8 +50,8 @@ def plain_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def assert_holds(store: LocalStore, catalog: Catalog, key: str, wanted: torch.Tensor) -> None:
-    meta = catalog.tensors[key]
-    assert (f"torch.{meta.dtype}", meta.shape) == (str(wanted.dtype), tuple(wanted.shape)), key
+    tensor = catalog.tensors[key]
+    assert (f"torch.{tensor.dtype}", tensor.shape) == (str(wanted.dtype), tuple(wanted.shape)), key
     assert tensor_bytes(catalog, store, key).tobytes() == plain_bytes(wanted), key
 
 

@@ -399,7 +399,7 @@ def test_neighbours_and_the_hidden_size_decide_before_the_values(
             config = {"hidden_size": 6, "text_config": config}
         name = "config.json" if stated == "text" else stated
         (folder / str(name)).write_text(json.dumps(config))
-    shapes = {key: meta.shape for key, meta in deepspeed.read(store).tensors.items()}
+    shapes = {key: tensor.shape for key, tensor in deepspeed.read(store).tensors.items()}
     assert {name: shapes[name] for name in SHARDS} == {
         "column.weight": (12, 4),
         "column.bias": (12,),

@@ -59,12 +59,12 @@ def assert_equal(
     without: tuple[str, ...] = (),
 ) -> None:
     """Two checkpoints hold the same tensors and objects."""
-    metas = [
-        {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()}
+    tensors = [
+        {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()}
         for _, catalog in (one, other)
     ]
-    assert metas[0] == metas[1]
-    for key in metas[0]:
+    assert tensors[0] == tensors[1]
+    for key in tensors[0]:
         assert (
             tensor_bytes(one[1], one[0], key).tobytes()
             == tensor_bytes(other[1], other[0], key).tobytes()

@@ -180,9 +180,9 @@ def test_weights_alone_have_the_shapes_of_the_masters(
     store = LocalStore(folder)
     catalog = deepspeed.read_weights(store)
     assert catalog.tensors
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         if key in wanted.tensors:  # the files of tied layers have names of their own
-            assert meta.shape == wanted.tensors[key].shape
+            assert tensor.shape == wanted.tensors[key].shape
     lacking = {key for key in wanted.tensors if not key.startswith("optimizer.")} - {
         *catalog.tensors
     }

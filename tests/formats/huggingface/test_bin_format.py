@@ -186,9 +186,9 @@ def test_values_that_are_no_tensors_are_objects() -> None:
     )
     catalog = read(store)
     assert list(catalog.objects) == ["extra", "settings.lr", "settings.n", "more", "none"]
-    assert sorted(meta.shape for meta in catalog.hidden.values()) == [(3,), (4,)]
-    for key, meta in catalog.hidden.items():
-        assert entry_bytes(catalog, store, key) == bits(filled(torch.int8, *meta.shape))
+    assert sorted(tensor.shape for tensor in catalog.hidden.values()) == [(3,), (4,)]
+    for key, tensor in catalog.hidden.items():
+        assert entry_bytes(catalog, store, key) == bits(filled(torch.int8, *tensor.shape))
     loaded = as_torch_file(catalog, store)
     assert loaded["settings"] == {"lr": 0.5, "n": [1, 2]}
     assert loaded["none"] is None
@@ -239,7 +239,7 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
         beside={"training_args.bin": b"x", "optimizer.pt": b"x", "README.md": b"# a model"},
     )
     catalog = read(store)
-    n_bytes = sum(meta.n_bytes for meta in catalog.tensors.values())
+    n_bytes = sum(tensor.n_bytes for tensor in catalog.tensors.values())
     assert catalog.notes == (
         f"the tensors have {n_bytes} bytes, but total_size in {INDEX} is 91",
         "not read: optimizer.pt, training_args.bin",

@@ -108,7 +108,7 @@ def test_carried_files_come_out_byte_for_byte() -> None:
     store = MemoryStore(files)
     source = with_carried(empty(), store)
     assert list(source.files) == sorted(files)
-    assert source.files["merges.txt"] == source.meta("file:merges.txt") == Tensor("uint8", (256,))
+    assert source.files["merges.txt"] == source.tensor("file:merges.txt") == Tensor("uint8", (256,))
     both = replace(source, files={**source.files, "new.json": b"{}"})
     target = partitioned(both, format="fake", by="whole")
     made = materialized(file_images(target), target=target, source=source, store=store)

@@ -40,7 +40,7 @@ def test_a_directory_has_the_tensors_of_all_ranks(tmp_path: Path) -> None:
 def test_a_file_has_the_shards_of_its_rank(tmp_path: Path) -> None:
     file = saved(tmp_path / "local") / "1/iter_0000007_1_local.pt"
     catalog = open_checkpoint(file).catalog
-    assert {key: meta.shape for key, meta in catalog.tensors.items()} == {
+    assert {key: tensor.shape for key, tensor in catalog.tensors.items()} == {
         "weight@3,0": (3, 4),
         "layers@1,0": (1, 6),
     }

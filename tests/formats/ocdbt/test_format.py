@@ -172,8 +172,8 @@ def assert_holds(folder: Path, values: Values) -> None:
     catalog, store = opened(folder)
     assert set(catalog.tensors) == set(values)
     for key, value in values.items():
-        meta = catalog.tensors[key]
-        assert (meta.dtype, meta.shape) == (value.dtype.name, value.shape)
+        tensor = catalog.tensors[key]
+        assert (tensor.dtype, tensor.shape) == (value.dtype.name, value.shape)
         assert tensor_bytes(catalog, store, key).tobytes() == value.tobytes(), key  # type: ignore[arg-type]
 
 

@@ -22,8 +22,8 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
     checkpoint = open_checkpoint(path)
     catalog = checkpoint.catalog
     return {
-        key: tensor_bytes(catalog, checkpoint.store, key).view("<f4").reshape(meta.shape)
-        for key, meta in catalog.tensors.items()
+        key: tensor_bytes(catalog, checkpoint.store, key).view("<f4").reshape(tensor.shape)
+        for key, tensor in catalog.tensors.items()
     }
 
 

@@ -41,11 +41,11 @@ def store_of(*ranks: Pieces, more: Mapping[str, bytes] | None = None) -> MemoryS
 
 
 def tensor_of(catalog: Catalog, store: ReadStore, key: str) -> torch.Tensor:
-    meta = catalog.tensors[key]
+    tensor = catalog.tensors[key]
     data = tensor_bytes(catalog, store, key).ravel().tolist()
     flat = torch.tensor(data, dtype=torch.uint8)
-    kind = getattr(torch, meta.dtype)
-    return (flat.bool() if kind is torch.bool else flat.view(kind)).reshape(meta.shape)
+    kind = getattr(torch, tensor.dtype)
+    return (flat.bool() if kind is torch.bool else flat.view(kind)).reshape(tensor.shape)
 
 
 W = torch.arange(12.0).reshape(6, 2)

@@ -235,7 +235,7 @@ def test_keys_that_join_to_one_name_are_told_apart(tmp_path: Path) -> None:
     }
     data = saved(value)
     catalog, store = opened(data)
-    sizes = {key: meta.shape[0] for key, meta in catalog.tensors.items()}
+    sizes = {key: tensor.shape[0] for key, tensor in catalog.tensors.items()}
     assert {"a\\.b": 2, "a.b": 3, "1": 4, "1~2": 5}.items() <= sizes.items()
     assert len(sizes) == 6
     assert len(catalog.hidden) == 1

@@ -72,10 +72,10 @@ def big_endian(data: bytes) -> bytes:
     """
     catalog, _ = opened(data)
     widths: list[tuple[int, int]] = []
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         array = catalog.fragments(key)[0].array
         assert array is not None
-        widths.append((array.extent.offset, number_bytes(meta.dtype)))
+        widths.append((array.extent.offset, number_bytes(tensor.dtype)))
     stream = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as made:
         for info in source.infolist():

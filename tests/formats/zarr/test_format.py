@@ -346,7 +346,7 @@ def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
     assert json.loads((folder / "a" / ".zarray").read_bytes())["chunks"] == [1, 4]
     assert by_tensorstore(folder / "b", "zarr").shape == (3, 0, 8)
     catalog, _ = read(folder)
-    assert {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()} == tensors
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()} == tensors
     again = files_of(written(*read(folder), zarr.FORMAT, tmp_path / "again"))
     assert again == files_of(folder)
 

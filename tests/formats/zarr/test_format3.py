@@ -213,7 +213,7 @@ def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
     assert by_tensorstore(folder / "b", "zarr3").shape == (3, 0, 8)
     catalog, ours = read(folder)
-    assert {key: (meta.dtype, meta.shape) for key, meta in catalog.tensors.items()} == tensors
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()} == tensors
     assert files_of(written(catalog, ours, zarr3.FORMAT, tmp_path / "again")) == files_of(folder)
 
 

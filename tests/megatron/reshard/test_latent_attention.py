@@ -127,7 +127,9 @@ def test_one_down_projection_becomes_two_in_torch_dist(name: str) -> None:
     store, catalog = model.catalog(Topology(tp=2))
     stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
     start = "decoder.layers.self_attention.linear_"
-    shapes = {key: meta.shape for key, meta in stacked.target.tensors.items() if "down_proj" in key}
+    shapes = {
+        key: tensor.shape for key, tensor in stacked.target.tensors.items() if "down_proj" in key
+    }
     assert shapes == {
         start + "q_down_proj.weight": (4, 12, 12),
         start + "kv_down_proj.weight": (4, 12, 12),

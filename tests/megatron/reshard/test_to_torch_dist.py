@@ -47,8 +47,8 @@ def test_keys_shapes_and_chunks_are_megatrons(
     _, source = global_form(golden, model, origin)
     target = to_torch_dist(source, topology(case), rules=RULES).target
     _, wanted = dist_files(golden, family, model, case)
-    assert {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()} == {
-        key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in target.tensors.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in wanted.tensors.items()
     }
     for key in target.tensors:
         assert {fragment.box for fragment in target.fragments(key)} == {

@@ -164,7 +164,7 @@ def test_a_router_bias_keeps_its_precision_of_its_own() -> None:
                 arrays[name] = arrays[name].astype(np.float16)
     _, catalog = model.catalog(Topology(ep=2), files=files)
     target = shard(unshard(catalog, rules=RULES), Topology(tp=2, ep=4), rules=RULES)
-    dtypes = {key.rpartition(".")[2]: meta.dtype for key, meta in target.tensors.items()}
+    dtypes = {key.rpartition(".")[2]: tensor.dtype for key, tensor in target.tensors.items()}
     assert (dtypes["expert_bias"], dtypes["weight"]) == ("float32", "float16")
 
 

@@ -112,14 +112,14 @@ def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[st
     """
     arrays: dict[str, Bytes] = {}
     known: dict[str, np.ndarray] = {}
-    for key, meta in target.all_tensors():
+    for key, tensor in target.all_tensors():
         have = tensor_bytes(source, store, key)
-        whole = np.zeros((*meta.shape, have.shape[-1]), np.uint8)
-        covered = np.zeros(meta.shape, bool)
-        common = tuple(slice(0, min(a, b)) for a, b in zip(meta.shape, have.shape, strict=False))
+        whole = np.zeros((*tensor.shape, have.shape[-1]), np.uint8)
+        covered = np.zeros(tensor.shape, bool)
+        common = tuple(slice(0, min(a, b)) for a, b in zip(tensor.shape, have.shape, strict=False))
         whole[common] = have[common]
         covered[common] = True
-        assert covered.all() != meta.flexible, f"{key} has elements without a source, or padding"
+        assert covered.all() != tensor.flexible, f"{key} has elements without a source, or padding"
         for fragment in target.fragments(key):
             array = fragment.array
             assert array is not None

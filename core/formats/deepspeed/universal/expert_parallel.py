@@ -217,15 +217,15 @@ def _check_alike(target: TargetCatalog, key: str, entry: _ExpertEntry) -> None:
     Raises:
         UnsupportedError: the two are unlike each other, or have no axis.
     """
-    meta, other = target.tensors.get(key), target.tensors.get(entry.first)
+    tensor, other = target.tensors.get(key), target.tensors.get(entry.first)
     problem = None
-    if meta is None:
+    if tensor is None:
         item = target.objects.get(entry.first)
         if item is None or item.value != target.objects[key].value:
             problem = "the value"
-    elif other is None or (meta.shape, meta.dtype) != (other.shape, other.dtype):
-        problem = f"the tensor ({meta.dtype}, {meta.shape})"
-    elif not meta.shape and not entry.is_step:
+    elif other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        problem = f"the tensor ({tensor.dtype}, {tensor.shape})"
+    elif not tensor.shape and not entry.is_step:
         raise UnsupportedError(
             "a tensor without axes cannot be divided among expert-parallel ranks",
             key=key,

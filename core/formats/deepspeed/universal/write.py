@@ -184,12 +184,13 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
     parameters: dict[str, _ParameterFiles] = {}
     for name in names:
         # The tensor must be the master weights of a parameter, or a buffer.
-        meta = target.tensors[name]
-        kind = DTYPES[meta.dtype].kind
-        if kind == "packed" or (kind == "float" and meta.dtype != "float32"):
+        tensor = target.tensors[name]
+        kind = DTYPES[tensor.dtype].kind
+        if kind == "packed" or (kind == "float" and tensor.dtype != "float32"):
             hint = f"cast it: --dtype float32 (or --dtype '{name}=float32')"
             raise UnsupportedError(
-                f"the weights are {meta.dtype} without master weights, but a universal checkpoint "
+                f"the weights are {tensor.dtype} without master weights, but a universal "
+                "checkpoint "
                 "contains float32 master weights",
                 key=name,
                 hint=hint if kind == "float" else "skip it with --exclude",
@@ -247,18 +248,18 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
     Raises:
         UnsupportedError: the tensor has another shape, or the state an impossible name.
     """
-    meta, weight = target.tensors[key], target.tensors[name]
+    tensor, weight = target.tensors[key], target.tensors[name]
     problem, hint = None, "skip it with --exclude"
     # ``for_universal`` has normally put the master weights in place of the weights.
     if state == MASTER:
         problem = "both the master weights and the rounded weights are selected"
         hint = "skip the rounded weights with --exclude"
     elif state == STEP:
-        if meta.n_elements != 1:
-            problem = f"the step has shape {meta.shape}, not one value"
-    elif meta.shape != weight.shape:
+        if tensor.n_elements != 1:
+            problem = f"the step has shape {tensor.shape}, not one value"
+    elif tensor.shape != weight.shape:
         problem = (
-            f"the state has shape {meta.shape}, but the parameter has {weight.shape}; DeepSpeed "
+            f"the state has shape {tensor.shape}, but the parameter has {weight.shape}; DeepSpeed "
             "shards both in the same way"
         )
     elif state == FP32:
@@ -277,7 +278,7 @@ def _parameter_images(
     extras: dict[object, object] = {CAT_DIM: 0} if parameter.is_trained else {}
     if recorded is not None:
         extras = stored_extras(recorded)
-    extras |= expert_facts(target).entries(parameter.name, target.meta(parameter.name).shape)
+    extras |= expert_facts(target).entries(parameter.name, target.tensor(parameter.name).shape)
     yield _image(target, f"{folder}/{FP32}.pt", {**extras, PARAM: TensorLeaf(parameter.name)})
     for state, key in parameter.states.items():
         leaf = TensorLeaf(key)
@@ -297,7 +298,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
 
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
-        shape = target.meta(key).shape
+        shape = target.tensor(key).shape
         name, state = split_state_path(key, target.tensors) or (key, None)
         if state != STEP:
             shape = expert_facts(target).stored_shape(name, shape)

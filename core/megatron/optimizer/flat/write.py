@@ -88,16 +88,16 @@ class FlatFiles:
                 )
         for name in self._trained:
             for state in self._states:
-                meta = self._target.catalog.tensors.get(state_key(state, name))
-                if meta is None:
+                tensor = self._target.catalog.tensors.get(state_key(state, name))
+                if tensor is None:
                     raise MissingShardError(
                         f"the optimizer has no {state} of this parameter",
                         key=name,
                         hint="drop the optimizer with --no-optim",
                     )
-                if meta.dtype != _FP32:
+                if tensor.dtype != _FP32:
                     raise UnsupportedError(
-                        f"the state is {meta.dtype}, but distrib_optim.pt stores {_FP32}",
+                        f"the state is {tensor.dtype}, but distrib_optim.pt stores {_FP32}",
                         key=state_key(state, name),
                         hint=_HINT,
                     )

@@ -217,13 +217,15 @@ def _slots(catalog: Catalog, group: StoredGroup) -> Slots:
     shapes: list[Shape | None] = []
     for states in group.states:
         state_shapes = {
-            catalog.meta(leaf.key).shape
+            catalog.tensor(leaf.key).shape
             for name, leaf in states.items()
             if name != STEP_NAME and name not in FACTORS and isinstance(leaf, TensorLeaf)
         }
         shapes.append(state_shapes.pop() if len(state_shapes) == 1 else None)
     masters = (
-        None if group.masters is None else [catalog.meta(leaf.key).shape for leaf in group.masters]
+        None
+        if group.masters is None
+        else [catalog.tensor(leaf.key).shape for leaf in group.masters]
     )
     return Slots(group.settings, shapes, masters)
 
@@ -317,7 +319,7 @@ class _CollectedStates:
                     hint=HINT,
                     rule="optim.shape",
                 )
-            shape = self.catalog.meta(leaf.key).shape
+            shape = self.catalog.tensor(leaf.key).shape
             if shape != param.array.shape or FACTORS.get(name) == "SOAP":  # of a square matrix
                 raise UnsupportedError(
                     f"the optimizer state {name}{owner} has shape {shape}, and its parameter "

@@ -55,7 +55,7 @@ class NumberedFiles:
         if all(group.params is not None for group in groups):
             named = {name for group in groups for name in group.params or ()}
             tensors = target.catalog.tensors
-            params = {key: len(meta.shape) for key, meta in tensors.items() if key in named}
+            params = {key: len(tensor.shape) for key, tensor in tensors.items() if key in named}
         self._groups = target_groups(target, params)
         tensors = self._target.catalog.tensors
         by_muon: dict[bool, list[str]] = {False: [], True: []}
@@ -197,8 +197,8 @@ class NumberedFiles:
         by_muon = self._is_by_muon(names[0])
         step = None if by_muon else self._target.optimizer.step
         if isinstance(step, TensorLeaf):
-            meta = self._target.catalog.meta(step.key)
-            array = PlannedArray(f"{place}.{STEP_NAME}", meta.dtype, meta.shape, coords=coords)
+            tensor = self._target.catalog.tensor(step.key)
+            array = PlannedArray(f"{place}.{STEP_NAME}", tensor.dtype, tensor.shape, coords=coords)
             self.beside.setdefault(step.key, []).append(array)
             states[STEP_NAME] = TensorLeaf(array.name)
         elif step is not None:

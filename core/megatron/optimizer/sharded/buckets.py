@@ -156,7 +156,7 @@ def read_buckets(
     # Hidden tensors are those of the first rank; the other ranks' are copies.
     hidden = {}
     for key, old_keys in copies.items():
-        first, *others = map(catalog.meta, old_keys)
+        first, *others = map(catalog.tensor, old_keys)
         hidden[key] = first.with_replicas(*others)
     return GlobalStates(tensors, optimizer, hidden, reader.notes)
 

@@ -173,11 +173,11 @@ def _read_by_parameter(
     }
 
     # The number of steps may be a tensor, with copies of equal content.
-    hidden = {key: catalog.meta(key) for key in _leaf_keys(read.optimizer.entries)}
+    hidden = {key: catalog.tensor(key) for key in _leaf_keys(read.optimizer.entries)}
     read_keys = {*hidden, *read.steps, *(key for keys in stored.values() for key in keys)}
-    unread = {key: catalog.meta(key) for key in leaves if key not in read_keys}
+    unread = {key: catalog.tensor(key) for key in leaves if key not in read_keys}
     if read.steps:
-        first, *others = map(catalog.meta, read.steps)
+        first, *others = map(catalog.tensor, read.steps)
         hidden[STEP] = first.with_replicas(*others)
     return GlobalStates(
         place_tensors(catalog, origins, metas),
@@ -264,19 +264,19 @@ def _in_true_shape(tensor: Tensor, shape: Shape) -> Tensor:
     return replace(tensor, shape=shape, tiling=fragments)
 
 
-def _true_shape(key: str, meta: Tensor, value: object) -> Shape:
+def _true_shape(key: str, tensor: Tensor, value: object) -> Shape:
     """Return the recorded true shape of a reformulated tensor, after checking it."""
     is_shape = isinstance(value, tuple) and all(type(n) is int and n >= 0 for n in value)
     shape: Shape = tuple(value) if is_shape and isinstance(value, tuple) else ()
 
     # All axes but the last are numbers of shards, which divide the true shape.
-    parts = meta.shape[:-1]
+    parts = tensor.shape[:-1]
     fits = len(shape) == len(parts) > 0 and all(
         n > 0 and extent % n == 0 for extent, n in zip(shape, parts, strict=True)
     )
-    if not fits or prod(shape) != prod(meta.shape):
+    if not fits or prod(shape) != prod(tensor.shape):
         raise CorruptError(
-            f"a tensor of shape {meta.shape} cannot have been one of shape {value!r}, which "
+            f"a tensor of shape {tensor.shape} cannot have been one of shape {value!r}, which "
             "mcore_data records",
             key=key,
         )

@@ -134,8 +134,8 @@ def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True
     """A target has the keys, dtypes, shapes and chunks of a checkpoint of Megatron's, and its
     optimizer settings.
     """
-    assert {key: (meta.dtype, meta.shape) for key, meta in target.tensors.items()} == {
-        key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in target.tensors.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in wanted.tensors.items()
     }
     for key in target.tensors:
         boxes = {fragment.box for fragment in wanted.fragments(key)}
@@ -164,9 +164,9 @@ def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
     store, catalog = source(golden, name)
     stacked = to_torch_dist(unshard(catalog, rules=RULES), sizes_of(name), rules=RULES)
     wanted_store, wanted = source(golden, RESHARDABLE)
-    assert {key: (meta.dtype, meta.shape) for key, meta in stacked.target.tensors.items()} == {
-        key: (meta.dtype, meta.shape) for key, meta in wanted.tensors.items()
-    }
+    assert {
+        key: (tensor.dtype, tensor.shape) for key, tensor in stacked.target.tensors.items()
+    } == {key: (tensor.dtype, tensor.shape) for key, tensor in wanted.tensors.items()}
     arrays = filled(stacked.target, stacked.source, store)
     for key in stacked.target.tensors:
         whole = tensor_bytes(wanted, wanted_store, key)
@@ -450,8 +450,8 @@ def test_commutes_with_resharding_of_rank_files(
     _, direct_store, direct = converted(src, tmp_path / "a", "megatron", topology=sizes)
     converted(src, tmp_path / "b", to)
     _, store, found = converted(tmp_path / "b", tmp_path / "c", "megatron", topology=sizes)
-    assert {key: (meta.dtype, meta.shape) for key, meta in found.tensors.items()} == {
-        key: (meta.dtype, meta.shape) for key, meta in direct.tensors.items()
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.tensors.items()} == {
+        key: (tensor.dtype, tensor.shape) for key, tensor in direct.tensors.items()
     }
     for key in direct.tensors:
         assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), (
