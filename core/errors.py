@@ -48,6 +48,13 @@ def most_similar(word: str, words: Iterable[str]) -> str | None:
     return spellings[matches[0]] if matches else None
 
 
+def list_some(items: Iterable[object], most: int = 8) -> str:
+    """Return the first items as text, and the number of the others: ``a, b and 7 more``."""
+    texts = list(map(str, items))
+    n_more = len(texts) - most
+    return ", ".join(texts[:most]) + (f" and {n_more:,} more" if n_more > 0 else "")
+
+
 class CheckpointingException(Exception):
     """The root of all errors that are raised on purpose.
 

@@ -119,13 +119,6 @@ def some_of(keys: Sequence[str]) -> str:
     return keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1} more"
 
 
-def listed_keys(keys: Iterable[str]) -> str:
-    """Format keys for a message: the first ``MAX_LISTED``, and the number of the others."""
-    all_keys = list(keys)
-    more = f" and {len(all_keys) - MAX_LISTED:,} more" if len(all_keys) > MAX_LISTED else ""
-    return ", ".join(all_keys[:MAX_LISTED]) + more
-
-
 def rename_hint(keys: Sequence[str]) -> str:
     """Return a hint with the ``--rename`` options that rename each of these keys."""
     options = [f"--rename {shlex.quote(f'^{re.escape(key)}$=NEW')}" for key in keys[:MAX_LISTED]]

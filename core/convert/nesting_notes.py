@@ -16,8 +16,8 @@ from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
 from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import TorchFileFacts
-from core.catalog.key_patterns import listed_keys
 from core.catalog.mapping_attributes import MappingAttribute, record_attributes
+from core.errors import list_some
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
 
@@ -51,7 +51,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
             first = first_keys.setdefault(id(entry.leaf), entry.key)
             if first != entry.key:
                 names_of_note.setdefault(_SEPARATE, []).append(f"{entry.key} ({first})")
-    notes = [f"{text}: {listed_keys(names)}" for text, names in names_of_note.items()]
+    notes = [f"{text}: {list_some(names)}" for text, names in names_of_note.items()]
     return [*notes, *_tensor_notes(catalog)]
 
 
@@ -107,12 +107,10 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
     notes = []
     if catalog.ties and not keeps_ties:
         ties = [f"{key} ({first})" for key, first in catalog.ties.items()]
-        notes.append(f"tied tensors are written separately: {listed_keys(ties)}")
+        notes.append(f"tied tensors are written separately: {list_some(ties)}")
     views = [f"{view} ({base})" for view, base in _find_views(catalog)]
     if views:
-        notes.append(
-            f"views of other tensors' memory become separate tensors: {listed_keys(views)}"
-        )
+        notes.append(f"views of other tensors' memory become separate tensors: {list_some(views)}")
     # Lists, dicts and other objects that a torch file stores once for several entries.
     torch_file = catalog.facet(TorchFileFacts)
     shared = _format_pairs(
@@ -120,7 +118,7 @@ def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
         {_path_text(path) for path, _ in containers(catalog.skeleton)} | catalog.objects.keys(),
     )
     if shared:
-        notes.append(f"{_SEPARATE}: {listed_keys(shared)}")
+        notes.append(f"{_SEPARATE}: {list_some(shared)}")
     return notes
 
 
@@ -135,7 +133,7 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     key, first = next(iter(recorded.items()))
     more = " …" if len(recorded) > 1 else ""
     untie = f"--untie {key}={first}{more}"
-    names = listed_keys(f"{key} ({first})" for key, first in recorded.items())
+    names = list_some(f"{key} ({first})" for key, first in recorded.items())
     return [
         f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
     ]
@@ -153,7 +151,7 @@ def _path_notes(catalog: Catalog) -> list[str]:
         if not all(isinstance(part, (str, ListIndex)) for part in path)
     ]
     if converted:
-        notes.append(f"{_STRING_KEYS}: {listed_keys(converted)}")
+        notes.append(f"{_STRING_KEYS}: {list_some(converted)}")
     nested = [path for path in paths if len(path) > 1 or (path and isinstance(path[0], ListIndex))]
     if nested:
         example = _path_text(nested[0])
@@ -175,12 +173,12 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
         if leaf.wrapper is not None or leaf.requires_grad
     ]
     if parameters:
-        notes.append(f"Parameter and requires_grad become plain tensors: {listed_keys(parameters)}")
+        notes.append(f"Parameter and requires_grad become plain tensors: {list_some(parameters)}")
     # Where several paths join to one key, all but the first get a number or an escaped dot.
     collisions = [entry.key for entry, _ in leaves if entry.is_altered]
     if collisions:
         notes.append(
-            f"tensors whose dotted paths collide get distinct keys: {listed_keys(collisions)}"
+            f"tensors whose dotted paths collide get distinct keys: {list_some(collisions)}"
         )
     return notes
 

@@ -29,7 +29,7 @@ from core.catalog.facets import (
     TorchFileFacts,
     TrainingState,
 )
-from core.catalog.key_patterns import listed_keys, matcher
+from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import param_of, split_state_key, state_key
 from core.catalog.tensor import AnyTensor, Tensor
 from core.changes.rename import rename_entries
@@ -40,7 +40,7 @@ from core.convert.job import Job
 from core.convert.options import cuts_experts, writes_fsdp_dtensor
 from core.convert.report.training_state import without_unknown_classes
 from core.convert.sizes import target_topology
-from core.errors import UnsupportedError, UsageError
+from core.errors import UnsupportedError, UsageError, list_some
 from core.formats.format import LOADER_STATE, Format
 from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.stream import has_pickled_name
@@ -368,9 +368,9 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
     if not nameless:
         return
     (path, classes), *further = nameless.items()
-    more = f"; also {listed_keys(name for name, _ in further)}" if further else ""
+    more = f"; also {list_some(name for name, _ in further)}" if further else ""
     raise UnsupportedError(
-        f"the dict {path or 'at the root'} has objects as keys ({listed_keys(classes)}), "
+        f"the dict {path or 'at the root'} has objects as keys ({list_some(classes)}), "
         f"which cannot become names of its entries{more}",
         key=path or None,
         file=file,

@@ -56,7 +56,7 @@ from core.dist_checkpointing._ranks.shard_bytes import (
 from core.dist_checkpointing.dict_utils import nested_values
 from core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from core.dist_checkpointing.utils import _sharded_tensor_shard_id, _ShardId
-from core.errors import CheckpointingException, CorruptError, MissingShardError
+from core.errors import CheckpointingException, CorruptError, MissingShardError, list_some
 
 __all__ = [
     "ShardDistribution",
@@ -71,7 +71,6 @@ __all__ = [
     "is_float8tensor",
 ]
 
-_MAX_NAMED = 4
 _N_PICKLED_COPIES = 8
 """Slices that fit into the memory of one parcel; pickling, sending and unpickling copies each."""
 T = TypeVar("T")
@@ -385,10 +384,7 @@ def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
 
 
 def _format_shards(shards: Iterable[_ShardId]) -> str:
-    names = sorted({f"{key} at offset {offset}" for key, offset, _ in shards})
-    return ", ".join(names[:_MAX_NAMED]) + (
-        f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    )
+    return list_some(sorted({f"{key} at offset {offset}" for key, offset, _ in shards}), 4)
 
 
 class ShardDistribution(NamedTuple):

@@ -44,7 +44,13 @@ from core.dist_checkpointing.strategies.base import (
     StrategyAction,
     get_default_strategy,
 )
-from core.errors import CheckpointingException, MissingShardError, UnsupportedError, UsageError
+from core.errors import (
+    CheckpointingException,
+    MissingShardError,
+    UnsupportedError,
+    UsageError,
+    list_some,
+)
 from core.files.url import find_location
 from core.formats.mcore.common_state import COMMON_FILE
 from core.opening.open import open_checkpoint
@@ -463,10 +469,7 @@ def maybe_report_missing_and_unexpected_keys(
 
 
 def _format_keys(keys: Iterable[str]) -> str:
-    names = sorted(keys)
-    return ", ".join(names[:_MAX_NAMED]) + (
-        f" … ({len(names)} in all)" if len(names) > _MAX_NAMED else ""
-    )
+    return list_some(sorted(keys), _MAX_NAMED)
 
 
 def describe_missing_metadata(checkpoint_dir: Path) -> CheckpointingException:

@@ -26,6 +26,7 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
     UsageError,
+    list_some,
 )
 from core.hf.config_json.config import build_arguments
 from core.hf.config_json.hybrid import completed, count_predictions
@@ -276,8 +277,7 @@ def _notes(
         )
     copies = [key for tensor in tensors.values() for key in tensor.copies]
     if copies:
-        names = f"{', '.join(copies[:3])}{' …' if copies[3:] else ''}"
-        yield f"{names}: copies of other tensors, not stored twice"
+        yield f"{list_some(copies, 3)}: copies of other tensors, not stored twice"
 
 
 def _names_notes(

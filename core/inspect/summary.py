@@ -18,7 +18,7 @@ from core.catalog.attributes import collect_attributes
 from core.catalog.catalog import Catalog
 from core.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
 from core.catalog.tensor import Tensor
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, list_some
 from core.files.store import list_files_below
 from core.inspect.capability import (
     Capability,
@@ -30,7 +30,7 @@ from core.inspect.model_description import ModelDescription, describe_model
 from core.inspect.tree import components
 from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
-from core.opening.iterations import list_other_iterations, listed
+from core.opening.iterations import list_other_iterations
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
@@ -185,7 +185,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     others = list_other_iterations(checkpoint.passed, checkpoint.path)
     if others:
         count = "one other iteration" if len(others) == 1 else f"{len(others):,} other iterations"
-        notes.append(f"{count} beside it: {listed([path.name for path in others])}")
+        notes.append(f"{count} beside it: {list_some([path.name for path in others])}")
     notes += warn_of_pickles(checkpoint.store, catalog, checkpoint.uses)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.

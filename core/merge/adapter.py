@@ -24,12 +24,11 @@ from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
-from core.catalog.key_patterns import listed_keys
 from core.catalog.removal import record_replaced
 from core.catalog.stored import Encoding
 from core.catalog.tensor import Fragment, Tensor
 from core.changes.select import without_optimizer
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.store import ReadStore
 from core.hf.adapters.peft import Adaptation, Config, check_config, sorted_tensors
 from core.hf.tensors.spelling import match_names
@@ -197,7 +196,7 @@ def fold_adapter(
         *notes,
     ]
     if replacements:
-        texts.append(f"taken from the adapter: {listed_keys(replacements)}")
+        texts.append(f"taken from the adapter: {list_some(replacements)}")
     return FoldedCatalog(folded, frozenset(changed), tuple(texts))
 
 
@@ -218,7 +217,7 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
     )
     raise UnsupportedError(
         f"the adapter changes {len(missing)} tensors that the base does not have, and "
-        f"{len(key_of)} that it has: {listed_keys(missing)}",
+        f"{len(key_of)} that it has: {list_some(missing)}",
         file=adapter.label,
         hint=hint,
     )
@@ -279,7 +278,7 @@ def _resized_vocabulary(
     if rest or len(n_rows) > 1:
         raise UnsupportedError(
             f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, that of the "
-            f"base {old[0]}" + (f", and the adapter lacks {listed_keys(rest)}" if rest else ""),
+            f"base {old[0]}" + (f", and the adapter lacks {list_some(rest)}" if rest else ""),
             key=next(iter(resized)),
             file=adapter.label,
             hint="resize the base as before training, with transformers' "

@@ -22,10 +22,10 @@ from core.arrays.dtypes import dtype_of, itemsize
 from core.catalog.catalog import Catalog
 from core.catalog.decoded import DecodedStore
 from core.catalog.facets import MegatronModel, TrainingState
-from core.catalog.key_patterns import listed_keys, some_of
+from core.catalog.key_patterns import some_of
 from core.catalog.stored import Encoding, Extent, StoredArray, files_read
 from core.catalog.tensor import Fragment, Tensor, whole_fragment
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, list_some
 from core.files.store import ReadStore
 from core.merge.combined import MOVING, SUM, Combined
 from core.merge.request import ADD_DELTA, AVERAGE, DELTA, EMA, SLERP, WEIGHTS, Merge
@@ -112,8 +112,7 @@ def merge_catalogs(
     ]
     if different and not request.keeps_first:
         raise UnsupportedError(
-            f"not a float tensor, and different from that of {first.label}: "
-            f"{listed_keys(different)}",
+            f"not a float tensor, and different from that of {first.label}: {list_some(different)}",
             hint=_KEEP_FIRST,
         )
     catalog = _with_computed(request, sources, floats)
@@ -129,7 +128,7 @@ def merge_catalogs(
             f"{some_of(dtypes)}: stored in different dtypes; the result has those of {first.label}"
         )
     if different:
-        notes.append(f"taken from {first.label} although different: {listed_keys(different)}")
+        notes.append(f"taken from {first.label} although different: {list_some(different)}")
     return MergedCatalog(catalog, tuple(notes))
 
 
@@ -189,7 +188,7 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
             n_common = len(first_tensors.keys() & other_tensors.keys())
             raise UnsupportedError(
                 f"{len(keys):,} tensors of {has} are not in {lacks} ({n_common:,} are in both): "
-                f"{listed_keys(keys)}",
+                f"{list_some(keys)}",
                 file=lacks,
                 hint="merge checkpoints of one model; rename or exclude tensors first "
                 "with ckpt convert",
@@ -201,7 +200,7 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
     ]
     if shapes:
         raise UnsupportedError(
-            f"shapes differ in {first.label} and {other.label}: {listed_keys(shapes)}",
+            f"shapes differ in {first.label} and {other.label}: {list_some(shapes)}",
             file=other.label,
             hint="merge checkpoints of one model; for different vocabulary padding, give the "
             "number of real rows with --vocab-size",

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
-from core.catalog.key_patterns import listed_keys, some_of
+from core.catalog.key_patterns import some_of
 from core.catalog.removal import record_replaced
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, list_some
 from core.hf.tensors.packed import stack_experts, transpose_stacks
 from core.merge.merge import MergedCatalog, MergeSource, origin_note, refuse_quantized
 
@@ -55,7 +55,7 @@ def replace_tensors(
     if unknown or not catalog.tensors:
         raise UnsupportedError(
             f"{len(unknown):,} of {len(catalog.tensors):,} tensors are not in {first.label}"
-            + (f": {listed_keys(unknown)}" if unknown else ""),
+            + (f": {list_some(unknown)}" if unknown else ""),
             file=other.label,
             hint="leave them out first: ckpt convert --exclude KEY" if unknown else None,
         )
@@ -67,7 +67,7 @@ def replace_tensors(
     ]
     if shapes:
         raise UnsupportedError(
-            f"shapes differ in {first.label} and {other.label}: {listed_keys(shapes)}",
+            f"shapes differ in {first.label} and {other.label}: {list_some(shapes)}",
             file=other.label,
         )
 

@@ -17,15 +17,9 @@ ITERATION_DIR = re.compile(
 )
 CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
-_MOST_LISTED = 8
 """Maximum number of paths in a message."""
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""
-
-
-def listed(paths: Sequence[str]) -> str:
-    """List the first paths as text."""
-    return ", ".join([*paths[:_MOST_LISTED], *(["…"] if len(paths) > _MOST_LISTED else [])])
 
 
 def iteration_dirs(store: SourceStore) -> dict[int, str]:

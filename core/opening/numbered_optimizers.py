@@ -32,9 +32,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog
-from core.catalog.key_patterns import listed_keys
 from core.changes.rename import rename_entries
-from core.errors import UsageError
+from core.errors import UsageError, list_some
 from core.formats.torch.tree import keys_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_counter, rebuild
 from core.pickle.nesting import LeafEntry, Path, containers, entries, join_path, map_leaves
@@ -159,7 +158,7 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
     if not unproven:
         return catalog
     note = "keys that are numbers stay text, though they may have been integers when saved"
-    return catalog.noted([f"{note}: those of {listed_keys(unproven)}"])
+    return catalog.noted([f"{note}: those of {list_some(unproven)}"])
 
 
 def _as_number(key: object) -> object:

@@ -54,6 +54,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
     is_at_or_below,
+    list_some,
 )
 from core.files.remote_path import is_remote, location_of
 from core.files.source_store import SourceStore, open_store
@@ -64,12 +65,7 @@ from core.formats.format import LOADER_STATE, NEMO_FOLDERS, Format
 from core.formats.huggingface.files import with_files, with_folder
 from core.formats.registry import sniffed
 from core.opening.config_beside import HUGGING_FACE, with_description
-from core.opening.iterations import (
-    ITERATION_DIR,
-    iteration_dirs,
-    list_other_iterations,
-    listed,
-)
+from core.opening.iterations import ITERATION_DIR, iteration_dirs, list_other_iterations
 from core.opening.other_software import refuse_other_software
 from core.pickle.noted import gc_paused, noting_uses
 from core.values import dataclass
@@ -430,7 +426,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
             raise
     notes = descent.notes
     if below:
-        notes = (*notes, f"not read, because they are separate checkpoints: {listed(below)}")
+        notes = (*notes, f"not read, because they are separate checkpoints: {list_some(below)}")
     # The innermost directory that is named after an iteration gives the number. The directory of a
     # model is inside such a one, even if the user pointed at it.
     inside = [store.root, *reversed(passed)]
@@ -589,7 +585,7 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
     # Not --iteration: of two checkpoints, one has no such option.
     newest = [iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"point at one of the iterations: {listed(newest)}"
+        f"point at one of the iterations: {list_some(newest)}"
         if iterations
         else "point at the checkpoint's own directory"
     )

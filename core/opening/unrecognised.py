@@ -10,13 +10,14 @@ from core.errors import (
     CheckpointingException,
     TruncatedError,
     UnsupportedError,
+    list_some,
 )
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.torch.stream import SUFFIXES, stream_kind
-from core.opening.iterations import CHECKPOINTS_BELOW, listed
+from core.opening.iterations import CHECKPOINTS_BELOW
 from core.opening.other_software import explain_unrecognised
 from core.values import dataclass
 
@@ -49,7 +50,7 @@ def describe_unrecognised(
     hint = (
         f"point at {store.root / places[0]}"
         if len(places) == 1
-        else f"point at one of them: {listed(places)}"
+        else f"point at one of them: {list_some(places)}"
     )
     if loose:
         if sum(name.endswith(SUFFIX) for name in loose) > 1:
@@ -59,7 +60,7 @@ def describe_unrecognised(
             if len(loose) == 1
             else f"{len(loose)} torch or safetensors files"
         )
-        message = f"not a checkpoint directory, but it contains {count}: {listed(loose)}"
+        message = f"not a checkpoint directory, but it contains {count}: {list_some(loose)}"
         return UnsupportedError(message, file=store.label, hint=hint, rule=CHECKPOINTS_BELOW)
     if below.paths:
         message = "not a checkpoint directory, but it contains checkpoints"

@@ -11,10 +11,10 @@ from pathlib import Path
 from core.checks.finding import Severity
 from core.checks.level import Level
 from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.errors import SourceChangedError, StorageError, UsageError
+from core.errors import SourceChangedError, StorageError, UsageError, list_some
 from core.files.remote_path import is_remote
 from core.files.source_store import open_store
-from core.opening.iterations import iteration_dirs, listed
+from core.opening.iterations import iteration_dirs
 from core.opening.open import locate_checkpoint
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.prune.contents import Contents, freed_bytes, read_contents
@@ -233,13 +233,13 @@ def _unrecognised(path: Path) -> str | None:
     if location.failure is not None:
         return f"not recognised as a checkpoint ({location.failure.message})"
     if location.below:
-        return f"it contains separate checkpoints ({listed(location.below)})"
+        return f"it contains separate checkpoints ({list_some(location.below)})"
     for folder in location.passed:
         store = open_store(folder)
         names = list(iteration_dirs(store).values())
         store.close()
         if len(names) > 1:
-            return f"it contains several iterations ({listed(names)})"
+            return f"it contains several iterations ({list_some(names)})"
     return None
 
 

@@ -14,9 +14,9 @@ from core.checks.finding import HOSTILE, Finding, Severity
 from core.checks.level import Level
 from core.checks.registry import checks
 from core.checks.subject import Subject
-from core.errors import CheckpointingException, UsageError, WorkerError
+from core.errors import CheckpointingException, UsageError, WorkerError, list_some
 from core.files.syscalls import default_memory_bytes
-from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations, listed
+from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations
 from core.opening.open import FILL, Located, locate_checkpoint
 from core.pickle.noted import gc_paused
 from core.plan.memory import limit_objects
@@ -186,7 +186,7 @@ def _other_iterations(location: Located) -> tuple[str, ...]:
     others = list_other_iterations(location.passed, location.path)
     names = [path.name for path in reversed(others)]
     count = "one other iteration was" if len(names) == 1 else f"{len(names)} other iterations were"
-    return (f"{count} not checked (use --all-iterations): {listed(names)}",) if names else ()
+    return (f"{count} not checked (use --all-iterations): {list_some(names)}",) if names else ()
 
 
 def _observed_state(subject: Subject) -> object:

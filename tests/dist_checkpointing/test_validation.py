@@ -361,10 +361,10 @@ def test_what_a_check_needs_has_to_be_given():
 
 def test_many_keys_are_counted_not_listed(caplog):
     keys = {f"k{n:03d}" for n in range(100)}
-    with pytest.raises(MissingShardError, match=r"k019 … \(100 in all\)"):
+    with pytest.raises(MissingShardError, match="k019 and 80 more"):
         maybe_report_missing_and_unexpected_keys(keys, set())
     maybe_report_missing_and_unexpected_keys(set(), keys, raise_error=False)
-    assert "(100 in all)" in caplog.text
+    assert "and 80 more" in caplog.text
     caplog.clear()
     maybe_report_missing_and_unexpected_keys(set(), set())
     assert not caplog.text

@@ -13,6 +13,7 @@ from core.checks.check import Check, Code
 from core.checks.finding import Finding, Severity
 from core.checks.level import Level
 from core.checks.subject import Subject
+from core.errors import list_some
 
 if TYPE_CHECKING:
     from core.checks.watch import Watch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from core.scan.sums import Sum
 
 _AGAIN = "upload the file again, or use an older checkpoint"
-_N_NAMES = 3
 """Number of objects that a note names."""
 
 RECORDED = Code(
@@ -224,9 +224,7 @@ def _notes_on_skipped(
 
 def _listed(names: list[str]) -> str:
     """Return the number of files and the first names."""
-    n_more = len(names) - _N_NAMES
-    listed = ", ".join(names[:_N_NAMES]) + (f" and {n_more:,} more" if n_more > 0 else "")
-    return names[0] if len(names) == 1 else f"{len(names):,} files ({listed})"
+    return names[0] if len(names) == 1 else f"{len(names):,} files ({list_some(names, 3)})"
 
 
 CHECKS = (Check(compare_with_manifest), Check(compare_contents, Level.DEEP))

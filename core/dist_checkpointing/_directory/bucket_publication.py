@@ -31,7 +31,13 @@ from core.arrays.checksum import ALGORITHM, crc32, digest_of
 from core.dist_checkpointing._directory.publication import is_file_of_key, is_own_name
 from core.dist_checkpointing._directory.sums import LOCK, STAGE, SUMS, WANTS_SUMS
 from core.dist_checkpointing.core import CONFIG_FNAME
-from core.errors import CheckpointingException, MissingShardError, StorageError, UsageError
+from core.errors import (
+    CheckpointingException,
+    MissingShardError,
+    StorageError,
+    UsageError,
+    list_some,
+)
 from core.files.object_listing import delete_objects, forget_listings, is_listed
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
@@ -101,7 +107,7 @@ class BucketPublication:
         """Check that nothing is below the prefix, or delete the checkpoint there."""
         names = [name for name in _list(self.data_dir) if name != f"{STAGE}/{LOCK}"]
         content = "a checkpoint" if CONFIG_FNAME in names else "objects"
-        examples = ", ".join(names[:3]) + " …" * (len(names) > 3)
+        examples = list_some(names, 3)
         if names and not overwrite:
             raise UsageError(
                 f"the URL to save to already contains {content} ({examples})",

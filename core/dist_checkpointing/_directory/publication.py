@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from core.dist_checkpointing._directory.durable_file import write_file
 from core.dist_checkpointing._directory.sums import DATA, STAGE, SUMS
 from core.dist_checkpointing.core import CONFIG_FNAME, save_config
-from core.errors import CapacityError, CheckpointingException, StorageError, UsageError
+from core.errors import CapacityError, CheckpointingException, StorageError, UsageError, list_some
 from core.files.folders import empty_folder, sync_folder, sync_tree
 from core.files.json_object import parse_json_object
 from core.files.remote_path import is_remote
@@ -126,7 +126,7 @@ class DirectoryPublication:
         with translate_os_errors(str(self.checkpoint_dir), doing="read"):
             names = sorted(set(os.listdir(self.checkpoint_dir)) - {STAGE})
         content = "a checkpoint" if CONFIG_FNAME in names else "files"
-        examples = ", ".join(names[:3]) + " …" * (len(names) > 3)
+        examples = list_some(names, 3)
         if names and not self._overwrite:
             raise UsageError(
                 f"the directory to save into already contains {content} ({examples})",

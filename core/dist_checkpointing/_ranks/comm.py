@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from core.errors import CheckpointingException, WorkerError
+from core.errors import CheckpointingException, WorkerError, list_some
 
 T = TypeVar("T")
 
@@ -397,8 +397,7 @@ def _error_to_raise(
     failed = [number for number, failure in enumerate(failures) if failure is not None]
     if error is not None or not failed:
         return error
-    names = ", ".join(map(str, failed[:_MAX_NAMED])) + (" …" if len(failed) > _MAX_NAMED else "")
-    prefix = f"{'ranks' if len(failed) > 1 else 'rank'} {names} failed"
+    prefix = f"{'ranks' if len(failed) > 1 else 'rank'} {list_some(failed)} failed"
     first = failures[failed[0]]
     assert first is not None, "the rank has failed"
     cause, _ = first.unpack()

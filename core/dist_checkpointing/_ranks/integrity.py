@@ -19,11 +19,10 @@ from core.dist_checkpointing.mapping import (
     ShardedTensor,
     is_main_replica,
 )
-from core.errors import UsageError
+from core.errors import UsageError, list_some
 
 S = TypeVar("S", bound=ShardedBase)
 
-_MAX_NAMED = 8
 _MAX_SEARCHED = 2000
 """Maximum number of boxes for which an error locates a hole, which takes more than linear time."""
 
@@ -281,7 +280,7 @@ def _describe_copies(shards: list[RankShard[ShardedTensor]], cell: tuple[int, ..
     ]
     if not copies:
         return "no rank holds a copy of it"
-    replica_ids = _format_some([copy.shard.replica_id for copy in copies])
+    replica_ids = list_some([copy.shard.replica_id for copy in copies])
     return f"ranks {_format_ranks(copies)} hold copies with replica ids {replica_ids}"
 
 
@@ -367,7 +366,7 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
                 hint=_DUPLICATE_HINT,
             )
     if len(holders) != prod(shape):
-        present = _format_some(sorted(name.rpartition("/")[2] for name in holders))
+        present = list_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
             f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main "
             "replica; present are: "
@@ -378,8 +377,4 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
 
 
 def _format_ranks(holders: Iterable[RankShard[S]]) -> str:
-    return _format_some(sorted({holder.rank for holder in holders}))
-
-
-def _format_some(items: Sequence[object]) -> str:
-    return ", ".join(map(str, items[:_MAX_NAMED])) + (" …" if len(items) > _MAX_NAMED else "")
+    return list_some(sorted({holder.rank for holder in holders}))

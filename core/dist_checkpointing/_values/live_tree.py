@@ -30,7 +30,13 @@ from core.dist_checkpointing._values.constructors import (
     ValueConstructor,
 )
 from core.dist_checkpointing._values.stand_in import NAME, StandIn
-from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    UnsafeError,
+    UnsupportedError,
+    list_some,
+)
 from core.formats.torch.tensors import unsupported_kind
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, Persistent, Size, TensorLeaf
 from core.pickle.names import classify
@@ -43,7 +49,6 @@ _CONSTRUCTORS = {
     **torch_values.CONSTRUCTORS,
 }
 _SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes})
-_MAX_NAMED = 8
 _HINT = (
     "before loading, register classes with torch.serialization.add_safe_globals "
     "and import the modules that define enums"
@@ -70,13 +75,11 @@ class LiveTree:
     def warn(self) -> None:
         """Log a warning that lists the unknown classes, if there are any."""
         if self._unknown:
-            names = list(self._unknown)
-            text = ", ".join(names[:_MAX_NAMED]) + (", …" if len(names) > _MAX_NAMED else "")
             owner = f" of {self._key}" if self._key else ""
             logger.warning(
                 "objects%s with unknown classes are loaded as stand-ins: %s; %s",
                 owner,
-                text,
+                list_some(self._unknown),
                 _HINT,
             )
 

@@ -49,6 +49,7 @@ from core.errors import (
     MissingShardError,
     Report,
     UnsupportedError,
+    list_some,
     raising,
 )
 from core.formats.format import Format
@@ -156,8 +157,8 @@ def read(store: ReadStore) -> Catalog:
     if shards is not None and shards.index is not None and single in unread:
         unread.remove(single)
         catalog = catalog.noted([describe_unread_single(single, shards.index.file)])
-    listed = ", ".join(unread[:4]) + (", …" if len(unread) > 4 else "")
-    catalog = with_carried(catalog, store).noted([f"not read: {listed}"] if unread else [])
+    notes = [f"not read: {list_some(unread, 4)}"] if unread else []
+    catalog = with_carried(catalog, store).noted(notes)
     if shards is not None and shards.index is not None:
         catalog = replace(catalog, attributes=shards.index.attributes)
     facts = catalog.facet(WeightFileFacts) or WeightFileFacts()

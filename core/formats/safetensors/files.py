@@ -26,11 +26,10 @@ Source: huggingface_hub 2.4 ``serialization``; torch 2.13
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from core.errors import MissingShardError, Report, UnsupportedError, raising
+from core.errors import MissingShardError, Report, UnsupportedError, list_some, raising
 from core.formats.huggingface.index import WeightIndex, describe_unread_single, read_index
 from core.values import dataclass
 
@@ -166,10 +165,11 @@ def list_safetensors_files(store: ReadStore, report: Report = raising) -> Weight
     _report_gaps(weights, report)
     if others:
         usual_names = f"{weights[0]}{' …' * (len(weights) > 1)}"
-        notes.append(f"not read, as loaders only read {usual_names}: {listed(others)}")
+        notes.append(f"not read, as loaders only read {usual_names}: {list_some(others)}")
     if len(weights) > 1:
         notes.append(
-            f"{len(weights)} files without an index were read as one checkpoint: {listed(weights)}"
+            f"{len(weights)} files without an index were read as one checkpoint: "
+            f"{list_some(weights)}"
         )
     return WeightFiles(tuple(weights), stem=_stem(weights[0]), notes=(*notes, *_unread(pieces)))
 
@@ -205,7 +205,7 @@ def _files_of_index(
     if missing and single in weights and single not in used and store.entry is None:
         note = (
             f"{single} was read, as transformers does; {index.file} is out of date: it lists "
-            f"{listed(missing)}, which {'is' if len(missing) == 1 else 'are'} missing"
+            f"{list_some(missing)}, which {'is' if len(missing) == 1 else 'are'} missing"
         )
         return WeightFiles((single,), stem=_stem(single), notes=(*notes, note, *_unread(pieces)))
     alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
@@ -229,7 +229,7 @@ def _files_of_index(
         unlisted.remove(single)
         notes = [*notes, describe_unread_single(single, index.file)]
     if unlisted:
-        notes = [*notes, f"not read, as {index.file} does not list them: {listed(unlisted)}"]
+        notes = [*notes, f"not read, as {index.file} does not list them: {list_some(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
 
 
@@ -328,19 +328,14 @@ def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | N
             return None, []
         # An index with another stem lists other files than model.safetensors.
         if any(_series(name) == STEMS[0] for name in weights):
-            return None, [f"not read: {listed(names)}"]
+            return None, [f"not read: {list_some(names)}"]
         if len(names) > 1:
             raise UnsupportedError(
-                f"there are {len(names)} indexes: {listed(names)}",
+                f"there are {len(names)} indexes: {list_some(names)}",
                 file=store.label,
                 hint="pass one of them as the source",
             )
     chosen = usual_name if usual_name in names else names[0]
     ignored = [name for name in names if name != chosen]
-    notes = [f"{chosen} was read, not {listed(ignored)}"] if ignored else []
+    notes = [f"{chosen} was read, not {list_some(ignored)}"] if ignored else []
     return read_index(store, chosen, suffix=SUFFIX), notes
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return the first three file names as text, and the number of files if there are more."""
-    return ", ".join(names[:3]) + (f" … ({len(names)} in all)" if len(names) > 3 else "")

@@ -50,6 +50,7 @@ from core.errors import (
     MissingShardError,
     Report,
     UnsupportedError,
+    list_some,
 )
 from core.files.json_object import parse_json_object
 from core.formats.format import Format, imported_on_call
@@ -71,7 +72,6 @@ from core.formats.safetensors.files import (
     is_piece,
     is_safetensors,
     list_safetensors_files,
-    listed,
     shard_number,
 )
 from core.formats.safetensors.header import Header, looks_like_header, read_header
@@ -126,7 +126,7 @@ def read(store: ReadStore) -> Catalog:
             others = [other for other in files.names if other != name]
             readable = [other for other in others if looks_like_header(store, other)]
             if readable:
-                advice = f"the other files can be read one by one: {listed(readable)}"
+                advice = f"the other files can be read one by one: {list_some(readable)}"
                 err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
             raise
     notes = list(files.notes)

@@ -28,9 +28,9 @@ from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import itemsize
 from core.catalog.catalog import Catalog
-from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.catalog.tensor import tensors_of
+from core.errors import list_some
 from core.files.store import list_files_below
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.pickle.key_text import element_type, is_scalar_call
@@ -187,7 +187,7 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
         tensors={**catalog.tensors, **tensors_of(arrays)},
         objects={key: item for key, item in catalog.objects.items() if key not in arrays},
         skeleton=skeleton,
-    ).noted([f"numpy arrays become tensors: {listed_keys(arrays)}"])
+    ).noted([f"numpy arrays become tensors: {list_some(arrays)}"])
 
 
 def _read_array(key: str, value: object) -> StoredArray | None:

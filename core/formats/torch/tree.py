@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from core.catalog.catalog import StoredObject
 from core.catalog.dropped import Dropped, dropped_together
-from core.catalog.key_patterns import listed_keys
 from core.catalog.stored import Extent, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
@@ -22,6 +21,7 @@ from core.errors import (
     Report,
     UnsafeError,
     UnsupportedError,
+    list_some,
     placing_errors,
     raising,
     suggesting,
@@ -279,7 +279,7 @@ def load_object(
         # The parser cuts containers that contain themselves; here nothing could put them together.
         endless = [name for name, item in tree.objects.items() if item.refused == ENDLESS]
         if endless:
-            paths = listed_keys([name.removeprefix(prefix) for name in endless])
+            paths = list_some([name.removeprefix(prefix) for name in endless])
             raise UnsupportedError(
                 f"a container in the object contains itself, at {paths}",
                 hint="save the object again without these entries",
@@ -601,7 +601,7 @@ def _module_notes(classes: Sequence[str]) -> tuple[str, ...]:
     """Return a note that pickled modules became their state dicts, if there are any."""
     if not classes:
         return ()
-    names = listed_keys(dict.fromkeys(classes))
+    names = list_some(dict.fromkeys(classes))
     subject = f"{len(classes)} pickled modules" if len(classes) > 1 else "a pickled module"
     note = (
         f"{subject} ({names}): read as the state dict of its parameters and buffers; its class and "

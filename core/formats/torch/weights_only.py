@@ -35,7 +35,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import DTYPES
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, list_some
 from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapping, walk
 from core.pickle.names import globals_of
 from core.pickle.nesting import MAX_DEPTH, join_path
@@ -529,9 +529,7 @@ def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool
 
 def _listed(objects: Mapping[str, object]) -> str:
     """Return the names of the objects as text, each with its class, shortened if they are many."""
-    names = [f"{name} ({class_of(value)})" for name, value in list(objects.items())[:_MAX_SHOWN]]
-    ending = f" and {len(objects) - _MAX_SHOWN:,} more" if len(objects) > _MAX_SHOWN else ""
-    return ", ".join(names) + ending
+    return list_some((f"{name} ({class_of(value)})" for name, value in objects.items()), _MAX_SHOWN)
 
 
 def class_of(value: object) -> str:

@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TorchShardedFacts
 from core.catalog.tensor import tensors_of
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, list_some
 from core.formats.format import Format, no_folders
 from core.formats.torch_sharded.names import (
     FileFamily,
@@ -118,7 +118,7 @@ def read(store: ReadStore) -> Catalog:
         )
     elif missing:
         names = list(missing)
-        listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        listed = list_some(names, 4)
         verb = "is" if len(names) == 1 else "are"
         notes.append(f"{listed} {verb} missing; there are {len(ranks)} ranks")
     if store.entry is not None and n_files > 1:

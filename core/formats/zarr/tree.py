@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.key_patterns import listed_keys, rename_hint, some_of
-from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError
+from core.catalog.key_patterns import rename_hint, some_of
+from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError, list_some
 from core.files.store import check_name
 from core.formats.missing_entries import report_missing
 
@@ -137,7 +137,7 @@ def check_keys(
     }
     if problems:
         first, *other_keys = problems
-        others_text = f"; nor can {listed_keys(other_keys)}" if other_keys else ""
+        others_text = f"; nor can {list_some(other_keys)}" if other_keys else ""
         raise UnsupportedError(
             f"the key cannot be a directory name: {problems[first]}{others_text}",
             key=first,

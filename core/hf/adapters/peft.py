@@ -38,8 +38,7 @@ from typing import TypeAlias
 
 from core.catalog.catalog import Catalog
 from core.catalog.files_beside import ADAPTER_CONFIG
-from core.catalog.key_patterns import listed_keys
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore
 from core.values import dataclass
@@ -203,7 +202,7 @@ def sorted_tensors(
     replacements = {**trained, **replacements}
     if len(adapters) > 1:
         raise UnsupportedError(
-            f"there are {len(adapters)} adapters: {listed_keys(adapters)}",
+            f"there are {len(adapters)} adapters: {list_some(adapters)}",
             key=list(adapters.values())[1],
             hint="save one: PeftModel.save_pretrained(DIR, selected_adapters=[NAME])",
         )

@@ -14,9 +14,8 @@ from core.catalog.decoded import DecodedStore
 from core.catalog.dropped import left_out
 from core.catalog.facets import MegatronModel
 from core.catalog.files_beside import ADAPTER_CONFIG
-from core.catalog.key_patterns import listed_keys
 from core.catalog.tensor import Tensor
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.store import ReadStore
 from core.hf.adapters.linear import (
     ADAPTER,
@@ -113,7 +112,7 @@ def adapter_to_megatron(
     if replacements:
         raise UnsupportedError(
             f"the adapter replaces {len(replacements)} tensors of the base model "
-            f"({listed_keys(replacements)}), which adapters of Megatron cannot",
+            f"({list_some(replacements)}), which adapters of Megatron cannot",
             key=next(iter(replacements.values())),
             hint=_FOLD,
         )
@@ -147,7 +146,7 @@ def adapter_to_megatron(
     }
     if unknown:
         raise UnsupportedError(
-            f"Megatron has no adapters of {len(unknown)} of the layers: {listed_keys(unknown)}",
+            f"Megatron has no adapters of {len(unknown)} of the layers: {list_some(unknown)}",
             key=adaptations[min(unknown)].a,
             hint=f"embeddings, output layers and experts have none; {_FOLD}"
             if key_of

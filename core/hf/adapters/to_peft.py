@@ -13,10 +13,10 @@ from core.catalog.catalog import Catalog
 from core.catalog.dropped import Dropped, dropped_each
 from core.catalog.facets import HuggingFaceModel, WeightFileFacts
 from core.catalog.files_beside import ADAPTER_CONFIG
-from core.catalog.key_patterns import listed_keys, natural_order
+from core.catalog.key_patterns import natural_order
 from core.catalog.optimizer_keys import NOT_IN_HF
 from core.catalog.tensor import Tensor
-from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.errors import CorruptError, MissingShardError, UnsupportedError, list_some
 from core.hf.adapters.linear import (
     ADAPTER,
     CANONICAL,
@@ -118,7 +118,7 @@ def adapter_to_peft(
     if unused:
         raise UnsupportedError(
             f"{len(unused)} tensors are not adapters that {family.model_type} models of "
-            f"transformers can have: {listed_keys(unused)}",
+            f"transformers can have: {list_some(unused)}",
             key=min(unused),
             hint="adapters of experts, embeddings and output layers are not converted",
         )

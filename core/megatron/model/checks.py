@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -16,6 +16,7 @@ from core.errors import (
     MissingShardError,
     Report,
     UnsupportedError,
+    list_some,
     raising,
 )
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
@@ -26,7 +27,6 @@ _FC1 = ("linear_fc1.weight", "dense_h_to_4h.weight")
 _QKV = tuple(
     f"{name}.{kind}" for name in ("linear_qkv", "query_key_value") for kind in ("weight", "bias")
 )
-_SHOWN = 6
 TOWERS = ("vision_model.", "vision_projection.")
 """Beginnings of names of Megatron's layers beside a text model, whose sizes are other ones."""
 GPT_LAYERS = GPT.stacks[0].rstrip(".")
@@ -104,11 +104,11 @@ def _check_stack(
     n_layers = facts.stacks.get(stack, 0)
     missing = sorted(set(range(n_layers)) - set(subs_of) - facts.empty_layers(stack))
     if missing:
-        problem = f"layers {listed(missing)} of {n_layers} are not in the checkpoint"
+        problem = f"layers {list_some(missing)} of {n_layers} are not in the checkpoint"
         report(MissingShardError(problem, key=stack.rstrip("."), rule="layout.layers"))
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        problem = f"the checkpoint has layers {listed(extra)}, but the model has {n_layers}"
+        problem = f"the checkpoint has layers {list_some(extra)}, but the model has {n_layers}"
         report(CorruptError(problem, key=stack.rstrip("."), rule="layout.layers"))
 
     # Layers of one kind must have the same parameters, and all of their experts.
@@ -180,11 +180,11 @@ def _check_experts(
     name = str(Layer(stack, layer, "mlp.experts"))
     missing, extra = sorted(expected - numbers), sorted(numbers - expected)
     if missing:
-        problem = f"experts {listed(missing)} of {len(expected)} are not in the checkpoint"
+        problem = f"experts {list_some(missing)} of {len(expected)} are not in the checkpoint"
         report(MissingShardError(problem, key=name, rule="layout.experts"))
     if extra:
         problem = (
-            f"the checkpoint has experts {listed(extra)}, but the arguments (num_experts, "
+            f"the checkpoint has experts {list_some(extra)}, but the arguments (num_experts, "
             f"moe_layer_freq) give this layer {len(expected)}"
         )
         report(CorruptError(problem, key=name, rule="layout.experts"))
@@ -370,9 +370,3 @@ def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
             f"{plain} rows, but there are {rows}",
             key=name,
         )
-
-
-def listed(items: Sequence[object]) -> str:
-    """Return the first few items as text for a message."""
-    text = ", ".join(map(str, items[:_SHOWN]))
-    return text + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")

@@ -20,11 +20,11 @@ from core.errors import (
     Report,
     UnknownTensorError,
     UnsupportedError,
+    list_some,
     raising,
 )
 from core.megatron.extras.common_state import EXTRA_STATE, same
 from core.megatron.extras.nested_dicts import FlatDict, flattened, without_outer_names
-from core.megatron.model.checks import listed
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
 from core.megatron.optimizer.rank_state import Param, RankFile, stored_array
@@ -144,8 +144,8 @@ def merge_ranks(
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
         error = MissingShardError(
-            f"the shards of TP ranks {listed(missing)} are in no file: before core 0.19, Megatron "
-            f"did not save every rank of {topology}",
+            f"the shards of TP ranks {list_some(missing)} are in no file: before core 0.19, "
+            f"Megatron did not save every rank of {topology}",
             hint="save the model again with a newer Megatron-LM, or as torch_dist",
         )
         report(error.breaking("layout.ranks"))
@@ -442,11 +442,13 @@ def _check_layers(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
         empty = {number - offset for number in chunk.facts.empty_layers(stack)}
         missing = sorted(set(range(count)) - layers - empty)
         if missing:
-            problem = f"layers {listed(missing)} of this stage's {count} are missing"
+            problem = f"layers {list_some(missing)} of this stage's {count} are missing"
             report(MissingShardError(problem, rank=chunk.folder, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
-            problem = f"layers {listed(extra)} are beyond the {count} that this stage should hold"
+            problem = (
+                f"layers {list_some(extra)} are beyond the {count} that this stage should hold"
+            )
             report(CorruptError(problem, rank=chunk.folder, rule="layout.layers"))
 
 
@@ -503,7 +505,7 @@ def _check_names(
             verb = "is" if len(absent) == 1 else "are"
             report(
                 MissingShardError(
-                    f"{listed(absent)} {verb} in {holder}, but not here",
+                    f"{list_some(absent)} {verb} in {holder}, but not here",
                     rank=lacking,
                     hint="copy the checkpoint again; rank directories may have been exchanged",
                     rule="layout.names",

@@ -19,9 +19,9 @@ from dataclasses import replace
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import split_state_key
 from core.catalog.tensor import without_ties
+from core.errors import list_some
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
-from core.megatron.model.checks import listed
 from core.megatron.optimizer.remainders import check_master_dtypes, check_remainders
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
 from core.megatron.rules.rules import UNKNOWN_SOURCE, Rules
@@ -94,7 +94,7 @@ def unshard(
         check_remainders(model, store, strange)
         reason = "were the weights changed after the optimizer's last step?"
         model = model.noted(
-            [f"master weights of {listed(strange)} do not round to the weights: {reason}"]
+            [f"master weights of {list_some(strange)} do not round to the weights: {reason}"]
         )
 
     # Rows whose order depends on the TP size are those of the run that saved.
@@ -106,7 +106,7 @@ def unshard(
     unknown = [key for key in names if split_state_key(key) is None and rules.is_unknown(key)]
     if unknown:
         model = model.noted(
-            [f"no rule matches {listed(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
+            [f"no rule matches {list_some(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
         )
     # A step may put one tensor under several keys (a weight that is its own master); Megatron ties
     # none, so each is stored by itself.

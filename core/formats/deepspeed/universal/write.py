@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES
 from core.catalog.file_image import FileImage, literal_file
-from core.catalog.key_patterns import listed_keys, rename_hint
+from core.catalog.key_patterns import rename_hint
 from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 from core.catalog.optimizer_keys import split_state_key as state_of_megatron
 from core.changes.factor_states import check_factors
-from core.errors import UnsafeError, UnsupportedError
+from core.errors import UnsafeError, UnsupportedError, list_some
 from core.files.store import check_name
 from core.formats.deepspeed.model_states import ZeroFacts
 from core.formats.deepspeed.tree import EXTRAS, OPTIMIZER, PARAM_GROUPS, PARAMS, STATE
@@ -175,7 +175,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
     names = [key for key in target.tensors if key not in target.ties and not is_optimizer_key(key)]
     bad_names = [name for name in names if not _is_directory_name(name)]
     if bad_names:
-        others_text = f"; nor can {listed_keys(bad_names[1:])}" if len(bad_names) > 1 else ""
+        others_text = f"; nor can {list_some(bad_names[1:])}" if len(bad_names) > 1 else ""
         raise UnsupportedError(
             f"the key cannot be a directory name{others_text}",
             key=bad_names[0],

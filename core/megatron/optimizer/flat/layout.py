@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from math import lcm
 
-from core.errors import UnsupportedError
+from core.errors import UnsupportedError, list_some
 from core.megatron.optimizer.flat.buffers import (
     Bucketing,
     aligned,
@@ -129,10 +129,9 @@ def find_starts(
             for param, starts in zip(space.params, zip(*possible, strict=True), strict=True)
             if len(set(starts)) > 1
         ]
-        more = f" … ({len(names)} in all)" if len(names) > 4 else ""
         raise UnsupportedError(
             f"the offsets of parameters in {space.label} of the optimizer are ambiguous: "
-            f"{', '.join(names[:4])}{more} may begin at several elements",
+            f"{list_some(names, 4)} may begin at several elements",
             rank=space.rank,
             hint=HINT,
         )
