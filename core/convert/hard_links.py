@@ -22,6 +22,7 @@ from core.convert.account import check_account
 from core.convert.apply_changes import apply_changes
 from core.convert.destination import choose_dst, in_training_root, iteration_path
 from core.convert.global_form.build import global_form
+from core.convert.global_form.steps import record_optimizer
 from core.convert.job import Job
 from core.convert.prepared import Prepared
 from core.convert.report.load_line import WrittenResult, load_line
@@ -33,6 +34,7 @@ from core.formats.dcp.metadata_image import linked_metadata
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_files
 from core.formats.format import Format
+from core.formats.mcore.common_state import COMMON_FILE
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.opening.objects import check_safety, loaded
 from core.opening.open import RELEASE, Checkpoint
@@ -48,12 +50,12 @@ _OPTIONS = {
     "vocab_divisor": "--make-vocab-size-divisible-by",
 }
 """Descriptions of the job's fields whose options have other names."""
-_OF_KEYS = ("include", "exclude", "strip_prefix", "add_prefix", "rename")
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset({
-    *("src", "dst", "to", "iteration", "keeps_layout", "optim", "metadata_only"),
-    *("memory_bytes", "threads", "resume", "force", "crc", "digest", "fsync", "fingerprint"),
+    *("src", "dst", "to", "iteration", "keeps_layout", "metadata_only"),
+    *("memory_bytes", "beside_bytes", "threads", "device", "resume", "force"),
+    *("crc", "digest", "fsync", "fingerprint"),
 })  # fmt: skip
 """Fields of a job that do not change the content of the files."""
 
@@ -95,10 +97,10 @@ def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
-    beside = source.catalog.files
-    unsafe = describe_unsafe_files(source, beside)
+    candidates = dict.fromkeys((*linked.files, *source.catalog.files))
+    unsafe = describe_unsafe_files(source, (path for path in candidates if path != COMMON_FILE))
     refused = {name for entry in unsafe for name in entry.names}
-    linked_files = (*linked.files, *(path for path in beside if path not in refused))
+    linked_files = [path for path in candidates if path not in refused]
     paths = {name: name for name in linked_files}
     if format.has_common_state:
         iteration = RELEASE if source.is_release else source.iteration
@@ -131,7 +133,11 @@ def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
             ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
             + " to the source's; no data was copied",
         ),
-        dropped_entries=(*dropped_together(unread, UNREAD), *unsafe),
+        dropped_entries=(
+            *dropped_together(unread, UNREAD),
+            *(entry for entry in linked.catalog.dropped if entry.is_listed),
+            *unsafe,
+        ),
         form=linked.catalog,
         load_line=load_line(
             WrittenResult(
@@ -188,7 +194,11 @@ def _link_dcp(job: Job, catalog: Catalog, beside: Sequence[str]) -> LinkedCheckp
     Raises:
         UsageError: the changes would also change a file that is linked.
     """
-    remaining = without_optimizer(catalog).catalog if job.optim == "drop" else catalog
+    remaining = catalog
+    if job.optim == "drop":
+        weights = without_optimizer(catalog)
+        record = (record_optimizer(weights.left_out),) if weights.left_out else ()
+        remaining = replace(weights.catalog, dropped=(*weights.catalog.dropped, *record))
     result = apply_changes(remaining, job)
     if meta_keys(result.catalog) != meta_keys(catalog):
         raise UsageError(
@@ -235,9 +245,9 @@ def _check_options(job: Job, format: str) -> None:
     """
     # DCP can drop and rename entries by new metadata; torch_dist loads at any sizes as it is.
     if format == "dcp":
-        allowed = _ANY | set(_OF_KEYS)
+        allowed = _ANY | {"optim", "include", "exclude", "strip_prefix", "add_prefix", "rename"}
     else:
-        allowed = (_ANY | {"topology"}) - {"optim"}
+        allowed = _ANY | {"topology"}
         if job.topology is not None and job.topology.is_change:
             allowed |= {"rules", "unknown"}  # the layout is planned
         if job.rng == "keep":
@@ -254,5 +264,5 @@ def _check_options(job: Job, format: str) -> None:
         names = ", ".join(_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)
         raise UsageError(
             f"--metadata-only writes no data, so it cannot be combined with {names} for {format}",
-            hint="omit one of them",
+            hint="omit them, or --metadata-only",
         )

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from core.catalog.catalog import Catalog, TargetCatalog
 from core.catalog.dropped import Dropped, dropped_together
@@ -22,9 +21,7 @@ from core.convert.apply_changes import config_beside
 from core.convert.copied_files import check_copied_files, raise_if_copied
 from core.convert.destination import choose_dst, in_training_root, iteration_path
 from core.convert.global_form.form import GlobalForm, is_model_form
-from core.convert.job import Job as Job
-from core.convert.job import Report as Report
-from core.convert.job import TopologyChange as TopologyChange
+from core.convert.job import Job
 from core.convert.nesting_notes import (
     flattening_notes,
     n_leaves,
@@ -72,9 +69,6 @@ from core.pickle.noted import gc_paused
 from core.plan.memory import estimate_object_bytes, limit_objects
 from core.plan.plan import make_plan
 from core.progress import OnProgress, Phase, count_steps
-
-if TYPE_CHECKING:
-    pass
 
 
 def _is_to_hf(job: Job) -> bool:
@@ -309,7 +303,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     catalog, target = cut_form(job, recordable, format)
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
-    unsafe = describe_unsafe_files(opened, {} if is_file else target.files)
+    copied = [path for path, item in target.files.items() if not isinstance(item, bytes)]
+    unsafe = describe_unsafe_files(opened, [] if is_file else copied)
     refused = {name for entry in unsafe for name in entry.names}
     kept = {path: content for path, content in target.files.items() if path not in refused}
     target = replace(target, files=kept)

@@ -111,7 +111,7 @@ class Prepared:
             unit = "rank directories" if is_ranks else "files with tensors"
             raise UsageError(
                 f"no rank {rank}: the destination has {len(arrays)} {unit}",
-                hint=f"ranks are numbered from 0 to {len(arrays) - 1}",
+                hint=f"ranks are numbered from 0 to {len(arrays) - 1}" if arrays else "omit --rank",
             )
         # Follow the plan from those arrays back to the source's files.
         names = list(arrays.values())[rank]

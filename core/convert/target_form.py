@@ -7,7 +7,7 @@ know whether the steps succeed.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from shlex import quote as quoted_word
 
@@ -31,7 +31,7 @@ from core.catalog.facets import (
 )
 from core.catalog.key_patterns import matcher
 from core.catalog.optimizer_keys import param_of, split_state_key, state_key
-from core.catalog.tensor import AnyTensor, Tensor
+from core.catalog.tensor import Tensor
 from core.changes.rename import rename_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm, is_model_form
@@ -202,19 +202,15 @@ def with_folders_beside(
     )
 
 
-def describe_unsafe_files(
-    source: Checkpoint, files: Mapping[str, AnyTensor | bytes]
-) -> tuple[Dropped, ...]:
+def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> tuple[Dropped, ...]:
     """Return the record of the files that are not carried, as their pickles would run code.
 
     Args:
-        files: as ``Catalog.files``; those that are copied have the path that they have in the
-            source, or the name of a tokenizer's file.
+        paths: the files that are copied, under the paths that they have in the source.
     """
     dropped: list[Dropped] = []
-    for path, content in files.items():
-        is_pickle = has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))
-        if isinstance(content, bytes) or not is_pickle:
+    for path in paths:
+        if not (has_pickled_name(path) or path.endswith((".pt", ".pth", ".ckpt", ".bin"))):
             continue
         from core.formats.torch.other_pickles import look_into
 

@@ -440,14 +440,14 @@ class _Comparison:
         return f"{result.values.n_differing:,} of {result.values.n_elements:,} elements differ"
 
     def _is_alias(self, diff: TensorDiff) -> bool:
-        """Return whether a tensor on one side only shares the bytes of one on both sides."""
+        """Return whether a tensor that only one side has is tied to one that both sides have."""
         if diff.kind not in ("only_a", "only_b"):
             return False
-        side, other = (self._a, self._b) if diff.a is not None else (self._b, self._a)
-        ties = side.catalog.ties
+        ties = (self._a if diff.a is not None else self._b).catalog.ties
         first = ties.get(diff.key, diff.key)
         tied = (first, *(key for key, original in ties.items() if original == first))
-        return any(key in other.catalog.tensors for key in tied)
+        others = (self._tensors[key] for key in tied if key in self._tensors)
+        return any(other.a is not None and other.b is not None for other in others)
 
 
 def _is_read(diff: TensorDiff) -> bool:

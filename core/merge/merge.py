@@ -30,6 +30,7 @@ from core.files.store import ReadStore
 from core.merge.combined import MOVING, SUM, Combined
 from core.merge.request import ADD_DELTA, AVERAGE, DELTA, EMA, SLERP, WEIGHTS, Merge
 from core.merge.slerp import Slerp
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, walk
 from core.quantize.schemes import quantized_weights
 from core.quantize.source import SourceTensor, source_of
@@ -236,9 +237,11 @@ def _different_objects(first: Catalog, other: Catalog, store: ReadStore) -> list
         if key.partition(".")[0] in of_run:
             continue
         item, other_item = first.objects.get(key), other.objects.get(key)
-        is_equal = item is not None and other_item is not None and item.value == other_item.value
+        is_equal = (
+            item is not None and other_item is not None and are_same(item.value, other_item.value)
+        )
         # Tensors inside the value have equal keys now; compare their bytes.
-        if is_equal and item is not None:
+        if item is not None and is_equal:
             inside = [leaf.key for leaf in walk(item.value) if isinstance(leaf, TensorLeaf)]
             is_equal = all(
                 leaf in other.hidden

@@ -111,7 +111,7 @@ def fit_threads(
     thread_bytes += unit_bytes
     threads = max(0, min(threads, (memory_bytes - fixed_bytes) // thread_bytes))
     spare_bytes = memory_bytes - fixed_bytes - threads * thread_bytes
-    cache_bytes = min(DEFAULT_CACHE_BYTES, spare_bytes) if unit_bytes else 0
+    cache_bytes = max(0, min(DEFAULT_CACHE_BYTES, spare_bytes)) if unit_bytes else 0
     return threads, cache_bytes, fixed_bytes + thread_bytes
 
 

@@ -362,6 +362,14 @@ def test_a_tied_tensor_is_on_both_sides_under_any_of_its_names(tmp_path: Path, n
         assert kinds(compare(*(tmp_path / path for path in pair))) == {"equal": 1}
 
 
+def test_a_tensor_that_is_not_compared_vouches_for_no_other(tmp_path: Path) -> None:
+    weight = torch.arange(6.0)
+    torch.save({"first": weight, "second": weight, "own": weight[:2]}, tmp_path / "a.pt")
+    torch.save({"second": torch.zeros(3), "own": weight[:2].clone()}, tmp_path / "b.pt")
+    compared = compare(tmp_path / "a.pt", tmp_path / "b.pt", exclude=("second",))
+    assert kinds(compared) == {"only_a": 1, "equal": 1}
+
+
 def test_metadata_are_compared_without_a_byte_of_the_tensors(tmp_path: Path) -> None:
     one = {"w": torch.ones(100, 100), "v": torch.ones(3)}
     a, b = (

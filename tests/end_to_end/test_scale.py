@@ -26,7 +26,7 @@ from core.formats.torch.format import parse
 from core.formats.torch.shared_structure import PatternedFiles
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.torch.zip.tree_layouts import TreePlans
-from core.megatron.extras.common_state import same
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping
 from scripts.benchmarks import scale_sources as sources
 from tests.support.facets import facet_of, ranks_of
@@ -78,7 +78,7 @@ def test_alike_rank_files_say_what_parsing_each_says(many: Path) -> None:
             assert catalog.fragments(key)[0].array == array
         own = as_mapping(tree.value)
         assert own is not None
-        assert same((as_mapping(skeleton) or {})["args"], own["args"])
+        assert are_same((as_mapping(skeleton) or {})["args"], own["args"])
     store.close()
 
 

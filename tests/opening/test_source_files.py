@@ -274,16 +274,18 @@ def test_states_of_data_loaders_are_listed_where_they_have_no_place(
         assert set(LOADERS) <= listed(prepared)
 
 
+@pytest.mark.parametrize("unsafe", [LOADERS[1], LOADERS[3], "other.pt"])
 @pytest.mark.parametrize("options", [{}, {"metadata_only": True}])
-def test_a_state_of_a_data_loader_that_would_run_code_is_not_carried(
-    golden: Path, tmp_path: Path, options: dict[str, Any]
+def test_a_file_beside_the_data_that_would_run_code_is_not_carried(
+    golden: Path, tmp_path: Path, options: dict[str, Any], unsafe: str
 ) -> None:
     path, _ = with_loader_states(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "in")
-    torch.save({"dataloader_state_dict": RunsCode()}, path / LOADERS[1])
+    torch.save({"dataloader_state_dict": RunsCode()}, path / unsafe)
     report = run(Job(src=path, dst=tmp_path / "out", to="torch_dist", **options))
     (folder,) = (tmp_path / "out").glob("iter_*")
-    assert (folder / LOADERS[0]).exists() and not (folder / LOADERS[1]).exists()
-    assert any(LOADERS[1] in line and "would run code" in line for line in report.dropped)
+    assert (folder / LOADERS[0]).exists() and not (folder / unsafe).exists()
+    if unsafe in LOADERS or options:
+        assert any(unsafe in line and "would run code" in line for line in report.dropped)
 
 
 def test_the_tokenizer_of_an_iteration_becomes_that_of_the_model(

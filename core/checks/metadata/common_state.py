@@ -116,15 +116,16 @@ def check_agreement(subject: Subject) -> Iterator[Finding]:
     ranks = {} if catalog is None else _roots(catalog)
     if not ranks:
         return
-    from core.megatron.extras.common_state import OF_THE_RUN, same
+    from core.megatron.extras.common_state import OF_THE_RUN
+    from core.pickle.equality import are_same
 
     for name in OF_THE_RUN:
         values = [root.get(name) for root in ranks.values()]
-        if all(value is values[0] or same(value, values[0]) for value in values[1:]):
+        if all(value is values[0] or are_same(value, values[0]) for value in values[1:]):
             continue
         expected = _most_frequent(values)
         for folder, root in ranks.items():
-            if not same(root.get(name), expected):
+            if not are_same(root.get(name), expected):
                 yield RANKS.finding(
                     f"{name} differs from most other ranks",
                     key=name,
@@ -143,12 +144,12 @@ def _roots(catalog: Catalog) -> Mapping[str, Mapping[object, object]]:
 
 def _most_frequent(values: list[object]) -> object:
     """Return the most frequent of some values, which need not be hashable."""
-    from core.megatron.extras.common_state import same
+    from core.pickle.equality import are_same
 
     # Group them by comparison (``same``), because containers cannot be counted.
     groups: list[list[object]] = []
     for value in values:
-        group = next((group for group in groups if same(group[0], value)), None)
+        group = next((group for group in groups if are_same(group[0], value)), None)
         if group is None:
             groups.append([value])
         else:

@@ -67,9 +67,13 @@ def drop_optimizer(request: FormRequest, catalog: Catalog) -> GlobalStep:
     if request.writes_hf:
         entries = Dropped(("optimizer",), NOT_IN_HF)
     else:
-        line = f"optimizer ({len(weights.left_out)} entries)"
-        entries = Dropped(weights.left_out, "optimizer left out as requested", line)
+        entries = record_optimizer(weights.left_out)
     return GlobalStep(weights.catalog, dropped=(entries,))
+
+
+def record_optimizer(keys: tuple[str, ...]) -> Dropped:
+    """Return the record of an optimizer, by the keys of its entries, that the user left out."""
+    return Dropped(keys, "optimizer left out as requested", f"optimizer ({len(keys)} entries)")
 
 
 def apply_checked(

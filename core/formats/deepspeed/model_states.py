@@ -157,7 +157,7 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
     Args:
         models: the files of the model, of all ranks.
     """
-    from core.megatron.extras.common_state import same
+    from core.pickle.equality import are_same
 
     head = models[0].other_entries
     names = {
@@ -168,7 +168,7 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
         # Leaves say nothing of the tensors' contents.
         and (
             any(isinstance(leaf, TensorLeaf) for leaf in walk([value]))
-            or not same(value, head.get(name))
+            or not are_same(value, head.get(name))
         )
     }
     return dropped_each((f"{name} of other ranks" for name in names), "that of the first is kept")

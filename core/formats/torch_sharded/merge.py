@@ -46,7 +46,7 @@ from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.local_part import QuantizedPart
 from core.formats.torch_sharded.quantized_parts import join_quantized
 from core.formats.torch_sharded.rank_file import TensorFile, with_paths_of
-from core.megatron.extras.common_state import same
+from core.pickle.equality import are_same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.values import dataclass
@@ -290,7 +290,7 @@ class _Merger:
         for key, value in file.values.items():
             self._check_kind(key, "value", file)
             if key in self._objects:
-                if not same(self._objects[key].value, value):
+                if not are_same(self._objects[key].value, value):
                     self._differing[key].append(file.rank)
                 continue
             self._objects[key] = StoredObject(key, value=value)
@@ -444,7 +444,7 @@ def _are_alike(first: Mapping[str, object], second: Mapping[str, object]) -> boo
         if isinstance(a, StoredArray) != isinstance(b, StoredArray):
             return False
         if not isinstance(a, StoredArray) or not isinstance(b, StoredArray):
-            if not same(a, b):
+            if not are_same(a, b):
                 return False
         elif (a.dtype, a.shape) != (b.dtype, b.shape) or (
             a.extent.crc and b.extent.crc and a.extent.crc != b.extent.crc

@@ -57,11 +57,12 @@ from core.catalog.dropped import dropped_each
 from core.catalog.facets import MegatronModel
 from core.catalog.stored import StoredArray
 from core.files.store import ReadStore
-from core.megatron.extras.common_state import EXTRA_STATE, same
+from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.checks import ADAPTER
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import Rules
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, walk
 
 MAX_READ = 1 << 20
@@ -93,7 +94,7 @@ def disagreement(
     """
     if any(isinstance(leaf, TensorLeaf) for value in values for leaf in walk(value)):
         return "it holds tensors, which belong to one layout; Transformer Engine creates it again"
-    if not arrays and all(same(values[0], value) for value in values[1:]):
+    if not arrays and all(are_same(values[0], value) for value in values[1:]):
         return None
     if not values and _are_same(arrays, store):
         return None

@@ -7,8 +7,9 @@ from dataclasses import field
 
 from core.catalog.optimizer_keys import ParamGroup
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.extras.common_state import renamed_leaves, same
+from core.megatron.extras.common_state import renamed_leaves
 from core.megatron.optimizer.groups import identity, member_of
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
@@ -114,7 +115,7 @@ class MergedGroups:
         free = {"step"} if is_empty or group.is_empty else set()
         for name in dict.fromkeys([*group.settings, *settings]):
             own, other = (source.get(name, _ABSENT) for source in (settings, group.settings))
-            if name not in free and not same(own, other):
+            if name not in free and not are_same(own, other):
                 number = list(self._groups).index(group_id)
                 raise CorruptError(
                     f"{name} of the optimizer's param group {number} is {_text(own)} here, but "

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from core.catalog.catalog import Catalog
 from core.catalog.optimizer_keys import Optimizer, ParamGroup, trained
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of
 from core.megatron.model.version import OPTION, MegatronVersion
 from core.megatron.optimizer.groups import (
@@ -32,6 +31,7 @@ from core.megatron.optimizer.groups import (
     without_unused_traits,
 )
 from core.megatron.rules.rules import Rules
+from core.pickle.equality import are_same
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, obj
         if (
             name not in settings
             or name not in other_settings
-            or not same(settings[name], other_settings[name])
+            or not are_same(settings[name], other_settings[name])
         ):
             raise UnsupportedError(
                 f"experts and other parameters would share a param group, but their {name} is "

@@ -23,7 +23,7 @@ from core.errors import (
     list_some,
     raising,
 )
-from core.megatron.extras.common_state import EXTRA_STATE, same
+from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.extras.nested_dicts import FlatDict, flattened, without_outer_names
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Rank
@@ -31,6 +31,7 @@ from core.megatron.optimizer.rank_state import Param, RankFile, stored_array
 from core.megatron.placement.chunk import ModelChunk, find_chunk
 from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
+from core.pickle.equality import are_same
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 from core.values import dataclass
 
@@ -357,7 +358,7 @@ def _add_state(
         [(0, chunk.layer_name(name))] if is_packed else chunk.global_names(name)
     ):
         values = model.extra_states.setdefault(global_name, [leaf])
-        if not same(values[0], leaf):
+        if not are_same(values[0], leaf):
             values.append(leaf)
         where = _position_in_order(model, chunk, global_name)
         model.order.setdefault(global_name, (where, place[0], number, place[1]))

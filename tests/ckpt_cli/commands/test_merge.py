@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import core
 from ckpt_cli.app import main
-from core.errors import UsageError
+from core.errors import UnsupportedError, UsageError
 
 
 @pytest.fixture
@@ -119,6 +120,16 @@ def test_the_state_of_the_runs_is_not_compared(golden: Path, tmp_path: Path) -> 
     assert any("scheduler" in line for line in merged.dropped)
     merged = core.merge([source] * 2, tmp_path / "all", average=True, to="dcp")
     assert not any("scheduler" in line for line in merged.dropped)
+
+
+def test_objects_are_compared_by_their_content(tmp_path: Path) -> None:
+    nan = float("nan")
+    for name, value in (("a", 1), ("b", 1), ("c", 2)):
+        state = {"w": torch.ones(2), "args": argparse.Namespace(size=value, scale=nan)}
+        torch.save(state, tmp_path / f"{name}.pt")
+    core.merge([tmp_path / "a.pt", tmp_path / "b.pt"], tmp_path / "out.pt", average=True)
+    with pytest.raises(UnsupportedError, match="args of .*c.pt"):
+        core.merge([tmp_path / "a.pt", tmp_path / "c.pt"], tmp_path / "no.pt", average=True)
 
 
 def test_a_url_of_a_delta_is_not_a_local_path(

@@ -13,12 +13,12 @@ from core.convert.run import Job, TopologyChange, run
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
-from core.megatron.extras.common_state import same
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.placement.expert_kind import with_expert_kind
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping, attributes
 from tests.megatron.support.megatron_gold import (
     DENSE,
@@ -85,10 +85,10 @@ def test_files_have_the_entries_of_those_that_megatron_saved(
         for name in ours:
             if str(name).startswith("model"):
                 assert list(as_mapping(ours[name]) or {}) == list(as_mapping(theirs[name]) or {})
-                assert same(attributes(ours[name]), attributes(theirs[name]))
-                assert same(ours[name], theirs[name])
+                assert are_same(attributes(ours[name]), attributes(theirs[name]))
+                assert are_same(ours[name], theirs[name])
             elif name != "args" and name != "rng_state":
-                assert same(ours[name], theirs[name]), name
+                assert are_same(ours[name], theirs[name]), name
 
 
 @pytest.mark.each_value
@@ -100,7 +100,7 @@ def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: 
     ours, theirs = fields_of(made), fields_of(wanted)
     assert list(ours) == list(theirs)
     assert [
-        name for name in ours if name not in RUN_FIELDS and not same(ours[name], theirs[name])
+        name for name in ours if name not in RUN_FIELDS and not are_same(ours[name], theirs[name])
     ] == []
 
 

@@ -11,8 +11,9 @@ from dataclasses import field
 
 from core.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CheckpointingException, CorruptError, Report, raising
-from core.megatron.extras.common_state import renamed_leaves, same
+from core.megatron.extras.common_state import renamed_leaves
 from core.megatron.optimizer.groups import identity
+from core.pickle.equality import are_same
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
@@ -58,7 +59,7 @@ def combine_ranks(
 
                 # Other entries must be equal on all ranks.
                 value = renamed_leaves(stored_entry, f"optimizer.{name}", note)
-                if not same(common.setdefault(str(name), value), value):
+                if not are_same(common.setdefault(str(name), value), value):
                     problem = f"the optimizer's entry {name} differs between ranks"
                     report(CorruptError(problem, rank=rank, rule="optim.entries"))
     groups = tuple(group for _, group in table.groups.values())
@@ -114,7 +115,7 @@ class _GroupTable:
             first_settings, settings = {**steps, **group.settings}, {**steps, **settings}
             for name in dict.fromkeys([*first_settings, *settings]):
                 own, other = settings.get(name), first_settings.get(name)
-                if not same(other, own):
+                if not are_same(other, own):
                     raise CorruptError(
                         f"{name} of a param group is {own!r} here, but {other!r} in {first_rank}",
                         rank=rank,

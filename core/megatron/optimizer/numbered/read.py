@@ -24,7 +24,7 @@ from core.errors import (
     raising,
 )
 from core.files.store import ReadStore
-from core.megatron.extras.common_state import renamed_leaves, same
+from core.megatron.extras.common_state import renamed_leaves
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.optimizer.groups import (
@@ -49,6 +49,7 @@ from core.megatron.optimizer.numbered.layer_wise import DataRank, layer_wise_fil
 from core.megatron.optimizer.proof import is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates, stored_array
 from core.megatron.rules.rules import Rules
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
@@ -372,7 +373,7 @@ class _CollectedStates:
             self.entries = (renamed, rank)
         first, first_rank = self.entries
         for name in dict.fromkeys([*first, *renamed]):
-            if name not in renamed or name not in first or not same(renamed[name], first[name]):
+            if name not in renamed or name not in first or not are_same(renamed[name], first[name]):
                 raise CorruptError(
                     f"the optimizer's entry {name} differs from that of {first_rank}", rank=rank
                 )

@@ -18,13 +18,13 @@ from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, split_state
 from core.convert.job import Job, Report, TopologyChange
 from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.extras.common_state import same
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_torch_dist import Stacked, to_torch_dist
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
+from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled, fused, global_form, topology
 from tests.support.facets import facet_of, with_facts, with_facts_of
@@ -145,7 +145,7 @@ def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True
     mine = as_mapping(common["optimizer"])
     assert mine is not None
     if has_settings:
-        assert same(without_leaves(mine), without_leaves(theirs["optimizer"]))
+        assert are_same(without_leaves(mine), without_leaves(theirs["optimizer"]))
     if "content_metadata" in theirs:
         assert common["content_metadata"] == theirs["content_metadata"]
 
