@@ -6,7 +6,7 @@
     class PruneOptions:
         root: Path = argument("ROOT", "Training root.", default=Path())
         keep_last: int | None = OUTPUT.option("--keep-last N", "Keep the newest N.", parser=int)
-        yes: bool = OUTPUT.flag("--yes, -y", "Do not ask.")
+        yes: bool = OUTPUT.flag("-y, --yes", "Do not ask.")
 
 A declaration names an option as its help page shows it. A command takes one such dataclass, or two;
 ``accepts`` turns them into the signature that typer reads. Words of long options may be separated
@@ -35,11 +35,11 @@ Result = TypeVar("Result")
 _DECLARED = "declared"
 """The entry of a field's metadata that holds typer's option or argument."""
 _ANNOTATED: Any = Annotated
-"""For the type checker: this annotation is made of values, for typer to read."""
+"""``Any`` for the type checker: the annotations below are built at run time."""
 _CHECKPOINTS = frozenset(
     {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora", "root"}
 )
-"""Arguments that name checkpoints."""
+"""Fields whose paths may be URLs: they name checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,9 @@ class Panel:
             names: its names and the name of its value: ``-o, --output DST``. Repeatable if the type
                 of the field is a list.
             text: the help text, with the default in brackets.
-            parser: converts and checks the value; None for a text or, by the type, a path.
+            parser: converts and checks the value; None keeps the text, or makes a path of it if the
+                field is a ``Path``.
+            default: what the field is if the option is not given.
             envvar: environment variable that replaces an option that is not given.
             hidden: no help page shows it.
         """
@@ -146,7 +148,7 @@ class _LazyCommand(Generic[Result]):
     def __signature__(self) -> inspect.Signature:
         """The signature that typer reads: a keyword for each option."""
         # Of two fields with one name, the first is the option; its value is that of both.
-        parameters = {"help_all": _keyword("help_all", Annotated[bool, HELP_ALL], default=False)}
+        parameters: dict[str, inspect.Parameter] = {}
         for kind, hints in self._hints.items():
             for option in fields(kind):
                 if option.name == WORDS or option.name in self._without:
@@ -155,8 +157,7 @@ class _LazyCommand(Generic[Result]):
                 annotation = _ANNOTATED[hints[option.name], option.metadata[_DECLARED]]
                 parameter = _keyword(option.name, annotation, default=default)
                 parameters.setdefault(option.name, parameter)
-        # --help-all is shown last.
-        parameters["help_all"] = parameters.pop("help_all")
+        parameters["help_all"] = _keyword("help_all", Annotated[bool, HELP_ALL], default=False)
         return inspect.Signature([*parameters.values()])
 
     def __call__(self, *, help_all: bool = False, **values: Any) -> Result:
@@ -198,9 +199,9 @@ def accepts(
     """Return a decorator that turns a function of values of option classes into a typer command.
 
     Args:
-        classes: dataclasses whose fields are annotated with typer's options and arguments, such as
-            ``diff.DiffOptions`` of ``ckpt_cli.options.diff``, imported when the command is used;
-            the function takes a value of each.
+        classes: dataclasses of declarations, as names below ``ckpt_cli.options``, such as
+            ``diff.DiffOptions``; they are imported when the command is used. The function takes a
+            value of each.
         without: names of fields that keep their defaults and are no options of this command.
     """
     return lambda body: _LazyCommand(body, classes, without=without)

@@ -32,7 +32,7 @@ class ManifestOptions:
     output: Path | None = OUTPUT.option(
         "-o, --output FILE", "Write the manifest to FILE instead of next to the data."
     )
-    force: bool = OUTPUT.flag("--force, -f", "Replace an existing manifest.")
+    force: bool = OUTPUT.flag("-f, --force", "Replace an existing manifest.")
     iteration: int | None = iteration_option(OUTPUT)
     missing_chunks: str | None = missing_chunks_option(CONTENT)
     rules: Path | None = rules_option()

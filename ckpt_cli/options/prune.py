@@ -32,9 +32,9 @@ class PruneOptions:
     trust_metadata: bool = CHECKS.flag(
         "--trust-metadata", "Remove iterations though the data of the one that stays were not read."
     )
-    dry_run: bool = OUTPUT.flag("--dry-run, -n", "Show what would be removed; remove nothing.")
+    dry_run: bool = OUTPUT.flag("-n, --dry-run", "Show what would be removed; remove nothing.")
     yes: bool = OUTPUT.flag(
-        "--yes, -y", "Do not ask; needed where there is no terminal to ask on, and with --json."
+        "-y, --yes", "Do not ask; needed where there is no terminal to ask on, and with --json."
     )
     memory: int | None = memory_option()
     threads: int | None = threads_option()

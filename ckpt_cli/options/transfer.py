@@ -79,7 +79,7 @@ def _pipeline_flag(name: str, text: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """Options of ``ckpt convert`` and ``ckpt reshard``, which only require different ones.
+    """Options of ``ckpt convert`` and ``ckpt reshard``; merge has some of them.
 
     Args:
         words: the words of the command line, ``ckpt`` first; () if they are not known.
@@ -101,12 +101,12 @@ class TransferOptions:
     max_shard_size: int | None = OUTPUT.option(
         "--max-shard-size SIZE", "Maximum size of each output file: 5GB, 500MB.", parser=parse_size
     )
-    force: bool = OUTPUT.flag("--force, -f", "Replace DST after the new checkpoint is complete.")
+    force: bool = OUTPUT.flag("-f, --force", "Replace DST after the new checkpoint is complete.")
     resume: bool = OUTPUT.flag(
         "--resume", "Keep partial output if interrupted; rerun the same command to continue."
     )
     dry_run: bool = OUTPUT.flag(
-        "--dry-run, -n", "Print the plan: bytes, files, free space, expected time; write nothing."
+        "-n, --dry-run", "Print the plan: bytes, files, free space, expected time; write nothing."
     )
     metadata_only: bool = OUTPUT.flag(
         "--metadata-only", "torch_dist, dcp: hard-link SRC's data files instead of copying them."

@@ -4,7 +4,7 @@ Distributed optimizers (Megatron's, ZeRO) flatten and join tensors, and cut the 
 elements, so one stored array holds a run of a tensor's elements, in C order. A run is at most a few
 boxes::
 
-    shard of shape (4, 5), elements 3–17        . . . 3 4      end of a row
+    shard of shape (4, 5), elements 3–16        . . . 3 4      end of a row
                                                 5 6 7 8 9      complete rows
                                                 10 11 12 13 14
                                                 15 16 . . .    beginning of a row

@@ -160,7 +160,7 @@ def _reaches(glob: str, quantized: Container[str] = ()) -> Callable[[str], bool]
     return reaches
 
 
-def choose_dtypes(
+def build_dtype_rule(
     rules: Sequence[tuple[str | None, str]],
     keys: Iterable[str] | None = None,
     *,

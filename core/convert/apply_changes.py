@@ -31,7 +31,7 @@ from core.catalog.key_patterns import some_of
 from core.catalog.mapping_attributes import attributes_of, record_attributes, without_tensors_of
 from core.catalog.optimizer_keys import is_optimizer_key
 from core.changes.rename import RenamedCatalog, add_prefix, rename, strip_prefix
-from core.changes.select import choose_dtypes, select
+from core.changes.select import build_dtype_rule, select
 from core.convert.job import Job
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
@@ -375,7 +375,7 @@ def _cast(
     if weights or model_dtypes:
         check_scheme(scheme_config, doing="--dtype")
     parts = {key for weight in weights for key in weight.keys}
-    result = retyped(catalog, choose_dtypes(job.dtype, catalog.tensors, quantized=parts))
+    result = retyped(catalog, build_dtype_rule(job.dtype, catalog.tensors, quantized=parts))
 
     notes = []
     edits: dict[str, object] = {}

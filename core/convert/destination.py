@@ -46,7 +46,7 @@ def choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
         return job.dst
     # Beside the source; in the working directory if that is remote.
     src = absolute_location(job.src.name if is_remote(job.src) else job.src)
-    stem = src.name.removesuffix(src.suffix) if source.store.entry else src.name
+    stem = src.stem if source.store.entry else src.name
     if job.topology is not None and job.keeps_layout:
         topology = target_topology(job, source.catalog, format)
         name = f"{stem}-tp{topology.tp}-pp{topology.pp}"

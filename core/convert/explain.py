@@ -77,7 +77,7 @@ def explain_layout(
     Raises:
         UnknownTensorError: no rule matches a tensor.
         UnsupportedError, CorruptError: a tensor cannot be cut, as in
-            ``core.megatron.reshard.reshard.shard``.
+            ``core.megatron.reshard.to_ranks.shard``.
     """
     facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))

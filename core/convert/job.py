@@ -32,7 +32,7 @@ class TopologyChange:
         tp, pp, vpp, ep, etp: sizes of the destination; None keeps the source's.
         pipeline: distribution of the destination's layers over its pipeline stages; None keeps
             the source's where it still applies, and distributes evenly otherwise
-            (``core.megatron.model.facts.Facts.pipeline_at``).
+            (``core.megatron.model.facts.ModelFacts.pipeline_at``).
         source: asserted sizes of the source by name; a mismatch is an error.
     """
 

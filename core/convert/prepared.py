@@ -116,7 +116,7 @@ class Prepared:
         # Follow the plan from those arrays back to the source's files.
         names = list(arrays.values())[rank]
         files: set[str] = set()
-        for key in iter(self.plan.keys()):
+        for key in self.plan.keys():  # noqa: SIM118
             work = self.plan.match(key)
             for source_number, target_number, _ in work.pairs:
                 target = work.targets[target_number].array

@@ -41,11 +41,11 @@ from core.dist_checkpointing._ranks.shard_bytes import (
     allocate_bytes,
     bytes_in_place,
     exchange_device,
-    fill_part,
     is_empty_chunk,
     make_parcels,
     n_bytes,
     n_elements,
+    pack_into,
     receive_buffer,
     row_bytes,
     slice_bytes,
@@ -112,7 +112,7 @@ def exchange_loaded_tensors_gather_rounds(
         for start in range(0, width, step):
             slices = scratch[: min(step, width - start) * n_ranks].view(n_ranks, -1)
             if parcels[rank] is not None:
-                fill_part(parcels[rank], tensors, slices[rank], start)
+                pack_into(parcels[rank], tensors, slices[rank], start)
             comm.gather_bytes(slices, group)
             for source, parcel in enumerate(parcels):
                 if parcel is not None and source != rank:
@@ -151,7 +151,7 @@ def exchange_loaded_tensors_gather_object(
         for start in range(0, parcel.n_bytes, step):
             own = scratch[: min(step, parcel.n_bytes - start)]
             if is_source:
-                fill_part(parcel, tensors, own, start)
+                pack_into(parcel, tensors, own, start)
             array = comm.broadcast(own.numpy() if is_source else None, parcel.main_rank, group)
             if not is_source:
                 unpack(parcel, tensors, torch.from_numpy(array), start)
@@ -264,7 +264,7 @@ def exchange_loaded_tensors_broadcast(
         buffer = scratch[: parcel.n_bytes] if in_place is None else in_place
         is_source = parcel.main_rank == comm.rank(group)
         if in_place is None and is_source:
-            fill_part(parcel, tensors, buffer)
+            pack_into(parcel, tensors, buffer)
         comm.broadcast_bytes(buffer, parcel.main_rank, group)
         if in_place is None and not is_source:
             unpack(parcel, tensors, buffer)

@@ -177,7 +177,7 @@ def verify_checkpoint_and_load_strategy(
     config = maybe_load_config(checkpoint_dir)
     # Without metadata.json, find out why, so that the error names the next step.
     if config is None:
-        raise describe_missing_metadata(find_location(checkpoint_dir))
+        raise build_missing_metadata_error(find_location(checkpoint_dir))
     # Choose the requested strategies, or those that metadata.json names.
     sharded: LoadShardedStrategy = chosen_strategy(
         StrategyAction.LOAD_SHARDED,
@@ -472,7 +472,7 @@ def _format_keys(keys: Iterable[str]) -> str:
     return list_some(sorted(keys), _MAX_NAMED)
 
 
-def describe_missing_metadata(checkpoint_dir: Path) -> CheckpointingException:
+def build_missing_metadata_error(checkpoint_dir: Path) -> CheckpointingException:
     """Build the error for a path without a ``metadata.json``; the error is not raised.
 
     Returns:

@@ -30,7 +30,7 @@ from core.errors import (
 )
 from core.hf.config_json.config import build_arguments
 from core.hf.config_json.hybrid import completed, count_predictions
-from core.hf.config_json.origin import keep_text
+from core.hf.config_json.origin import choose_config_text
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
@@ -124,7 +124,7 @@ def to_megatron(
         )
     _refuse_quantized(catalog, config)
     note = None
-    text = keep_text(config, catalog.documents.get(CONFIG))
+    text = choose_config_text(config, catalog.documents.get(CONFIG))
     separated = None
     if family is None and is_composite(config):
         from core.hf.towers.to_megatron import separate_model

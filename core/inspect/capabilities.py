@@ -21,7 +21,7 @@ from itertools import combinations
 
 from core.catalog.catalog import Catalog
 from core.catalog.facets import TrainingState
-from core.changes.select import choose_dtypes, keep_entries
+from core.changes.select import build_dtype_rule, keep_entries
 from core.convert.global_form.build import global_form
 from core.convert.global_form.form import GlobalForm
 from core.convert.job import Job, TopologyChange
@@ -314,7 +314,7 @@ class _Trials:
                 format,
                 tuple(option for option in options if option != _FLOAT32),
             )
-            return replace(form, catalog=retyped(form.catalog, choose_dtypes(casts)))
+            return replace(form, catalog=retyped(form.catalog, build_dtype_rule(casts)))
         # Formats without a layout share a form, as do Megatron's distributed formats for a source
         # in another format; its optimizer apart, a Hugging Face model has one form for rank files
         # as well. Raw forms are shared by formats that differ only in the classes they keep.

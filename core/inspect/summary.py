@@ -228,7 +228,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             config=unsharded.config,
             unsharded=unsharded.catalog,
         ),
-        groups=total_by_purpose(view.tensors, bare=lambda key: bare_key(key, view)),
+        groups=total_by_role(view.tensors, bare=lambda key: bare_key(key, view)),
         optimizer=optimizer,
         capabilities=capabilities or (),
         notes=tuple(dict.fromkeys(notes)),
@@ -248,7 +248,7 @@ def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
     return collect_attributes(catalog)
 
 
-def total_by_purpose(
+def total_by_role(
     tensors: Mapping[str, Tensor], *, bare: Callable[[str], str] = str
 ) -> tuple[TensorGroup, ...]:
     """Return the totals of tensors by purpose, without empty groups.

@@ -30,7 +30,7 @@ from core.hf.values import CONFIG
 from core.megatron.extras.common_state import is_megatron
 from core.megatron.reshard.reshard import unshard
 from core.merge.adapter import Adapter, fold_adapter
-from core.merge.forms import FormOptions, relocate_files
+from core.merge.forms import FormOptions, with_file_prefix
 from core.merge.merge import MergedCatalog, MergeSource
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
@@ -58,11 +58,11 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
     if catalog.is_rank_local or is_megatron(catalog, options.rules):
         catalog = unshard(catalog, rules=options.rules, optim="drop")
         if is_adapter(catalog):
-            catalog = adapter_to_peft(relocate_files(catalog, prefix))
+            catalog = adapter_to_peft(with_file_prefix(catalog, prefix))
             return Adapter(label, catalog, parse_config(catalog.documents[ADAPTER_CONFIG]))
     elif is_peft(catalog, other.store):
         config = parse_config(read_config_text(other.store))
-        return Adapter(label, relocate_files(catalog, prefix), config)
+        return Adapter(label, with_file_prefix(catalog, prefix), config)
     raise UsageError(
         f"--lora: not an adapter: there is no {ADAPTER_CONFIG} of peft, and the tensors do not "
         "have the names of Megatron's adapters",

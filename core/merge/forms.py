@@ -87,7 +87,7 @@ def form_like(
             keep_padded_vocab=options.keep_padded_vocab,
         )
     # Before any renaming, as tensors that are computed from others name the files of these.
-    catalog = relocate_files(catalog, prefix)
+    catalog = with_file_prefix(catalog, prefix)
 
     # Megatron's names, of the implementation that the first one has.
     if first.facet(MegatronModel) is not None:
@@ -122,7 +122,7 @@ def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
     )
 
 
-def relocate_files(catalog: Catalog, prefix: str) -> Catalog:
+def with_file_prefix(catalog: Catalog, prefix: str) -> Catalog:
     """Return a catalog whose files have the names that a joined store gives them."""
 
     def moved(array: StoredArray) -> StoredArray:

@@ -101,8 +101,8 @@ class Tally:
         differs: a band differs.
         values: the differences; its sums are right only after ``sums.write_to(values)``.
         sums: the exact sums.
-        is_cast: the narrower type contains the other's values, rounded
-            (``core.diff.tensor_pass.Compared``); None before a band of two types was compared.
+        is_cast: the narrower type contains the other's values, rounded, as in ``core.diff``'s
+            ``ComparedTensor``; None before a band of two types was compared.
         first: flat index of the first element that differs, and its values.
     """
 

@@ -66,7 +66,7 @@ def with_parameter_names(
     from core.formats.trainer.proven_names import (
         OPTION,
         check_masters,
-        check_order,
+        check_named_optimizers,
         models_of,
         names_of_file,
         names_of_model,
@@ -79,7 +79,7 @@ def with_parameter_names(
             hint="omit it",
         )
     if order is not None:
-        check_order(order, optimizers)
+        check_named_optimizers(order, optimizers)
     models = models_of(catalog, optimizers)
     notes = []
     for optimizer in optimizers:

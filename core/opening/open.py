@@ -165,8 +165,8 @@ def open_checkpoint(
         needs_masters: raise also if only the optimizer's files have the weights in full precision.
         missing_chunks: treatment of zarr chunks that are not stored, ``fill`` or ``error``.
         drop_missing: leave out entries that an index lists without data; a note names them.
-        on_open: becomes that of the store (``core.files.store.SourceStore``); the caller resets it
-            when the files that are opened are no longer to be counted.
+        on_open: becomes that of the store (``core.files.source_store``); the caller resets it when
+            the files that are opened are no longer to be counted.
 
     Raises:
         UsageError: the path or the ``iteration`` does not exist, or the path is a URL.
@@ -643,10 +643,10 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
     try:
         format = sniffed(store)
     except UnsupportedError as err:
-        from core.opening.unrecognised import Search, describe_unrecognised, search_below
+        from core.opening.unrecognised import Search, build_unrecognised_error, search_below
 
         search = Search(()) if store.entry is not None else search_below(store, _is_checkpoint)
-        raise describe_unrecognised(store, known=err.hint or "", below=search) from None
+        raise build_unrecognised_error(store, known=err.hint or "", below=search) from None
     if store.entry is not None or format.own_folders is None:
         return format, []
     if not store.folders():

@@ -29,7 +29,7 @@ NEAR = 3
 """Levels below a checkpoint in which separate checkpoints are looked for."""
 
 
-def describe_unrecognised(
+def build_unrecognised_error(
     store: SourceStore, *, known: str, below: Search
 ) -> CheckpointingException:
     """Return the error for a directory or file that no format recognises.

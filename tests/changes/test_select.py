@@ -15,7 +15,7 @@ from core.catalog.tensor import Tensor
 from core.changes.rename import RenamedCatalog
 from core.changes.select import (
     add_prefix,
-    choose_dtypes,
+    build_dtype_rule,
     is_optimizer_key,
     rename,
     select,
@@ -103,13 +103,15 @@ def test_renames_that_cannot_be_are_errors(rules: list[tuple[str, str]]) -> None
 
 def test_plain_dtype_casts_only_the_model_and_globs_reach_everything() -> None:
     vector = Tensor("float32", (1,))
-    plain = choose_dtypes([(None, "bf16")])
+    plain = build_dtype_rule([(None, "bf16")])
     assert plain("model.a.weight", vector) == "bfloat16"
     assert plain("optimizer.state.exp_avg.a", vector) == "float32"
     assert plain("decoder.layers.0.mlp.router.expert_bias", vector) == "float32"
     assert plain("steps", Tensor("int64", (1,))) == "int64"
     assert plain("w", Tensor("float8_e4m3fn", (1,))) == "float8_e4m3fn"
-    both = choose_dtypes([(None, "bf16"), ("*.expert_bias", "float16"), ("optimizer.*", "float64")])
+    both = build_dtype_rule(
+        [(None, "bf16"), ("*.expert_bias", "float16"), ("optimizer.*", "float64")]
+    )
     assert both("decoder.layers.0.mlp.router.expert_bias", vector) == "float16"
     assert both("optimizer.state.exp_avg.a", vector) == "float64"
 
@@ -479,13 +481,13 @@ def test_a_prefix_without_its_dot_is_refused() -> None:
 
 def test_a_model_is_not_cast_to_eight_bits_without_scales() -> None:
     with pytest.raises(UsageError, match="8 bits") as caught:
-        choose_dtypes([(None, "fp8")])
+        build_dtype_rule([(None, "fp8")])
     assert "--quantize" in (caught.value.hint or "")
-    assert choose_dtypes([("a", "fp8")])("a", Tensor("float32", (2,))) == "float8_e4m3fn"
+    assert build_dtype_rule([("a", "fp8")])("a", Tensor("float32", (2,))) == "float8_e4m3fn"
 
 
 def test_a_cast_of_the_model_does_not_pass_over_float8_with_scales() -> None:
-    dtype_for = choose_dtypes([(None, "bf16")], ["w", "w_scale_inv", "v"])
+    dtype_for = build_dtype_rule([(None, "bf16")], ["w", "w_scale_inv", "v"])
     with pytest.raises(UsageError, match="'w_scale_inv'") as caught:
         dtype_for("w", Tensor("float8_e4m3fn", (2, 2)))
     assert "--dequantize" in (caught.value.hint or "")
@@ -494,10 +496,12 @@ def test_a_cast_of_the_model_does_not_pass_over_float8_with_scales() -> None:
 
 def test_float8_with_scales_is_not_cast_without_them() -> None:
     matrix = Tensor("float8_e4m3fn", (2, 2))
-    dtype_for = choose_dtypes([("[vw]", "bf16")], ["w", "w_scale_inv", "v"])
+    dtype_for = build_dtype_rule([("[vw]", "bf16")], ["w", "w_scale_inv", "v"])
     assert dtype_for("v", matrix) == "bfloat16"
     with pytest.raises(UsageError, match="w_scale_inv") as caught:
         dtype_for("w", matrix)
     assert "--dequantize" in (caught.value.hint or "")
-    assert choose_dtypes([("v", "bf16")], ["w", "w_scale_inv", "v"])("w", matrix) == "float8_e4m3fn"
-    assert choose_dtypes([(None, "bf16")])("a.weight_scale", Tensor("float32", ())) == "float32"
+    assert (
+        build_dtype_rule([("v", "bf16")], ["w", "w_scale_inv", "v"])("w", matrix) == "float8_e4m3fn"
+    )
+    assert build_dtype_rule([(None, "bf16")])("a.weight_scale", Tensor("float32", ())) == "float32"

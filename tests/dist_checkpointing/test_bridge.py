@@ -227,7 +227,7 @@ def test_flattened_optimizer_states_of_old_versions_are_loaded_by_their_true_sha
             break
     key = old[0]
     meta = catalog.tensors[key]
-    tensor = bridge.describe_whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
+    tensor = bridge.build_whole_tensor(key, torch_dtype(meta.dtype), meta.shape)
     assert tensor.global_shape == facts[key]["nd_reformulated_orig_global_shape"]
     assert _loaded(stored, tensor).abs().sum() > 0
 

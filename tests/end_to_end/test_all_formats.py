@@ -234,7 +234,7 @@ def test_any_format_converts_to_any_other_and_other_software_reads_it(
     assert report.format == target
     if wanted is None:
         assert sorted(dst.rglob("model_optim_rng.pt"))
-        return  # tests/reshard compares rank files with Megatron's own
+        return  # tests/megatron/reshard compares rank files with Megatron's own
     found = READERS[target](dst)
     missing = set(wanted) - set(found)
     assert not missing, f"{len(missing)} tensors are missing, such as {min(missing)}"

@@ -38,7 +38,7 @@ from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.inspect.preview import first_values
-from core.inspect.summary import total_by_purpose
+from core.inspect.summary import total_by_role
 from core.manifest.of_copy import MANIFEST, read_manifest
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf
@@ -264,7 +264,7 @@ def _ocdbt(data: bytes) -> None:
 
 def _explored(catalog: Catalog, store: MemoryStore) -> None:
     """Looks at everything that a catalog promises, as the commands would."""
-    total_by_purpose(catalog.tensors)
+    total_by_role(catalog.tensors)
     for name in globals_of([item.value for item in catalog.objects.values()]):
         classify(name)
     for key in islice(catalog.tensors, _MOST):

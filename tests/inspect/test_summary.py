@@ -11,7 +11,7 @@ from core.catalog.facets import RankFacts
 from core.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.formats.format import Format
-from core.inspect.summary import path_of, summarize, total_by_purpose
+from core.inspect.summary import path_of, summarize, total_by_role
 from core.opening.open import Checkpoint
 from core.pickle.inert import Global, Inert, make_namespace
 
@@ -37,7 +37,7 @@ def test_groups_count_every_tensor_once_and_leave_out_empty_groups() -> None:
     catalog = catalog_of(
         {"w": (4, 2), "optimizer.state.exp_avg.w": (4, 2), "optimizer.state.exp_avg_sq.w": (4, 2)}
     )
-    model, moments = total_by_purpose(catalog.tensors)
+    model, moments = total_by_role(catalog.tensors)
     assert (model.name, model.n_tensors, model.n_elements, model.n_bytes) == ("model", 1, 8, 16)
     assert (moments.name, moments.n_tensors, moments.n_elements, moments.n_bytes) == (
         "moments",

@@ -1,4 +1,4 @@
-"""The options that several commands have, to be declared by each with its panel."""
+"""Options that several commands share; each declares them in its own panel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def threads_option(
     Args:
         text: help text: what the threads do, and their default number.
     """
-    return panel.option("--threads, -j N", text, parser=whole_number(1, 64))
+    return panel.option("-j, --threads N", text, parser=whole_number(1, 64))
 
 
 def memory_option(panel: Panel = ENGINE, *, text: str = "Memory limit.") -> Any:

@@ -139,7 +139,7 @@ def _find_arrays(subject: Subject, marker: str, parse: ParseArray) -> Iterator[_
         pending.append(_Folder(folder, file, key, listing, array))
         return True
 
-    # ``folders_of`` calls ``is_array`` for each folder before it yields the folder; meanwhile the
+    # ``walk_folders`` calls ``is_array`` for each folder before it yields the folder; meanwhile the
     # array or the finding is queued in ``pending``.
     for folder, listing, is_array_folder in walk_folders(store, is_array=is_array):
         yield from pending

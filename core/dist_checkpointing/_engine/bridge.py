@@ -43,7 +43,7 @@ BATCH_BYTES = 512 << 20
 """Approximate size of the tensors that pass through host memory at once, in bytes."""
 
 
-def find_region(tensor: ShardedTensor) -> Chunk:
+def build_chunk(tensor: ShardedTensor) -> Chunk:
     """Return the region of the global tensor that a ShardedTensor stands for.
 
     Raises:
@@ -155,7 +155,7 @@ def sharded_metadata(
     """
     with open_catalog(checkpoint_dir) as (catalog, _):
         metadata: dict[str, ShardedBase] = {
-            key: describe_whole_tensor(key, torch_dtype(tensor.dtype), tensor.shape)
+            key: build_whole_tensor(key, torch_dtype(tensor.dtype), tensor.shape)
             for key, tensor in catalog.tensors.items()
         }
         if not tensors_only:
@@ -164,7 +164,7 @@ def sharded_metadata(
         return metadata
 
 
-def describe_whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedTensor:
+def build_whole_tensor(key: str, dtype: torch.dtype, shape: Sequence[int]) -> ShardedTensor:
     """Return a ShardedTensor without data that stands for a complete global tensor."""
     size = tuple(shape)
     return ShardedTensor(key, None, dtype, size, size, (0,) * len(size), (1,) * len(size))
@@ -190,7 +190,7 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
             raise UsageError(
                 "the tensor has no data to be filled", key=tensor.key, hint="call init_data first"
             )
-        pairs.append((find_region(tensor), tensor.data))
+        pairs.append((build_chunk(tensor), tensor.data))
     with open_catalog(checkpoint_dir) as (catalog, store):
         fill_tensors(pairs, catalog, store)
 

@@ -217,7 +217,7 @@ def prepare_save(
         for tensor in tensors:
             if tensor.data is None:
                 raise UsageError("the tensor has no data to be saved", key=tensor.key)
-            pairs.append((bridge.find_region(tensor), tensor.data.detach()))
+            pairs.append((bridge.build_chunk(tensor), tensor.data.detach()))
             bridge.check_data(*pairs[-1])
         return pairs, [(item.unique_key, stream_of([item.data])) for item in objects]
 

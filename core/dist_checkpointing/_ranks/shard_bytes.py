@@ -227,7 +227,7 @@ def bytes_in_place(
     return own_bytes(tensors.get(shard), device)
 
 
-def fill_part(
+def pack_into(
     parcel: Parcel, tensors: Mapping[_ShardId, torch.Tensor], raw: torch.Tensor, start: int = 0
 ) -> None:
     """Copy the bytes of a parcel from ``start`` on to ``raw``, 1-D uint8, until that is full."""

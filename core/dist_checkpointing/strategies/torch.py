@@ -426,7 +426,7 @@ class TorchDistLoadShardedStrategy(LoadShardedStrategy):
         if metadata is None:
             return bridge.sharded_metadata(checkpoint_dir, tensors_only=True)
         return {
-            key: bridge.describe_whole_tensor(key, entry.properties.dtype, entry.size)
+            key: bridge.build_whole_tensor(key, entry.properties.dtype, entry.size)
             for key, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }

@@ -385,5 +385,5 @@ def load_zarr_based_sharded_metadata(
         torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
         if torch_dtype is None:
             raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
-        metadata[key] = bridge.describe_whole_tensor(key, torch_dtype, shape)
+        metadata[key] = bridge.build_whole_tensor(key, torch_dtype, shape)
     return metadata

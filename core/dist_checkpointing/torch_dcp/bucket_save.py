@@ -25,7 +25,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
     SaveLayout,
-    find_item_region,
+    build_item_chunk,
     is_finished_by_rank,
     is_tensor,
     lay_out,
@@ -179,7 +179,7 @@ def upload_part(
         )
     # Which item fills which array; of several items for one region, any.
     items = {
-        (item.index.fqn, find_item_region(item).box): item for item in plan.items if is_tensor(item)
+        (item.index.fqn, build_item_chunk(item).box): item for item in plan.items if is_tensor(item)
     }
     fragments: dict[str, tuple[str, TargetFragment]] = {
         fragment.array.name: (key, fragment)
@@ -193,7 +193,7 @@ def upload_part(
         item = items[key, fragment.box]
         # The tensor has to outlive the reads of its memory.
         tensor = resolve_tensor(item, planner)
-        source, memory = live_source([bridge.live_tensor(find_item_region(item), tensor)])
+        source, memory = live_source([bridge.live_tensor(build_item_chunk(item), tensor)])
         tensor_of_item = replace(part.tensors[key], tiling=lambda: (fragment,))
         target: TargetCatalog = Catalog("live", None, {key: tensor_of_item})
         yield from ArrayBytes(ProcessShare(target, ()), source, memory).pieces(array)
@@ -211,6 +211,6 @@ def upload_part(
     results = []
     for item in plan.items:
         stream = None if is_tensor(item) else planner.resolve_data(item).getvalue()
-        n_bytes = find_item_region(item).n_bytes if stream is None else len(stream)
+        n_bytes = build_item_chunk(item).n_bytes if stream is None else len(stream)
         results.append(WriteResult(index=item.index, size_in_bytes=n_bytes, storage_data=stream))
     return results

@@ -23,8 +23,8 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
     SaveLayout,
+    build_item_chunk,
     check_same_positions,
-    find_item_region,
     is_finished_by_rank,
     is_tensor,
     lay_out,
@@ -77,11 +77,11 @@ def write_part(
     results = []
     # Write the tensors, in batches so that few of them are in host memory at a time.
     for batch in batches(
-        filter(is_tensor, plan.items), lambda item: find_item_region(item).n_bytes
+        filter(is_tensor, plan.items), lambda item: build_item_chunk(item).n_bytes
     ):
         tensors = [resolve_tensor(item, planner) for item in batch]
         live = [
-            bridge.live_tensor(find_item_region(item), data)
+            bridge.live_tensor(build_item_chunk(item), data)
             for item, data in zip(batch, tensors, strict=True)
         ]
         written |= {
@@ -265,7 +265,7 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
         UsageError: the tensor does not have the planned dtype or shape.
         UnsupportedError: the tensor is sparse, or on the meta device.
     """
-    chunk = find_item_region(item)
+    chunk = build_item_chunk(item)
     data = planner.resolve_data(item).detach()
     if tuple(data.shape) != chunk.box.shape:
         raise UsageError(

@@ -130,7 +130,7 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
     """
     # Collect the global tensors.
     chunks_by_rank = [
-        [find_item_region(item) for item in plan.items if is_tensor(item)] for plan in plans
+        [build_item_chunk(item) for item in plan.items if is_tensor(item)] for plan in plans
     ]
     tensors = metas_of_chunks(chunk for chunks in chunks_by_rank for chunk in chunks)
     # Assign every region to one rank, and check that the regions cover each tensor once.
@@ -171,7 +171,7 @@ def is_tensor(item: WriteItem) -> bool:
     return bool(item.type != WriteItemType.BYTE_IO)
 
 
-def find_item_region(item: WriteItem) -> Chunk:
+def build_item_chunk(item: WriteItem) -> Chunk:
     """Return the region that an item stands for.
 
     Raises:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
-from core.dist_checkpointing.torch_dcp.planned_save import find_item_region, is_tensor
+from core.dist_checkpointing.torch_dcp.planned_save import build_item_chunk, is_tensor
 from core.errors import UnsupportedError
 from core.files.source_store import open_store
 from core.files.url import find_location
@@ -138,7 +138,7 @@ def contributions_of(metadata: Metadata | None) -> list[ProcessContribution] | N
     try:
         return [
             ProcessContribution(
-                chunks=tuple(find_item_region(item) for item in plan.items if is_tensor(item)),
+                chunks=tuple(build_item_chunk(item) for item in plan.items if is_tensor(item)),
                 streams=tuple((item.index.fqn, 0) for item in plan.items if not is_tensor(item)),
             )
             for plan in plans

@@ -74,7 +74,7 @@ def linked_metadata(catalog: Catalog) -> FileImage:
     """Write a ``.metadata`` whose entries stay in the source's data files.
 
     Args:
-        catalog: a result of ``catalog_of``, with some entries dropped or renamed; entries of
+        catalog: a result of ``build_catalog``, with some entries dropped or renamed; entries of
             ``meta.pt`` are ignored.
 
     Raises:

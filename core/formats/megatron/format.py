@@ -427,7 +427,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     """Lay out the files of a root: rank files under ``iter_N`` or ``release``, and the tracker.
 
     Args:
-        target: a result of ``core.megatron.reshard.reshard.shard``, with ``RankFacts``. Without an
+        target: a result of ``core.megatron.reshard.to_ranks.shard``, with ``RankFacts``. Without an
             iteration, or with ``WriteOptions.is_release``, it becomes a release.
 
     Raises:

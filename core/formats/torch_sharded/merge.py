@@ -45,7 +45,7 @@ from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.local_part import QuantizedPart
 from core.formats.torch_sharded.quantized_parts import join_quantized
-from core.formats.torch_sharded.rank_file import TensorFile, with_paths_of
+from core.formats.torch_sharded.rank_file import TensorFile, rekey_by_skeleton
 from core.pickle.equality import are_same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
@@ -172,7 +172,7 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
     notes = [f"{top}{name} differs between ranks; each rank's is kept" for name in own_entries]
     files = [nested_by_rank(file, own_entries) if own_entries else file for file in files]
     if label is not None:
-        files = [with_paths_of(file, {label: file.skeleton}) for file in files]
+        files = [rekey_by_skeleton(file, {label: file.skeleton}) for file in files]
     ranges, incomplete = parameters_in_flat(files)
 
     # Collect the entries of the files.
@@ -460,4 +460,4 @@ def nested_by_rank(file: TensorFile, names: Sequence[object]) -> TensorFile:
     parts = {
         name: {f"rank_{file.rank}": item} if name in names else item for name, item in root.items()
     }
-    return with_paths_of(file, rebuild(file.skeleton, parts))
+    return rekey_by_skeleton(file, rebuild(file.skeleton, parts))

@@ -164,7 +164,7 @@ def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
     )
 
 
-def with_paths_of(file: TensorFile, skeleton: object) -> TensorFile:
+def rekey_by_skeleton(file: TensorFile, skeleton: object) -> TensorFile:
     """Return a file whose entries have the keys of their paths in another skeleton.
 
     Args:

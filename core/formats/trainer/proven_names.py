@@ -99,7 +99,7 @@ def parse_order(data: bytes, *, label: str) -> ParameterOrder:
     return ParameterOrder(label, names)
 
 
-def check_order(order: ParameterOrder, optimizers: Sequence[NumberedOptimizer]) -> None:
+def check_named_optimizers(order: ParameterOrder, optimizers: Sequence[NumberedOptimizer]) -> None:
     """Raise unless a file has names for each optimizer, and for no other.
 
     Raises:

@@ -130,7 +130,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
         if entry in unread:
             continue
         if not is_optimizer(entry):
-            parts.append(describe_object_file(entry, file, store.size(file)))
+            parts.append(build_object_entries(entry, file, store.size(file)))
             continue
         n_optimizers = sum(map(is_optimizer, files))
         weights = _weights(catalog, store, entry, n_optimizers=n_optimizers, is_ordered=is_ordered)
@@ -179,7 +179,7 @@ class StateEntries:
     dropped: tuple[Dropped, ...] = ()
 
 
-def describe_object_file(entry: str, file: str, n_bytes: int) -> StateEntries:
+def build_object_entries(entry: str, file: str, n_bytes: int) -> StateEntries:
     """Return the entry of a file that is one object, whose stream is read later.
 
     Args:
@@ -394,7 +394,7 @@ def with_state_above(catalog: Catalog, store: ReadStore, *, prefix: str, folder:
     files = {entry: file for entry, file in all_files.items() if not is_optimizer(entry)}
     taken = taken_entries(catalog, catalog.skeleton, files)
     parts = [
-        describe_object_file(entry, f"{prefix}{file}", store.size(file))
+        build_object_entries(entry, f"{prefix}{file}", store.size(file))
         for entry, file in files.items()
         if entry not in taken
     ]

@@ -36,7 +36,7 @@ from core.hf.adapters.peft import (
     sorted_tensors,
 )
 from core.hf.config_json.config import build_arguments
-from core.hf.config_json.origin import keep_text
+from core.hf.config_json.origin import choose_config_text
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import Pair
@@ -166,7 +166,7 @@ def adapter_to_megatron(
 
     fields |= {
         "tensor_model_parallel_size": tp,
-        ARGUMENT: keep_text(config, catalog.documents.get(CONFIG)),
+        ARGUMENT: choose_config_text(config, catalog.documents.get(CONFIG)),
         ADAPTER_ARGUMENT: text.decode(),
     }
     args = make_namespace(fields)

@@ -18,7 +18,7 @@ from core.arrays.sharding import padded_vocab_size
 from core.catalog.catalog import Catalog
 from core.errors import MissingShardError
 from core.hf.config_json.config import build_arguments
-from core.hf.config_json.origin import keep_text
+from core.hf.config_json.origin import choose_config_text
 from core.hf.family import Family, family_of
 from core.hf.text_model import is_composite, text_config_of
 from core.hf.values import ARGUMENT
@@ -57,7 +57,7 @@ def derive_arguments(
     """
     rules = load_rules()
     prefix = prefix_of(catalog, rules)
-    text = keep_text(config, document)
+    text = choose_config_text(config, document)
     embedding = catalog.tensors.get(prefix + GPT.embedding)
     if embedding is None or not embedding.shape:
         raise MissingShardError("the tensor is not in the checkpoint", key=GPT.embedding)

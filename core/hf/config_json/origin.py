@@ -72,7 +72,7 @@ def parse_origin(text: bytes, *, file: str) -> ConfigOrigin:
     return ConfigOrigin(text, parse_json_object(text, file=file))
 
 
-def keep_text(config: Mapping[str, object], document: bytes | None) -> str:
+def choose_config_text(config: Mapping[str, object], document: bytes | None) -> str:
     """Return the text to keep of a configuration.
 
     Args:
@@ -95,7 +95,7 @@ def restore(
 
     Args:
         origin: the configuration that the model was converted from.
-        now: the configuration that the arguments express (``config_of``).
+        now: the configuration that the arguments express (``build_config``).
         fields: training arguments by name.
         family: family of the model.
         model: the model that the arguments describe.

@@ -270,7 +270,7 @@ def check_head_gates(args: object, format: str) -> None:
         )
 
 
-def check_model_sizes(topology: Topology, facts: ModelFacts) -> None:
+def check_parallel_sizes(topology: Topology, facts: ModelFacts) -> None:
     """Raise for sizes that Megatron, or the model's experts, do not allow.
 
     Raises:

@@ -80,7 +80,7 @@ def check_master_dtypes(tensors: Mapping[str, Tensor]) -> None:
             raise remainders_error(key=state[1])
 
 
-def check_remainders(model: Catalog, store: ReadStore, strange: Sequence[str]) -> None:
+def refuse_remainders(model: Catalog, store: ReadStore, strange: Sequence[str]) -> None:
     """Raise if master weights that are stored by name, and do not round to weights, are remainders.
 
     Args:

@@ -291,7 +291,7 @@ def facts_of_ranks(
         ranks: coordinates → (directory, content of its file).
 
     Raises:
-        UnsupportedError, CorruptError: as for ``facts_of``.
+        UnsupportedError, CorruptError: as for ``read_facts``.
     """
     facts = read_facts(args, names=rules.model_of(_local_names(ranks, rules)))
     return with_v_shape(facts, ranks, rules)

@@ -22,7 +22,7 @@ from core.catalog.tensor import without_ties
 from core.errors import list_some
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of
-from core.megatron.optimizer.remainders import check_master_dtypes, check_remainders
+from core.megatron.optimizer.remainders import check_master_dtypes, refuse_remainders
 from core.megatron.placement.adapter_rows import is_halved, to_matrix_order
 from core.megatron.rules.rules import UNKNOWN_SOURCE, Rules
 
@@ -91,7 +91,7 @@ def unshard(
         strange = strange_masters(model, store)
     if strange:
         assert store is not None, "nothing was compared without files"
-        check_remainders(model, store, strange)
+        refuse_remainders(model, store, strange)
         reason = "were the weights changed after the optimizer's last step?"
         model = model.noted(
             [f"master weights of {list_some(strange)} do not round to the weights: {reason}"]

@@ -46,7 +46,7 @@ from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OP
 from core.megatron.extras.random_states import WITHOUT
 from core.megatron.model.args import fields_of, read_facts, replaced
 from core.megatron.model.checks import with_gate
-from core.megatron.model.cut import Cut, check_model_sizes, cuts_of
+from core.megatron.model.cut import Cut, check_parallel_sizes, cuts_of
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.new_args import update_args
 from core.megatron.model.pipeline import Pipeline
@@ -87,7 +87,7 @@ def to_fsdp_dtensor(
     topology = replace(topology, pp=1, vpp=1, pipeline=None)
     facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
     facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
-    check_model_sizes(topology, facts)
+    check_parallel_sizes(topology, facts)
     _check_model(catalog, facts)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
 

@@ -49,7 +49,7 @@ from core.megatron.model.args import SINCE_0_19, fields_of, read_facts
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
-    check_model_sizes,
+    check_parallel_sizes,
     check_towers,
     cuts_of,
     param_array,
@@ -103,7 +103,7 @@ def shard(
     # Refuse what Megatron could not load.
     check_towers(catalog, "megatron")
     check_head_gates(catalog.args, "megatron")
-    check_model_sizes(topology, facts)
+    check_parallel_sizes(topology, facts)
     check_rank_files(topology)
     described = catalog.facet(MegatronModel) or MegatronModel()
     expert_names = described.expert_names or facts.expert_names

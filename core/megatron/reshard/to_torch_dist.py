@@ -52,7 +52,7 @@ from core.megatron.model.args import read_facts, replaced
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
-    check_model_sizes,
+    check_parallel_sizes,
     check_towers,
     cuts_of,
 )
@@ -144,7 +144,7 @@ def to_torch_dist(
             "save them as torch_dist",
             hint="write --to megatron",
         )
-    check_model_sizes(topology, facts)
+    check_parallel_sizes(topology, facts)
     check_towers(catalog, format)
     check_head_gates(catalog.args, format)
     stages = facts.stages(topology.pp, topology.vpp, pipeline=topology.pipeline)

@@ -1,4 +1,4 @@
-"""core.megatron.reshard.reshard.shard: rank files of another topology must equal those that
+"""core.megatron.reshard.to_ranks: rank files of another topology must equal those that
 Megatron saved there.
 """
 

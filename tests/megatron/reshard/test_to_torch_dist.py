@@ -1,4 +1,4 @@
-"""core.megatron.reshard.reshard.stack: a torch_dist checkpoint as Megatron itself would have
+"""core.megatron.reshard.to_torch_dist: a torch_dist checkpoint as Megatron itself would have
 written it.
 """
 
