@@ -5,8 +5,12 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from ckpt_cli.options.declaration import CHECKS, CONTENT, LAYOUT, MESSAGES, argument
-from ckpt_cli.options.shared.declared import (
+from ckpt_cli.options.declaration import (
+    CHECKS,
+    CONTENT,
+    LAYOUT,
+    MESSAGES,
+    argument,
     debug_flag,
     json_flag,
     memory_option,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt_cli.options.declaration import OPTIONS, argument
-from ckpt_cli.options.shared.declared import (
+from ckpt_cli.options.declaration import (
+    OPTIONS,
+    argument,
     debug_flag,
     iteration_option,
     json_flag,

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt_cli.host.binding import MODES
-from ckpt_cli.options.declaration import FAILURES, HOSTS, LOGS, WORKERS, argument
-from ckpt_cli.options.shared.declared import progress_option
+from ckpt_cli.options.declaration import FAILURES, HOSTS, LOGS, WORKERS, argument, progress_option
 from ckpt_cli.options.shared.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
 from core.device.device import NAMES as DEVICES

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt_cli.options.declaration import CHECKS, CONTENT, MESSAGES, OUTPUT, argument
-from ckpt_cli.options.shared.declared import (
+from ckpt_cli.options.declaration import (
+    CHECKS,
+    CONTENT,
+    MESSAGES,
+    OUTPUT,
+    argument,
     debug_flag,
     json_flag,
     memory_option,

@@ -14,8 +14,6 @@ from ckpt_cli.options.declaration import (
     MESSAGES,
     OUTPUT,
     argument,
-)
-from ckpt_cli.options.shared.declared import (
     debug_flag,
     iteration_option,
     json_flag,

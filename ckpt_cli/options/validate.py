@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt_cli.options.declaration import CHECKS, MESSAGES, OUTPUT, argument
-from ckpt_cli.options.shared.declared import (
+from ckpt_cli.options.declaration import (
+    CHECKS,
+    MESSAGES,
+    OUTPUT,
+    argument,
     debug_flag,
     iteration_option,
     memory_option,

@@ -24,8 +24,8 @@ from core.files.syscalls import allowed_cores
 from core.megatron.rules.tables import load_rules
 from core.numbers.difference import has_numbers
 from core.numbers.statistics import ValueStatistics, describe, merge_statistics
-from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.memory import MIB, RUNTIME_BYTES, fit_threads
+from core.plan.box_reader import BoxReader, TensorReader, bands, fit_threads
+from core.plan.memory import MIB, RUNTIME_BYTES
 from core.team.threads import ThreadGroup
 from core.values import dataclass
 

@@ -34,8 +34,8 @@ from core.manifest.fingerprint_read import read_fingerprints
 from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical
 from core.opening.open import FILL, Checkpoint, open_checkpoint
-from core.plan.box_reader import BoxReader, TensorReader, bands
-from core.plan.memory import RUNTIME_BYTES, fit_threads, limit_objects
+from core.plan.box_reader import BoxReader, TensorReader, bands, fit_threads
+from core.plan.memory import RUNTIME_BYTES, limit_objects
 from core.progress import OnProgress, Phase, begin_phase
 from core.scan.share import Meter, divide_in_order
 from core.team.agreement import observe_files, require_agreement

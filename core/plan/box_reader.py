@@ -14,7 +14,7 @@ decoded units for arrays that are compressed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from core.arrays.box import Box, Shape, full_box
@@ -30,14 +30,15 @@ from core.arrays.gather import (
     read_box,
 )
 from core.catalog.catalog import Catalog
-from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore
+from core.catalog.decoded import DEFAULT_CACHE_BYTES, DecodedStore, decoding_bytes
 from core.catalog.stored import PlannedArray
-from core.catalog.tensor import Fragment, whole_tensor
+from core.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.errors import in_checkpoint
 from core.files.store import ReadStore
 from core.plan.addresses import Source, source_in
 from core.plan.bands import cut_rows, row_bands
 from core.plan.match import match
+from core.plan.memory import DECODER_BYTES
 from core.values import dataclass
 
 _MIN_VECTOR_BYTES = 16 << 10
@@ -238,3 +239,27 @@ class TensorReader:
             itemsize=self._size,
             raw=raw,
         )
+
+
+def fit_threads(
+    tensors: Iterable[Tensor], threads: int, memory_bytes: int, *, thread_bytes: int
+) -> tuple[int, int, int]:
+    """Reduce a number of reading threads until they fit into the memory.
+
+    Args:
+        tensors: what they read; the largest unit of it (zarr chunk, deflated record) counts.
+        threads: the number of threads that is wanted.
+        memory_bytes: memory for threads, decoders and the cache of decoded units.
+        thread_bytes: memory of a thread without the unit that it decodes.
+
+    Returns:
+        The number of threads (0 if not even one fits), the size of the cache (0 if nothing is
+        encoded), and the memory that one thread needs.
+    """
+    unit_bytes = max((decoding_bytes(tensor.fragments()) for tensor in tensors), default=0)
+    fixed_bytes = DECODER_BYTES if unit_bytes else 0
+    thread_bytes += unit_bytes
+    threads = max(0, min(threads, (memory_bytes - fixed_bytes) // thread_bytes))
+    spare_bytes = memory_bytes - fixed_bytes - threads * thread_bytes
+    cache_bytes = max(0, min(DEFAULT_CACHE_BYTES, spare_bytes)) if unit_bytes else 0
+    return threads, cache_bytes, fixed_bytes + thread_bytes

@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from sys import getsizeof
 
 from core.catalog.catalog import Catalog
-from core.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
-from core.catalog.tensor import Tensor
 from core.errors import CapacityError
 from core.pickle.element_count import Elements, limiting_values
 from core.pickle.inert import LONG_BYTES, Inert, list_parts, walk
@@ -89,30 +87,6 @@ def limit_objects(
         yield
     if refused:
         raise refused[0]
-
-
-def fit_threads(
-    tensors: Iterable[Tensor], threads: int, memory_bytes: int, *, thread_bytes: int
-) -> tuple[int, int, int]:
-    """Reduce a number of reading threads until they fit into the memory.
-
-    Args:
-        tensors: what they read; the largest unit of it (zarr chunk, deflated record) counts.
-        threads: the number of threads that is wanted.
-        memory_bytes: memory for threads, decoders and the cache of decoded units.
-        thread_bytes: memory of a thread without the unit that it decodes.
-
-    Returns:
-        The number of threads (0 if not even one fits), the size of the cache (0 if nothing is
-        encoded), and the memory that one thread needs.
-    """
-    unit_bytes = max((decoding_bytes(tensor.fragments()) for tensor in tensors), default=0)
-    fixed_bytes = DECODER_BYTES if unit_bytes else 0
-    thread_bytes += unit_bytes
-    threads = max(0, min(threads, (memory_bytes - fixed_bytes) // thread_bytes))
-    spare_bytes = memory_bytes - fixed_bytes - threads * thread_bytes
-    cache_bytes = max(0, min(DEFAULT_CACHE_BYTES, spare_bytes)) if unit_bytes else 0
-    return threads, cache_bytes, fixed_bytes + thread_bytes
 
 
 def estimate_object_bytes(source: Catalog, n_entries: int) -> int:

@@ -110,7 +110,9 @@ def texts() -> tuple[Text, ...]:
         if "--" not in source and "ckpt " not in source:
             continue
         for line, value in strings_of(ast.parse(source)):
-            is_declared = DECLARATIONS.search(place) and re.fullmatch(r"-\S+(?: -\S+)*", value)
+            is_declared = DECLARATIONS.search(place) and re.fullmatch(
+                r"-\S+(?:,? -\S+)*(?: \S+)?", value
+            )
             if (OPTION.search(value) or COMMAND.search(value)) and not is_declared:
                 collected.append(Text(f"{place}:{line}", value))
     return tuple(collected)

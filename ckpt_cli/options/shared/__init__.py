@@ -1,4 +1,1 @@
-"""Options that several commands share, and the parsers of option values.
-
-Start at ``values``; ``progress`` and ``storage`` declare one option each.
-"""
+"""The values of options: their parsers (``values``), and what two of them mean."""

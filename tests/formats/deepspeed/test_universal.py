@@ -577,7 +577,7 @@ def test_an_optimizer_beside_its_model_is_written_once_its_prefix_is_gone(tmp_pa
     with pytest.raises(UnsupportedError) as caught:
         run(job)
     assert caught.value.hint is not None
-    assert caught.value.hint.endswith("add --strip-prefix model.")
+    assert caught.value.hint.endswith("--strip-prefix 'model.'")
     # The steps of one layer, stacked, are a tensor of one element.
     for stack_layers in (False, True):
         run(replace(job, strip_prefix=("model.",), stack_layers=stack_layers, force=True))

@@ -208,11 +208,9 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
             )
             # Many scripts save a model under a key of its own, and the optimizer beside it.
             for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
-                if (
-                    split_state_path(key, {name.removeprefix(prefix) for name in parameters})
-                    is not None
-                ):
-                    hint = f"its parameter has the prefix {prefix!r}: add --strip-prefix {prefix}"
+                names_without = {name.removeprefix(prefix) for name in parameters}
+                if split_state_path(key, names_without) is not None:
+                    hint = f"take the prefix off the parameters: --strip-prefix '{prefix}'"
             raise UnsupportedError(
                 "the tensor belongs to the optimizer, but not to a parameter that is written",
                 key=key,
