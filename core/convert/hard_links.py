@@ -98,7 +98,9 @@ def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
     candidates = dict.fromkeys((*linked.files, *source.catalog.files))
-    unsafe = describe_unsafe_files(source, (path for path in candidates if path != COMMON_FILE))
+    # The objects of these two files are those of the catalog, which are judged above.
+    beside = [path for path in candidates if path not in (COMMON_FILE, META)]
+    unsafe = describe_unsafe_files(source, beside)
     refused = {name for entry in unsafe for name in entry.names}
     linked_files = [path for path in candidates if path not in refused]
     paths = {name: name for name in linked_files}

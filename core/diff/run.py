@@ -20,7 +20,7 @@ Memory is bounded, whatever the sizes of the tensors. Only the first of several 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -251,7 +251,12 @@ class _Comparison:
         entries, of_layout, n_entries, place_notes = self._entries()
 
         # A tensor on one side only is not a difference if it shares the bytes of one on both sides.
-        aliases = [tensor for tensor in self._tensors.values() if self._is_alias(tensor)]
+        names_a, names_b = (_group_names(side.catalog) for side in (self._a, self._b))
+        aliases = [
+            tensor
+            for tensor in self._tensors.values()
+            if self._is_alias(tensor, names_b if tensor.a is None else names_a)
+        ]
         alias_keys = {tensor.key for tensor in aliases}
 
         # Only the parts of an optimizer are ever left out, so without it nothing is.
@@ -439,15 +444,26 @@ class _Comparison:
             return None
         return f"{result.values.n_differing:,} of {result.values.n_elements:,} elements differ"
 
-    def _is_alias(self, diff: TensorDiff) -> bool:
-        """Return whether a tensor that only one side has is tied to one that both sides have."""
+    def _is_alias(self, diff: TensorDiff, names: Mapping[str, Sequence[str]]) -> bool:
+        """Return whether a tensor that only one side has is tied to one that both sides have.
+
+        Args:
+            names: ``_group_names`` of the side that has it.
+        """
         if diff.kind not in ("only_a", "only_b"):
             return False
-        ties = (self._a if diff.a is not None else self._b).catalog.ties
-        first = ties.get(diff.key, diff.key)
-        tied = (first, *(key for key, original in ties.items() if original == first))
-        others = (self._tensors[key] for key in tied if key in self._tensors)
+        others = (self._tensors[key] for key in names.get(diff.key, ()) if key in self._tensors)
         return any(other.a is not None and other.b is not None for other in others)
+
+
+def _group_names(catalog: Catalog) -> dict[str, list[str]]:
+    """Return all names of each tied tensor, by each of them."""
+    names_of: dict[str, list[str]] = {}
+    for key, first in catalog.ties.items():
+        names = names_of.setdefault(first, [first])
+        names.append(key)
+        names_of[key] = names
+    return names_of
 
 
 def _is_read(diff: TensorDiff) -> bool:

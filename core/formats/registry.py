@@ -27,7 +27,7 @@ _GROUP = "ckpt.formats"
 
 
 class Stores(Enum):
-    """What a format can store of a checkpoint whose parallel layout is not known."""
+    """How much a format can store of a checkpoint that has no known parallel layout."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""
