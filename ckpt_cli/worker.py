@@ -42,9 +42,9 @@ from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers import current_team as teamwork
 from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.store import GoneError
+from core.engine.team.protocol import ALONE, StoppedError, failed_rank_of, is_final
 from core.errors import CheckpointingException, WorkerError
 from core.progress import Phase, begin_phase
-from core.team.protocol import ALONE, StoppedError, failed_rank_of, is_final
 
 if TYPE_CHECKING:
     from ckpt_cli.workers.torch_team import TorchTeam

@@ -65,18 +65,18 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
-from core.diff.result import KINDS
-from core.diff.run import DiffJob, diff
+from core.engine.numbers.difference import Tolerance
+from core.engine.team.protocol import is_lead
 from core.errors import UsageError
-from core.numbers.difference import Tolerance
-from core.pictures.heat import heat_maps
-from core.team.protocol import is_lead
+from core.verbs.diff.result import KINDS
+from core.verbs.diff.run import DiffJob, diff
+from core.verbs.pictures.heat import heat_maps
 
 if TYPE_CHECKING:
     from ckpt_cli.options.diff import DiffOptions
-    from core.catalog.tensor import Tensor
-    from core.diff.result import Diff, TensorDiff
-    from core.diff.sides import Side
+    from core.engine.catalog.tensor import Tensor
+    from core.verbs.diff.result import Diff, TensorDiff
+    from core.verbs.diff.sides import Side
 
 _LIMIT = 10
 """Default number of lines of each list."""

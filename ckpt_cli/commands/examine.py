@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.workers.current_team import default_memory, device, team, worker_threads
-from core.checks.level import Level
-from core.checks.registry import codes
 from core.files.syscalls import allowed_cores
 from core.opening.open import FILL
-from core.validate.accepted import Acceptance, parse_patterns, read_baseline
-from core.validate.run import Validation
-from core.validate.run import validate as check_checkpoint
+from core.verbs.checks.level import Level
+from core.verbs.checks.registry import codes
+from core.verbs.validate.accepted import Acceptance, parse_patterns, read_baseline
+from core.verbs.validate.run import Validation
+from core.verbs.validate.run import validate as check_checkpoint
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
-    from core.checks.plan_request import PlanRequest
     from core.progress import OnProgress
+    from core.verbs.checks.plan_request import PlanRequest
 
 
 def level_of(options: ValidateOptions) -> Level:
@@ -73,7 +73,7 @@ def plan_request(options: ValidateOptions) -> PlanRequest | None:
     """
     if options.plan_for is None:
         return None
-    from core.checks.plan_request import parse_plan_request
+    from core.verbs.checks.plan_request import parse_plan_request
 
     memory_bytes = options.memory or default_memory()
     return parse_plan_request(options.plan_for, rules=options.rules, memory_bytes=memory_bytes)

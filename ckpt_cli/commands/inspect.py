@@ -112,25 +112,25 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
-from core.catalog.key_patterns import LIST_THEM
-from core.catalog.tensor import Tensor
+from core.engine.catalog.key_patterns import LIST_THEM
+from core.engine.catalog.tensor import Tensor
+from core.engine.plan.memory import limit_objects
 from core.errors import UnsupportedError, UsageError
-from core.inspect.optimizer_states import is_state, states_of
-from core.inspect.select import model_tensors, require_key, select_entries, with_selected
-from core.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
-from core.inspect.tree import build_tree
 from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
 from core.opening.iterations import CHECKPOINTS_BELOW
 from core.opening.open import FILL, Checkpoint
-from core.plan.memory import limit_objects
 from core.progress import Phase, begin_phase, report_bytes
+from core.verbs.inspect.optimizer_states import is_state, states_of
+from core.verbs.inspect.select import model_tensors, require_key, select_entries, with_selected
+from core.verbs.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
+from core.verbs.inspect.tree import build_tree
 
 if TYPE_CHECKING:
     from ckpt_cli.options.inspect import InspectOptions
-    from core.inspect.select import SelectedEntries
-    from core.numbers.statistics import ValueStatistics
-    from core.pictures.ranks import RankGrid
+    from core.engine.numbers.statistics import ValueStatistics
+    from core.verbs.inspect.select import SelectedEntries
+    from core.verbs.pictures.ranks import RankGrid
 
 TREE_LIMIT = 200
 """Default number of lines of a tree, and of the details of an entry, without a pager."""
@@ -224,7 +224,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     layers = _measure(checkpoint, summary, tensors, options)
     statistics: dict[str, ValueStatistics | None] = {}
     if layers:
-        from core.inspect.stats import merged_layers
+        from core.verbs.inspect.stats import merged_layers
 
         statistics = merged_layers(layers)
     if options.report is not None:
@@ -237,7 +237,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
         from ckpt_cli.pages.inspect_json import inspect_json
         from ckpt_cli.pages.pictures.ranks import grid_json
         from ckpt_cli.pages.pictures.sizes import sizes_json
-        from core.pictures.sizes import sizes_of
+        from core.verbs.pictures.sizes import sizes_of
 
         fields = inspect_json(
             checkpoint,
@@ -356,7 +356,7 @@ def _grid_of(checkpoint: Checkpoint, summary: Summary) -> RankGrid:
     Raises:
         UsageError: the checkpoint is not laid out by ranks.
     """
-    from core.pictures.ranks import rank_grid
+    from core.verbs.pictures.ranks import rank_grid
 
     grid = rank_grid(checkpoint)
     if grid is None:
@@ -384,7 +384,7 @@ def _picture_lines(
     """
     from ckpt_cli.pages.pictures.ranks import rank_lines
     from ckpt_cli.pages.pictures.sizes import size_lines
-    from core.pictures.sizes import sizes_of
+    from core.verbs.pictures.sizes import sizes_of
 
     yield screen.styled(escaped(summary.path), "bold")
     if options.sizes:
@@ -460,7 +460,7 @@ def _measure(
             ),
             hint=LIST_THEM,
         )
-    from core.inspect.stats import measure_layers
+    from core.verbs.inspect.stats import measure_layers
 
     with show_progress(progress_form(options.progress, is_quiet=False)) as progress:
         return measure_layers(

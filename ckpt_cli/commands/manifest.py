@@ -24,13 +24,13 @@ from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import Screen, escaped, print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
+from core.engine.team.protocol import broadcast_result, is_lead
 from core.progress import Phase, begin_phase
-from core.team.protocol import broadcast_result, is_lead
 
 if TYPE_CHECKING:
     from ckpt_cli.options.manifest import ManifestOptions
-    from core.manifest.inventory import Inventory
     from core.progress import OnProgress
+    from core.publish.manifest.inventory import Inventory
 
 
 def manifest(options: ManifestOptions) -> int:
@@ -40,7 +40,7 @@ def manifest(options: ManifestOptions) -> int:
         UsageError: an option is invalid, or a manifest exists and ``--force`` is not given.
         CheckpointingException: the checkpoint cannot be read, or the manifest not written.
     """
-    from core.manifest.inventory import write_inventory
+    from core.publish.manifest.inventory import write_inventory
 
     workers = team()
     begun = time.monotonic()
@@ -76,8 +76,8 @@ def _read_contents(options: ManifestOptions, progress: OnProgress | None) -> Inv
         UsageError: a manifest exists and ``--force`` is not given.
         CheckpointingException: the checkpoint cannot be read.
     """
-    from core.manifest.inventory import check_free, default_manifest_path, read_inventory
     from core.opening.open import FILL
+    from core.publish.manifest.inventory import check_free, default_manifest_path, read_inventory
 
     workers = team()
     # Reading may take hours, so a manifest that is in the way is reported before.

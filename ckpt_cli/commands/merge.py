@@ -13,7 +13,7 @@ from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.merge import parse_numbers
 from core.api.verbs import implied_format
 from core.errors import UsageError
-from core.merge.request import build_merge
+from core.verbs.merge.request import build_merge
 
 if TYPE_CHECKING:
     from ckpt_cli.options.merge import MergeOptions

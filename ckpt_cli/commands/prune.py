@@ -32,10 +32,10 @@ from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
-from core.checks.level import Level
 from core.errors import UsageError
-from core.prune.decision import KeepRules
-from core.prune.run import PruneJob, Pruning, examine, remove
+from core.verbs.checks.level import Level
+from core.verbs.prune.decision import KeepRules
+from core.verbs.prune.run import PruneJob, Pruning, examine, remove
 
 if TYPE_CHECKING:
     from ckpt_cli.options.prune import PruneOptions

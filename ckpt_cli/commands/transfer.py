@@ -77,23 +77,23 @@ from ckpt_cli.workers.progress import show_progress
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
 from ckpt_cli.workers.remaining import InterruptedOutput
 from ckpt_cli.workers.work_state import traffic_fields
-from core.convert.prepare import prepare
-from core.convert.run import Job, TopologyChange, run
+from core.engine.team.protocol import broadcast_result, gather_results, is_lead
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.remote_path import location_of
-from core.team.protocol import broadcast_result, gather_results, is_lead
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, TopologyChange, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
-    from core.convert.job import Report
-    from core.convert.prepared import Prepared
-    from core.convert.report.dropped import DroppedReason
-    from core.forecast.forecast import Forecast
+    from core.engine.team.protocol import Team
     from core.megatron.model.pipeline import Pipeline
     from core.megatron.model.version import MegatronVersion
-    from core.team.protocol import Team
+    from core.verbs.convert.job import Report
+    from core.verbs.convert.prepared import Prepared
+    from core.verbs.convert.report.dropped import DroppedReason
+    from core.verbs.forecast.forecast import Forecast
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 """Names of the parallel sizes, as in ``--tp`` and ``--tp-new``."""
@@ -293,7 +293,7 @@ def _explain(job: Job, options: TransferOptions) -> int:
         UsageError: ``--map`` selects no tensor, or the job uses no layout rules.
     """
     from ckpt_cli.pages.pictures.shard_moves import move_json
-    from core.pictures.shards import planned_keys, shard_move
+    from core.verbs.pictures.shards import planned_keys, shard_move
 
     with _prepare(job, options) as prepared:
         header = {"src": str(prepared.source.path), "target_format": prepared.target_format.name}
@@ -324,7 +324,7 @@ def _plan(job: Job, options: TransferOptions) -> int:
     Raises:
         CapacityError: the job needs more space than is free; the plan has been printed as text.
     """
-    from core.forecast.forecast import forecast
+    from core.verbs.forecast.forecast import forecast
 
     begun = time.monotonic()
     with _prepare(job, options) as prepared:
@@ -429,7 +429,7 @@ def _run(job: Job, workers: Team, *, form: str) -> Report:
             if workers.size == 1:
                 return run(job, progress=progress, publishing=note_publication)
             # A process that works alone need not load this module.
-            from core.convert.workers.run import run_shared
+            from core.verbs.convert.workers.run import run_shared
 
             return run_shared(job, workers, progress=progress, publishing=note_publication)
     except ReplicaMismatchError as err:

@@ -27,14 +27,14 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from ckpt_cli.workers.progress import show_progress
-from core.checks.file_codes import RANK_MISSING
+from core.engine.team.protocol import broadcast_result, is_lead
 from core.errors import UsageError
 from core.files.remote_path import location_of
 from core.pickle.noted import gc_paused
 from core.progress import Phase, begin_phase
-from core.team.protocol import broadcast_result, is_lead
-from core.validate.accepted import baseline_text
-from core.validate.run import build_refusal, distinct_paths
+from core.verbs.checks.file_codes import RANK_MISSING
+from core.verbs.validate.accepted import baseline_text
+from core.verbs.validate.run import build_refusal, distinct_paths
 
 if TYPE_CHECKING:
     from ckpt_cli.options.validate import ValidateOptions
@@ -104,7 +104,7 @@ def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]
     # A root is replaced by its iterations; a path that is not a directory is refused below.
     paths = options.paths or [Path()]
     if options.all_iterations:
-        from core.validate.newest import iteration_paths
+        from core.verbs.validate.newest import iteration_paths
 
         paths = [
             path for root in paths for path in (iteration_paths(root) if root.is_dir() else [root])
@@ -246,8 +246,8 @@ def _grids_with_missing_ranks(screen: Screen, verdicts: Sequence[Verdict]) -> It
             continue
         from ckpt_cli.pages.pictures.ranks import rank_lines
         from ckpt_cli.pages.pictures.zero_ranks import zero_lines
-        from core.pictures.ranks import read_rank_grid
-        from core.pictures.zero_ranks import read_zero_grid
+        from core.verbs.pictures.ranks import read_rank_grid
+        from core.verbs.pictures.zero_ranks import read_zero_grid
 
         # The findings are the result; without a readable rank there is no picture.
         path = verdict.validation.path

@@ -59,7 +59,7 @@ def offered_keys(keys: Sequence[str], start: str) -> list[str]:
 
     Without a ``start`` only the patterns, each of which folds the numbers of layers and experts.
     """
-    from core.catalog.key_patterns import folded
+    from core.engine.catalog.key_patterns import folded
 
     patterns = [line[:-1] for line in folded([f"{key} " for key in keys], end=" ")]
     matches = [item for item in patterns if item.startswith(start)]

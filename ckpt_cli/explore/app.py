@@ -166,7 +166,7 @@ class ExplorerApp(App[int]):
         def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
             from ckpt_cli.findings.text import text_lines
             from ckpt_cli.findings.verdict import Verdict
-            from core.validate.accepted import Acceptance
+            from core.verbs.validate.accepted import Acceptance
 
             validation = source.validate(cancellation, progress)
             verdict = Verdict(validation, Acceptance().judge(validation.findings))

@@ -27,7 +27,7 @@ from ckpt_cli.explore.tensor_page import (
 )
 from ckpt_cli.screen.blocks import bytes_text, facts, n_text
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.numbers.difference import has_numbers
+from core.engine.numbers.difference import has_numbers
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry

@@ -19,10 +19,10 @@ from dataclasses import field
 from typing import Literal
 
 from core.arrays.box import Shape
-from core.catalog.tensor import Tensor
-from core.inspect.tree import MAX_DEPTH
+from core.engine.catalog.tensor import Tensor
 from core.pickle.noted import gc_paused
 from core.values import dataclass
+from core.verbs.inspect.tree import MAX_DEPTH
 
 MOST_SIBLINGS = 200
 """Most entries of a level; more are divided into ranges."""

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from ckpt_cli.pages.damage import damage_lines
 from ckpt_cli.pages.inspect_page import header_lines
 from ckpt_cli.pages.pictures.ranks import rank_lines
-from core.inspect.summary import Summary, summarize
-from core.pictures.ranks import RankGrid, rank_grid
+from core.verbs.inspect.summary import Summary, summarize
+from core.verbs.pictures.ranks import RankGrid, rank_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.report_screen import Draw

@@ -19,7 +19,7 @@ from textual.widgets.option_list import Option
 from ckpt_cli.explore.drawn_text import label_of
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
-from core.catalog.key_patterns import matcher
+from core.engine.catalog.key_patterns import matcher
 from core.errors import UsageError
 from core.values import dataclass
 

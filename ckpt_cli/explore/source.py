@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.explore.cancellation import Cancellation
 from ckpt_cli.explore.names import Entry, NamedBranch, build_names, build_object_names
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor
-from core.convert.job import DEFAULT_MEMORY_BYTES
-from core.inspect.preview import BoxLocation, Number, first_values, places_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor
 from core.opening.open import FILL, Checkpoint
 from core.pickle.noted import gc_paused
-from core.pictures.shards import ShardMap, shard_map
 from core.progress import OnProgress, Phase, Progress, report_bytes
 from core.values import dataclass
+from core.verbs.convert.job import DEFAULT_MEMORY_BYTES
+from core.verbs.inspect.preview import BoxLocation, Number, first_values, places_of
+from core.verbs.pictures.shards import ShardMap, shard_map
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from core.diff.result import Diff
-    from core.numbers.statistics import ValueStatistics
-    from core.validate.run import Validation
+    from core.engine.numbers.statistics import ValueStatistics
+    from core.verbs.diff.result import Diff
+    from core.verbs.validate.run import Validation
 
 N_VALUES = 24
 """Number of values to show of a tensor."""
@@ -101,7 +101,7 @@ class CheckpointSource:
 
     def path_of(self, key: str) -> tuple[str, ...]:
         """Return the components of a key, as in the trees."""
-        from core.inspect.summary import path_of
+        from core.verbs.inspect.summary import path_of
 
         return tuple(path_of(key, self.view))
 
@@ -136,7 +136,7 @@ class CheckpointSource:
             Cancelled: the work was asked to end.
             CheckpointingException: the tensor cannot be read.
         """
-        from core.inspect.stats import measure_tensors
+        from core.verbs.inspect.stats import measure_tensors
 
         report = report_bytes(progress, Phase.MEASURING)
 
@@ -167,7 +167,7 @@ class CheckpointSource:
             Cancelled: the work was asked to end.
             CheckpointingException: a checkpoint cannot be read, or lacks the names.
         """
-        from core.diff.run import DiffJob, diff
+        from core.verbs.diff.run import DiffJob, diff
 
         defaults = DiffJob(a=self.checkpoint.path, b=other)
         pattern = None if entry is None else find_key_pattern(entry)
@@ -188,7 +188,7 @@ class CheckpointSource:
             Cancelled: the work was asked to end.
             CheckpointingException: the path cannot be read.
         """
-        from core.validate.run import validate
+        from core.verbs.validate.run import validate
 
         return validate(
             self.options.path,
@@ -223,9 +223,9 @@ def open_source(options: SourceOptions, on_open: Callable[[int], None]) -> Check
         UsageError: the path or the iteration does not exist.
         CheckpointingException: nothing can be read.
     """
-    from core.inspect.summary import global_view_of, path_of
+    from core.engine.plan.memory import limit_objects
     from core.opening.damaged import open_readable_part
-    from core.plan.memory import limit_objects
+    from core.verbs.inspect.summary import global_view_of, path_of
 
     with limit_objects(options.memory_bytes):
         checkpoint = open_readable_part(

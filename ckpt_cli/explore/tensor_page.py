@@ -29,16 +29,16 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
 from core.arrays.dtypes import itemsize
-from core.catalog.stored import coords_text
+from core.engine.catalog.stored import coords_text
 from core.values import dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.explore.names import Entry
     from ckpt_cli.explore.source import Placement
-    from core.catalog.tensor import Tensor
-    from core.inspect.preview import BoxLocation, Number
-    from core.numbers.statistics import ValueStatistics
+    from core.engine.catalog.tensor import Tensor
+    from core.engine.numbers.statistics import ValueStatistics
     from core.progress import Progress
+    from core.verbs.inspect.preview import BoxLocation, Number
 
 LONGEST_NAME = 400
 """Most characters of a name that are shown."""

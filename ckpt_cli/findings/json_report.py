@@ -32,10 +32,10 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.workers.current_team import launch_of
 from ckpt_cli.workers.work_state import traffic_fields
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.checks.registry import find_code
-from core.team.figures import sum_figures
+from core.engine.team.figures import sum_figures
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.checks.registry import find_code
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.verdict import Verdict
 from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.checks.registry import find_code
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.checks.registry import find_code
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.grouping import FindingGroup

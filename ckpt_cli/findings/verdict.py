@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 
 from ckpt_cli.screen.blocks import n_text
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.validate.accepted import Judgement
-from core.validate.run import Validation
 from core.values import dataclass
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.accepted import Judgement
+from core.verbs.validate.run import Validation
 
 LEVELS = {Level.METADATA: "metadata", Level.HEADERS: "headers", Level.DEEP: "deep"}
 """Level → its name in reports."""

@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, field
 from pathlib import Path
 
-from core.team.protocol import FINAL_CODES
+from core.engine.team.protocol import FINAL_CODES
 from core.values import dataclass
 
 RESULTS_VARIABLE = "CKPT_LAUNCH_RESULTS"

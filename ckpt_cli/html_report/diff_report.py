@@ -9,10 +9,10 @@ from ckpt_cli.html_report.page import named_facts, render
 from ckpt_cli.pages.diff_page import COLUMNS, count_rows, diff_facts, verdict_line
 from ckpt_cli.screen.blocks import Cell, fact_list, shape_text
 from ckpt_cli.screen.terminal import Screen
-from core.pictures.heat import heat_maps
+from core.verbs.pictures.heat import heat_maps
 
 if TYPE_CHECKING:
-    from core.diff.result import Diff, TensorDiff
+    from core.verbs.diff.result import Diff, TensorDiff
 
 MAX_TENSORS = 1000
 """Most differing tensors that are listed; the others are counted."""

@@ -7,8 +7,8 @@ from math import isfinite, log10
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import n_text
-from core.pictures.heat import HeatCell, HeatMap, most_different
 from core.values import dataclass
+from core.verbs.pictures.heat import HeatCell, HeatMap, most_different
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
 """Most layers and modules; of more, those with the greatest differences are shown."""

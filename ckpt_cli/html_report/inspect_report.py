@@ -13,18 +13,18 @@ from ckpt_cli.html_report.treemap import draw_sizes
 from ckpt_cli.pages.inspect_page import GROUP_TITLES, choose_catalog, header_facts
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.inspect.summary import bare_key
-from core.pictures.ranks import rank_grid
-from core.pictures.shards import shard_map
-from core.pictures.sizes import sizes_of
+from core.verbs.inspect.summary import bare_key
+from core.verbs.pictures.ranks import rank_grid
+from core.verbs.pictures.shards import shard_map
+from core.verbs.pictures.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import Tensor
+    from core.engine.catalog.tensor import Tensor
+    from core.engine.numbers.statistics import ValueStatistics
     from core.errors import CheckpointingException
-    from core.inspect.summary import Summary, TensorGroup
-    from core.numbers.statistics import ValueStatistics
     from core.opening.open import Checkpoint
-    from core.pictures.shards import ShardMap
+    from core.verbs.inspect.summary import Summary, TensorGroup
+    from core.verbs.pictures.shards import ShardMap
 
 N_BINS = 20
 """Bins of a histogram on each side of zero, one for each power of two."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.pictures.shards import RankMoves
 from core.values import dataclass
+from core.verbs.pictures.shards import RankMoves
 
 MAX_SIDE = 24
 """Most rows and columns; more ranks are put together in blocks of consecutive ones."""

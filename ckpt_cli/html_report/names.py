@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 
 from ckpt_cli.screen.terminal import escaped
-from core.catalog.key_patterns import fold_keys, runs_of, split_numbers
+from core.engine.catalog.key_patterns import fold_keys, runs_of, split_numbers
 from core.values import dataclass
 
 MAX_NAME = 200

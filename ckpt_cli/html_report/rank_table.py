@@ -10,9 +10,9 @@ from itertools import product
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.pictures.ranks import RankCell, RankGrid
-from core.pictures.zero_ranks import ZeroGrid
 from core.values import dataclass
+from core.verbs.pictures.ranks import RankCell, RankGrid
+from core.verbs.pictures.zero_ranks import ZeroGrid
 
 MAX_CELLS = 1024
 """Most cells of the table; the others are counted."""

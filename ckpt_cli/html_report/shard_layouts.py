@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.html_report.names import shown_name
 
 if TYPE_CHECKING:
-    from core.pictures.shards import BoxMove, ShardMap
+    from core.verbs.pictures.shards import BoxMove, ShardMap
 
 MAX_BOXES = 1024
 """Most boxes of one map; the others are counted."""

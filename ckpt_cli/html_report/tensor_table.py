@@ -15,9 +15,9 @@ from core.errors import CheckpointingException
 from core.megatron.optimizer.form import role_of
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import AnyTensor
-    from core.numbers.statistics import ValueStatistics
-    from core.pictures.shards import ShardMap, ShardMove
+    from core.engine.catalog.tensor import AnyTensor
+    from core.engine.numbers.statistics import ValueStatistics
+    from core.verbs.pictures.shards import ShardMap, ShardMove
 
 MAX_CHARACTERS = 1_000_000
 """Most characters of all names together."""

@@ -11,13 +11,13 @@ from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
 from ckpt_cli.pages.transfer import plan_facts
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.pictures.shards import rank_moves, shard_move
-from core.pictures.sizes import sizes_of
+from core.verbs.pictures.shards import rank_moves, shard_move
+from core.verbs.pictures.sizes import sizes_of
 
 if TYPE_CHECKING:
-    from core.convert.prepared import Prepared
-    from core.forecast.forecast import Forecast
-    from core.pictures.shards import ShardMove
+    from core.verbs.convert.prepared import Prepared
+    from core.verbs.forecast.forecast import Forecast
+    from core.verbs.pictures.shards import ShardMove
 
 MAX_FILES = 200
 """Most files of the destination that are listed; the others are counted."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.pictures.sizes import SizeNode
 from core.values import dataclass
+from core.verbs.pictures.sizes import SizeNode
 
 MAX_TILES = 240
 """Most rectangles of one treemap."""

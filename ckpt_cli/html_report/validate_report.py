@@ -16,11 +16,11 @@ from ckpt_cli.html_report.rank_table import (
     zero_table,
 )
 from ckpt_cli.screen.blocks import n_text
-from core.checks.finding import Finding, Severity
-from core.checks.registry import find_code
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.pictures.ranks import RankGrid, read_rank_grid
-from core.pictures.zero_ranks import read_zero_grid
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.registry import find_code
+from core.verbs.pictures.ranks import RankGrid, read_rank_grid
+from core.verbs.pictures.zero_ranks import read_zero_grid
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

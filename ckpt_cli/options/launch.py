@@ -14,7 +14,7 @@ from ckpt_cli.host.binding import MODES
 from ckpt_cli.options.declaration import FAILURES, HOSTS, LOGS, WORKERS, argument, progress_option
 from ckpt_cli.options.shared.values import one_of, whole_number
 from ckpt_cli.options.worker import BACKENDS
-from core.device.device import NAMES as DEVICES
+from core.engine.device.device import NAMES as DEVICES
 from core.errors import UsageError, did_you_mean
 from core.values import dataclass
 

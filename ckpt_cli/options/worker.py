@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ckpt_cli.host.binding import MODES
-from core.device.device import NAMES
+from core.engine.device.device import NAMES
 from core.errors import UsageError, did_you_mean
 from core.values import dataclass
 
@@ -35,7 +35,7 @@ class WorkerOptions:
     """Settings of one worker process.
 
     Args:
-        device: where per-byte work runs, one of ``core.device.device.NAMES``.
+        device: where per-byte work runs, one of ``core.engine.device.device.NAMES``.
         backend: how workers communicate, one of ``BACKENDS``.
         timeout_s: seconds without a heartbeat after which a worker counts as lost.
         join_timeout_s: seconds that workers wait for each other at the start.

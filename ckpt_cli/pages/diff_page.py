@@ -32,13 +32,13 @@ from ckpt_cli.screen.blocks import (
     table_width,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.catalog.key_patterns import folded
-from core.diff.entries import EntryDiff
-from core.diff.result import Diff, TensorDiff
-from core.diff.sides import Side
-from core.inspect.summary import ROLES
-from core.pictures.heat import heat_maps
+from core.engine.catalog.key_patterns import folded
 from core.values import dataclass
+from core.verbs.diff.entries import EntryDiff
+from core.verbs.diff.result import Diff, TensorDiff
+from core.verbs.diff.sides import Side
+from core.verbs.inspect.summary import ROLES
+from core.verbs.pictures.heat import heat_maps
 
 _GROUPS = {
     "model": "model",

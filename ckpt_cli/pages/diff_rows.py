@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, shape_text
 from ckpt_cli.screen.terminal import escaped
-from core.catalog.key_patterns import folded, split_numbers
-from core.diff.result import TensorDiff
+from core.engine.catalog.key_patterns import folded, split_numbers
 from core.values import dataclass
+from core.verbs.diff.result import TensorDiff
 
 _SPAN = r"\d{1,18}(?:-\d{1,18}(?::[1-9]\d{0,17})?)?"
 _RANGES = re.compile(rf"\[({_SPAN}(?:,{_SPAN})*)\]")
 """Numbers that ``folded`` joined; a key may have other brackets of its own."""
 END = "\0"
-"""Marks the end of a key for ``core.catalog.key_patterns.folded``."""
+"""Marks the end of a key for ``core.engine.catalog.key_patterns.folded``."""
 
 
 @dataclass(frozen=True, slots=True)

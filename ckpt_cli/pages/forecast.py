@@ -9,7 +9,7 @@ from ckpt_cli.screen.blocks import Cell, bytes_text
 from ckpt_cli.screen.terminal import escaped
 
 if TYPE_CHECKING:
-    from core.forecast.forecast import Forecast
+    from core.verbs.forecast.forecast import Forecast
 
 
 def forecast_facts(

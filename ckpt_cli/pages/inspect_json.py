@@ -10,16 +10,16 @@ from ckpt_cli.pages.inspect_page import choose_catalog, map_of
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.pages.inspect_tensor import number_json, place_json
 from ckpt_cli.pages.pictures.shards import map_json
-from core.inspect.preview import first_values, places_of
-from core.inspect.summary import bare_key
 from core.megatron.optimizer.form import role_of
+from core.verbs.inspect.preview import first_values, places_of
+from core.verbs.inspect.summary import bare_key
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import Tensor
-    from core.inspect.model_description import ModelDescription
-    from core.inspect.summary import Summary
-    from core.numbers.statistics import ValueStatistics
+    from core.engine.catalog.tensor import Tensor
+    from core.engine.numbers.statistics import ValueStatistics
     from core.opening.open import Checkpoint
+    from core.verbs.inspect.model_description import ModelDescription
+    from core.verbs.inspect.summary import Summary
 
 
 def inspect_json(

@@ -15,10 +15,10 @@ from itertools import islice
 
 from ckpt_cli.screen.blocks import Cell, first_lines, table
 from ckpt_cli.screen.terminal import Screen, escaped, shortened
-from core.catalog.catalog import StoredObject
-from core.inspect.nested import object_value
+from core.engine.catalog.catalog import StoredObject
 from core.opening.open import Checkpoint
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping
+from core.verbs.inspect.nested import object_value
 
 MAX_DEPTH = 24
 """Maximum nesting of the JSON value; deeper containers become "…"."""

@@ -18,17 +18,17 @@ from ckpt_cli.screen.blocks import (
     table,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.catalog.attributes import PATHS_ENTRY, ROOT
+from core.engine.catalog.attributes import PATHS_ENTRY, ROOT
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
-    from core.catalog.tensor import Tensor
-    from core.inspect.capability import Capability
-    from core.inspect.model_description import ModelDescription
-    from core.inspect.optimizer_states import OptimizerStates
-    from core.inspect.summary import Summary
+    from core.engine.catalog.catalog import Catalog
+    from core.engine.catalog.tensor import Tensor
     from core.opening.open import Checkpoint
-    from core.pictures.shards import ShardMap
+    from core.verbs.inspect.capability import Capability
+    from core.verbs.inspect.model_description import ModelDescription
+    from core.verbs.inspect.optimizer_states import OptimizerStates
+    from core.verbs.inspect.summary import Summary
+    from core.verbs.pictures.shards import ShardMap
 
 GROUP_TITLES = {
     "model": "model",
@@ -53,7 +53,7 @@ def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
     Raises:
         CheckpointingException: the metadata of the tensor cannot be read.
     """
-    from core.pictures.shards import shard_map
+    from core.verbs.pictures.shards import shard_map
 
     return shard_map(choose_catalog(summary, checkpoint, key), key)
 
@@ -105,7 +105,7 @@ def detail_lines(
         limit: maximum number of lines of each entry; 0 for all.
     """
     from ckpt_cli.pages.inspect_tensor import tensor_lines
-    from core.inspect.preview import first_values, places_of
+    from core.verbs.inspect.preview import first_values, places_of
 
     # Tensors: an empty line between two of them.
     for number, (key, tensor) in enumerate(tensors.items()):
@@ -192,7 +192,7 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
     for number, capability in enumerate(summary.capabilities):
         pairs.append(("" if number else "can", _capability_cell(capability)))
     if checkpoint.catalog.dropped:
-        from core.convert.report.dropped import group_by_reason
+        from core.verbs.convert.report.dropped import group_by_reason
 
         reasons = group_by_reason(checkpoint.catalog.dropped)
         pairs += list_facts("not carried", list(map(str, reasons)), "yellow")

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_line, histogram_text, scale_of
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.inspect.stats import FoldedStatistics, fold_statistics
+from core.verbs.inspect.stats import FoldedStatistics, fold_statistics
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import Tensor
-    from core.numbers.statistics import ValueStatistics
+    from core.engine.catalog.tensor import Tensor
+    from core.engine.numbers.statistics import ValueStatistics
 
 _MOST_MEMBERS = 64
 """Maximum number of members of a folded row that have a line each."""

@@ -20,9 +20,9 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
-from core.catalog.stored import coords_text
-from core.catalog.tensor import Tensor
-from core.inspect.preview import BoxLocation, Number
+from core.engine.catalog.stored import coords_text
+from core.engine.catalog.tensor import Tensor
+from core.verbs.inspect.preview import BoxLocation, Number
 
 _COLUMNS = {
     "box": "<",

@@ -10,7 +10,7 @@ from ckpt_cli.screen.terminal import Screen, escaped
 from core.opening.iterations import removed_name
 
 if TYPE_CHECKING:
-    from core.prune.run import PrunedIteration, Pruning
+    from core.verbs.prune.run import PrunedIteration, Pruning
 
 
 def prune_lines(screen: Screen, pruning: Pruning, *, is_done: bool) -> Iterator[str]:

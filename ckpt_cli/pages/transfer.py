@@ -20,14 +20,14 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.work_state import store_traffic, traffic_text
-from core.team.protocol import summarize_figures
+from core.engine.team.protocol import summarize_figures
 
 if TYPE_CHECKING:
-    from core.convert.explain import LayoutLine
-    from core.convert.prepared import Prepared
-    from core.convert.run import Report
-    from core.forecast.forecast import Forecast
-    from core.plan.plan import Plan
+    from core.engine.plan.plan import Plan
+    from core.verbs.convert.explain import LayoutLine
+    from core.verbs.convert.prepared import Prepared
+    from core.verbs.convert.run import Report
+    from core.verbs.forecast.forecast import Forecast
 
 
 def plan_lines(
@@ -141,7 +141,7 @@ def moves_page(screen: Screen, plan: Plan, keys: Sequence[str]) -> Iterator[str]
     """
     from ckpt_cli.pages.pictures.shard_moves import move_lines
     from ckpt_cli.pages.pictures.shards import MAPS
-    from core.pictures.shards import shard_move
+    from core.verbs.pictures.shards import shard_move
 
     for number, key in enumerate(keys[:MAPS]):
         if number:

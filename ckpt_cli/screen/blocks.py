@@ -17,7 +17,7 @@ from core.arrays.box import Box
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.inspect.tree import Node
+    from core.verbs.inspect.tree import Node
 
 LISTED = 12
 """Maximum number of entries of a list that are shown; ``--json`` prints all."""

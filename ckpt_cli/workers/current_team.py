@@ -25,11 +25,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from core.engine.team.protocol import ALONE, Figures, Team, summarize_figures
 from core.files.syscalls import default_memory_bytes
-from core.team.protocol import ALONE, Figures, Team, summarize_figures
 
 if TYPE_CHECKING:
-    from core.device.device import Device
+    from core.engine.device.device import Device
 
 _team: Team = ALONE
 _device: Device | None = None
@@ -77,7 +77,7 @@ def launch_of(figures: Sequence[Figures]) -> dict[str, object]:
         return {}
     launch = {**(summarize_figures(figures) if figures else {}), **_facts()}
     if _device is not None:
-        from core.calibration.choice import decisions
+        from core.engine.calibration.choice import decisions
 
         launch["device_work"] = [asdict(decision) for decision in decisions(_device)]
     return {"launch": launch}
@@ -95,7 +95,7 @@ def join(
 
     Args:
         device: device for the per-byte work of this process, from
-            ``core.device.device.device_named``; None for the CPU.
+            ``core.engine.device.device.device_named``; None for the CPU.
         facts: returns the fields that ``launch_of`` adds to the workers' figures.
         n_cores: number of the host's cores that this worker may use; None if unknown.
         n_local: number of workers on the host.

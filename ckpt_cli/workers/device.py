@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt_cli.host.rank_env import WorkerIdentity
-from core.device.device import Device, device_named
+from core.engine.device.device import Device, device_named
 from core.errors import UsageError
 
 

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, screen_of
 from ckpt_cli.workers import current_team as teamwork
+from core.engine.team.protocol import is_lead
 from core.files.requests.traffic import Traffic, traffic_so_far
 from core.progress import OnProgress, Phase, Progress
-from core.team.protocol import is_lead
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
-from core.convert.job import Report
 from core.files.remote_path import is_remote, location_of
-from core.stage.folder_lock import stage_dir_of
-from core.stage.stale import finish_publication
+from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.stale import finish_publication
+from core.verbs.convert.job import Report
 
 _NAME = "published.json"
 

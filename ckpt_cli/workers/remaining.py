@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from core.files.remote_path import is_remote
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import stage_dir_of
 from core.values import dataclass
 
 

@@ -1,4 +1,4 @@
-"""A team (``core.team.protocol.Team``) over torch.distributed.
+"""A team (``core.engine.team.protocol.Team``) over torch.distributed.
 
 A gather or broadcast is a *meeting* of all workers. They announce themselves for each meeting in
 the store, so that a wait for a worker that never comes can end; after all have come, the data go
@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckpt_cli.workers.rendezvous import Meeting, interface_of
 from ckpt_cli.workers.store import POLL_S, GoneError, ScopedStore
 from ckpt_cli.workers.team_watch import TeamWatch
+from core.engine.team.protocol import StoppedError
 from core.errors import WorkerError
-from core.team.protocol import StoppedError
 
 if TYPE_CHECKING:
     from ckpt_cli.host.rank_env import WorkerIdentity

@@ -23,22 +23,22 @@ from typing import Self
 
 from core.api.tensor import LazyTensor
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog
-from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.changes.select import without_optimizer
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.changes.select import without_optimizer
+from core.engine.plan.box_reader import BoxReader, TensorReader
 from core.errors import UnsupportedError, UsageError
 from core.files.remote_path import location_of
 from core.hf.family import read_family
 from core.hf.names import is_hf
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
-from core.inspect.summary import parallel_sizes
 from core.megatron.model.args import fields_of
 from core.megatron.rules.tables import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
-from core.plan.box_reader import BoxReader, TensorReader
+from core.verbs.inspect.summary import parallel_sizes
 
 RANKS = ("global", "local")
 NAMES = ("hf", "megatron")

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
+from core.engine.plan.box_reader import TensorReader
 from core.errors import UnsupportedError
-from core.inspect.preview import BoxLocation, places_of
-from core.plan.box_reader import TensorReader
+from core.verbs.inspect.preview import BoxLocation, places_of
 
 if TYPE_CHECKING:
     from types import EllipsisType

@@ -1,7 +1,8 @@
 """The verbs of the command line as functions: what ``core.convert(…)`` and its like call.
 
 Each builds the job that its command would build, and runs it in this process. What is not an
-argument here is a field of ``core.convert.job.Job``; ``core.convert.run.run`` runs such a job.
+argument here is a field of ``core.verbs.convert.job.Job``; ``core.verbs.convert.run.run`` runs such
+a job.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
 from core.errors import UsageError, did_you_mean
 from core.files.remote_path import location_of
 from core.progress import bytes_only
+from core.verbs.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
 
 if TYPE_CHECKING:
-    from core.diff.result import Diff
-    from core.inspect.summary import Summary
-    from core.numbers.difference import Tolerance
-    from core.prune.run import Pruning
-    from core.validate.run import Validation
+    from core.engine.numbers.difference import Tolerance
+    from core.verbs.diff.result import Diff
+    from core.verbs.inspect.summary import Summary
+    from core.verbs.prune.run import Pruning
+    from core.verbs.validate.run import Validation
 
 AnyPath = str | os.PathLike[str]
 Progress = Callable[[int, int], None]
@@ -43,8 +44,8 @@ def inspect(path: AnyPath, *, iteration: int | None = None) -> Summary:
     Raises:
         CheckpointingException: the path is not a checkpoint, or its metadata are damaged.
     """
-    from core.inspect.summary import summarize
     from core.opening.open import open_checkpoint
+    from core.verbs.inspect.summary import summarize
 
     checkpoint = open_checkpoint(location_of(path), iteration=iteration)
     try:
@@ -101,7 +102,7 @@ def convert(
         CheckpointingException: the source is damaged, the destination cannot hold it, or an
             argument contradicts it. The destination is untouched.
     """
-    from core.convert.run import run
+    from core.verbs.convert.run import run
 
     dst_path = None if dst is None else Path(dst)
     to = to or implied_format(dst_path, names)
@@ -161,7 +162,7 @@ def reshard(
         UsageError: neither a size nor ``experts`` is given, or the model cannot be divided so.
         CheckpointingException: as for ``convert``.
     """
-    from core.convert.run import run
+    from core.verbs.convert.run import run
 
     topology = TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
     if not topology.is_change and experts is None:
@@ -226,8 +227,8 @@ def merge(
         UsageError: not exactly one computation is requested, or it does not suit the sources.
         CheckpointingException: the sources do not fit each other, or as for ``convert``.
     """
-    from core.convert.run import run
-    from core.merge.request import build_merge
+    from core.verbs.convert.run import run
+    from core.verbs.merge.request import build_merge
 
     paths = [location_of(path) for path in sources]
     if not paths:
@@ -285,8 +286,8 @@ def validate(
     Raises:
         UsageError: the path does not exist, or ``level`` has another value.
     """
-    from core.checks.level import Level
-    from core.validate.run import validate as run_checks
+    from core.verbs.checks.level import Level
+    from core.verbs.validate.run import validate as run_checks
 
     levels = {item.name.lower(): item for item in Level}
     if level not in levels:
@@ -329,8 +330,8 @@ def diff(
         UnsupportedError: the two cannot be brought under the same names.
         CheckpointingException: one of the checkpoints cannot be read.
     """
-    from core.diff.run import DiffJob
-    from core.diff.run import diff as compare
+    from core.verbs.diff.run import DiffJob
+    from core.verbs.diff.run import diff as compare
 
     job = DiffJob(
         a=location_of(a),
@@ -380,9 +381,9 @@ def prune(
         CheckpointingException: a tracker is damaged, an iteration changed meanwhile, or the system
             refuses.
     """
-    from core.checks.level import Level
-    from core.prune.decision import KeepRules
-    from core.prune.run import PruneJob, examine, remove
+    from core.verbs.checks.level import Level
+    from core.verbs.prune.decision import KeepRules
+    from core.verbs.prune.run import PruneJob, examine, remove
 
     report = bytes_only(progress)
     job = PruneJob(

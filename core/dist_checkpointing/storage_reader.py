@@ -5,7 +5,8 @@
     reader = CkptStorageReader("ckpt/iter_0001000", names="hf")
     dcp.load({"model": model.state_dict()}, storage_reader=reader)
 
-    any checkpoint ── core.opening.open, core.convert.global_form ──▶ catalog of global tensors
+    any checkpoint ── core.opening.open, core.verbs.convert.global_form ──▶ catalog of global
+    tensors
                    ── read_metadata ──▶ torch's Metadata: every tensor as one chunk,
                                         every other entry as bytes
                    ── read_data ──────▶ the regions that the planner requests, read directly
@@ -53,11 +54,10 @@ from torch.futures import Future
 from typing_extensions import override
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog
-from core.convert.global_form.build import global_form
-from core.convert.job import Job
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
+from core.dist_checkpointing._live.tensors import Chunk
+from core.engine.catalog.catalog import Catalog
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.files.remote_path import is_remote, location_of
 from core.files.source_store import SourceStore
@@ -65,9 +65,10 @@ from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_image import paths_of
 from core.formats.dcp.metadata_writer import DCP_VERSION
-from core.live.tensors import Chunk
 from core.opening.objects import state_dict
 from core.opening.open import open_checkpoint
+from core.verbs.convert.global_form.build import global_form
+from core.verbs.convert.job import Job
 
 CheckpointId = str | os.PathLike[str]
 
@@ -99,7 +100,8 @@ class CkptStorageReader(StorageReader):
             newest.
         names: naming scheme for the tensors: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``; None keeps
             the stored names.
-        rename: (regular expression, replacement) pairs for keys, as in ``core.changes.rename``.
+        rename: (regular expression, replacement) pairs for keys, as in
+        ``core.engine.changes.rename``.
         prefix: prefix that the keys of the state dict have and those of the checkpoint lack;
             ``model.`` loads ``{"model": model.state_dict()}`` from a file of
             ``model.state_dict()``.
@@ -108,7 +110,7 @@ class CkptStorageReader(StorageReader):
         casts: cast to the dtypes of the program's tensors, rounding as torch does; if False, a
             different dtype is an error.
         checks_crc: compare checksums where the checkpoint has them and complete records are read.
-        changes: further fields of ``core.convert.job.Job`` that change what is read, such as
+        changes: further fields of ``core.verbs.convert.job.Job`` that change what is read, such as
             ``exclude``, ``dequantize``, ``config``, ``vocab_size``, ``unstack_layers`` or
             ``rules``.
 

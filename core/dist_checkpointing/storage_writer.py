@@ -23,8 +23,8 @@ rank uploads its own files there, and the coordinator puts the metadata last
 
 Some checkpoints cannot be written region by region: Megatron's rank files, torch files with entries
 that are not tensors, and all checkpoints with ``changes``. For these, ranks write a DCP checkpoint
-next to the destination, and the coordinator converts it by ``core.convert.run`` and removes it.
-That takes twice the disk space and twice the writing, and the coordinator converts alone.
+next to the destination, and the coordinator converts it by ``core.verbs.convert.run`` and removes
+it. That takes twice the disk space and twice the writing, and the coordinator converts alone.
 Megatron's rank files require Megatron's names in the entry ``model``, and the arguments in
 ``args``.
 
@@ -53,8 +53,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from core.convert.job import Job
-from core.convert.run import run
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication
 from core.dist_checkpointing._directory.sums import SUMS
 from core.dist_checkpointing.torch_dcp.bucket_save import (
@@ -79,12 +77,14 @@ from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
 from core.formats.registry import format_called
-from core.manifest.file import manifest_name
-from core.manifest.partial_sums import write_combined
-from core.stage.existing import check_replaceable
-from core.stage.files import StageStore
-from core.stage.folder_lock import stage_dir_of
-from core.stage.stage import Stage
+from core.publish.manifest.file import manifest_name
+from core.publish.manifest.partial_sums import write_combined
+from core.publish.stage.existing import check_replaceable
+from core.publish.stage.files import StageStore
+from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.stage import Stage
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
 
 CheckpointId = str | os.PathLike[str]
 
@@ -130,8 +130,9 @@ class CkptStorageWriter(StorageWriter):
         manifest: write ``ckpt-manifest.json``, too, with checksums that are computed from the bytes
             as they are written; files that several ranks fill are read back for it. Checkpoints
             that are converted have a manifest in any case.
-        changes: fields of ``core.convert.job.Job`` that change what is written, such as ``names``,
-            ``topology``, ``rename`` or ``dtype``; the module's docstring describes their cost.
+        changes: fields of ``core.verbs.convert.job.Job`` that change what is written, such as
+            ``names``, ``topology``, ``rename`` or ``dtype``; the module's docstring describes their
+            cost.
 
     Raises:
         UnsupportedError: the format cannot be written.

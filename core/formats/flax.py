@@ -51,9 +51,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import boxes_of_flat_range, full_box
 from core.arrays.dtypes import DTYPES, dtype_of, itemsize
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.stored import Extent, StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.stored import Extent, StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import (
     CorruptError,
     MissingShardError,

@@ -14,8 +14,8 @@ from core.values import dataclass
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from core.catalog.catalog import Catalog, TargetCatalog
-    from core.catalog.file_image import FileImage
+    from core.engine.catalog.catalog import Catalog, TargetCatalog
+    from core.engine.catalog.file_image import FileImage
     from core.files.store import ReadStore
 
 
@@ -61,7 +61,8 @@ class Format:
         has_text_keys: whether the keys of all dicts around entries are text, whatever they were
             when the checkpoint was saved.
         keeps_attributes: whether attributes of tensors and containers have a place in the files
-            (``core.catalog.attributes``). If not, they become entries, where objects can be stored.
+            (``core.engine.catalog.attributes``). If not, they become entries, where objects can be
+            stored.
         records_ties: whether tied tensors (``Catalog.ties``) are written once, and their other
             names only recorded.
         has_live_objects: whether torch's own loader turns the format's objects into instances of

@@ -31,8 +31,8 @@ from dataclasses import replace
 from io import RawIOBase
 from typing import TYPE_CHECKING, cast
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import dropped_each
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import dropped_each
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.formats.format import Format, no_folders
 from core.formats.torch.format import catalog_of_tree

@@ -14,7 +14,7 @@ from functools import cache
 from itertools import starmap
 from pathlib import Path
 
-from core.catalog.tensor import Tensor
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.config import build_arguments
 from core.hf.family import Family, families, find_family

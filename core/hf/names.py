@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
 
 
 def is_hf(catalog: Catalog, config: Mapping[str, object] | None) -> bool:

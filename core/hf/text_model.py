@@ -37,9 +37,9 @@ import re
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import dropped_each, left_out
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import dropped_each, left_out
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
 from core.hf.family import find_family

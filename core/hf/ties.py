@@ -15,9 +15,9 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.changes.rename import rename_entries
-from core.changes.tie import INPUT, OUTPUT, untie
+from core.engine.catalog.catalog import Catalog
+from core.engine.changes.rename import rename_entries
+from core.engine.changes.tie import INPUT, OUTPUT, untie
 from core.hf.values import CONFIG
 from core.values import dataclass
 

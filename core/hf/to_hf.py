@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each, left_out
-from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.catalog.key_patterns import natural_order
-from core.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.catalog.key_patterns import natural_order
+from core.engine.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
+from core.engine.catalog.tensor import Tensor
 from core.errors import MissingShardError, UnsupportedError
 from core.hf.choice import choose_family
 from core.hf.config_json.config import build_config, document

@@ -16,11 +16,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each, dropped_together, left_out
-from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import FILES_BESIDE
-from core.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, left_out
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.files_beside import FILES_BESIDE
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.quantize.schemes import quantized_weights
 from core.errors import (
     MissingShardError,
     UnknownTensorError,
@@ -53,7 +54,6 @@ from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.extras.extra_states import states_of_rank_files
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
-from core.quantize.schemes import quantized_weights
 from core.values import dataclass
 
 if TYPE_CHECKING:

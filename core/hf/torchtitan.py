@@ -43,11 +43,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from core.arrays.box import Box, Shape, c_strides
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.stored import StoredArray, narrow_array
-from core.catalog.tensor import Fragment, Tensor, clip_fragment
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.tensor import Fragment, Tensor, clip_fragment
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import count_of
 from core.values import dataclass

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.tensor import Tensor
+from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.proof.expected import count_labels, describe_model

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException
 from core.files.store import ReadStore
 from core.opening.config_beside import may_have_arguments
@@ -19,7 +19,7 @@ from core.opening.open import Checkpoint
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.copied_files import CopiedFile
+    from core.engine.catalog.copied_files import CopiedFile
     from core.megatron.rules.rules import Rules
 
 
@@ -94,7 +94,7 @@ def copied_files_of(
         stored: the catalog of the checkpoint, as its format reads it.
         groups: groups of files with equal content.
     """
-    from core.catalog.copied_files import find_copied_files
+    from core.engine.catalog.copied_files import find_copied_files
 
     if not form.is_global:
         return []

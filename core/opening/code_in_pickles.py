@@ -31,7 +31,7 @@ from core.files.store import ReadStore
 from core.pickle.noted import noting_uses
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.formats.torch.other_pickles import PickledContent
     from core.pickle.uses import Use
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import (
     CheckpointingException,
     CorruptError,

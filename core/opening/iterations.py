@@ -63,5 +63,5 @@ def list_other_iterations(passed: Sequence[Path], taken: Path) -> list[Path]:
 
 
 def removed_name(name: str) -> str:
-    """Return the hidden name of an iteration's directory that is being removed (``core.prune``)."""
+    """Return the hidden name that an iteration has while it is removed (``verbs.prune``)."""
     return f".{name}.ckpt-removed"

@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.changes.rename import rename_entries
+from core.engine.catalog.catalog import Catalog
+from core.engine.changes.rename import rename_entries
 from core.errors import UsageError, list_some
 from core.formats.torch.tree import keys_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_counter, rebuild

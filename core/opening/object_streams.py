@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.files.store import ReadStore
 
 if TYPE_CHECKING:

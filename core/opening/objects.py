@@ -13,12 +13,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.catalog.key_patterns import matcher
-from core.catalog.optimizer_keys import split_state_key
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import without_ties
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.catalog.key_patterns import matcher
+from core.engine.catalog.optimizer_keys import split_state_key
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import without_ties
 from core.errors import UnsafeError, UnsupportedError
 from core.files.store import ReadStore
 from core.opening.open import Checkpoint
@@ -80,7 +80,7 @@ def load_attributes(catalog: Catalog, store: ReadStore) -> Catalog:
     Raises:
         CorruptError, UnsafeError, UnsupportedError: the stream of such an entry cannot be parsed.
     """
-    from core.catalog.attributes import ENTRIES, turn_into_attributes
+    from core.engine.catalog.attributes import ENTRIES, turn_into_attributes
 
     objects = {
         key: item for key, item in catalog.objects.items() if key.partition(".")[0] in ENTRIES
@@ -102,7 +102,7 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
         CheckpointingException: a stream is damaged.
         UnsafeError: a pickle refers to something dangerous that none of the objects contains.
     """
-    from core.catalog.attributes import turn_into_attributes
+    from core.engine.catalog.attributes import turn_into_attributes
 
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store))
@@ -262,7 +262,7 @@ def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -
             )
     if keeps_unknown:
         return catalog
-    from core.catalog.removal import drop_entries
+    from core.engine.catalog.removal import drop_entries
 
     # Drop or refuse objects of unknown classes. The common state is kept: it is not one object, so
     # it cannot be dropped.
@@ -378,7 +378,7 @@ def _without_rank_states(catalog: Catalog) -> Catalog:
     model = catalog.facet(MegatronModel)
     if model is None or not model.rng_states:
         return catalog
-    from core.catalog.removal import without_unused_tensors
+    from core.engine.catalog.removal import without_unused_tensors
 
     return without_unused_tensors(catalog.with_facet(replace(model, rng_states={})), catalog)
 

@@ -42,9 +42,9 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import ZarrFacts
-from core.catalog.key_patterns import some_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import ZarrFacts
+from core.engine.catalog.key_patterns import some_of
 from core.errors import (
     CheckpointingException,
     CorruptError,

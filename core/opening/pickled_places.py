@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.files.store import ReadStore
 from core.formats.torch.nested_names import trees_of_stream
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent

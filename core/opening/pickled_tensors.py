@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
+from core.engine.plan.box_reader import BoxReader
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore, ReadStore
 from core.formats.torch.nested_names import uses_of_stream
 from core.formats.torch.other_pickles import MAX_BYTES, PickledContent
 from core.formats.torch.stream import stream_kind
-from core.plan.box_reader import BoxReader
 
 _HEAD_BYTES = 512
 """Bytes that are enough to recognise a stream."""

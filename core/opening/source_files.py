@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.facets import DcpFacts, TrainingState
+from core.engine.catalog.facets import DcpFacts, TrainingState
 from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.files.source_store import (

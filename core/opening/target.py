@@ -12,10 +12,10 @@ from dataclasses import replace
 from functools import lru_cache
 
 from core.arrays.box import Box
-from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_arrays
-from core.catalog.mapping_attributes import without_attributes
-from core.catalog.stored import Coords, PlannedArray, StoredArray, array_name
-from core.catalog.tensor import (
+from core.engine.catalog.catalog import AnyCatalog, Catalog, TargetCatalog, catalog_of_arrays
+from core.engine.catalog.mapping_attributes import without_attributes
+from core.engine.catalog.stored import Coords, PlannedArray, StoredArray, array_name
+from core.engine.catalog.tensor import (
     AnyFragment,
     AnyTensor,
     Fragment,

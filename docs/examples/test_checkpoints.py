@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.run import validate
 
 PATHS = [path for path in os.environ.get("CHECKPOINTS", "").split(os.pathsep) if path]
 

@@ -19,14 +19,22 @@ from collections.abc import Callable
 
 import torch
 
-from core.calibration.choice import bytes_per_s
-from core.calibration.trials import trial_of, typical_numbers
-from core.device.cast import kernel_of
-from core.device.compare import count_differing_kernel
-from core.device.device import COMPARE, DEQUANTIZE, FINGERPRINT, QUANTIZE, VALUES, Device, cast_work
-from core.device.lane import PIECE_BYTES, Lane, as_tensor, host_buffer, lane_of
-from core.fingerprint.kernel import factors_on, products_kernel
-from core.numbers.facts_on_device import extremes_kernel
+from core.engine.calibration.choice import bytes_per_s
+from core.engine.calibration.trials import trial_of, typical_numbers
+from core.engine.device.cast import kernel_of
+from core.engine.device.compare import count_differing_kernel
+from core.engine.device.device import (
+    COMPARE,
+    DEQUANTIZE,
+    FINGERPRINT,
+    QUANTIZE,
+    VALUES,
+    Device,
+    cast_work,
+)
+from core.engine.device.lane import PIECE_BYTES, Lane, as_tensor, host_buffer, lane_of
+from core.engine.fingerprint.kernel import factors_on, products_kernel
+from core.engine.numbers.facts_on_device import extremes_kernel
 
 CASTS = (
     ("float32", "bfloat16"),

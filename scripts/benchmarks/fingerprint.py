@@ -20,10 +20,10 @@ from pathlib import Path
 
 from core.arrays.box import Box
 from core.arrays.checksum import crc32
-from core.convert.run import Job, run
-from core.fingerprint.definition import form_of
-from core.fingerprint.kernel import fastest_products, products_in_numpy
-from core.fingerprint.sums import FormSum
+from core.engine.fingerprint.definition import form_of
+from core.engine.fingerprint.kernel import fastest_products, products_in_numpy
+from core.engine.fingerprint.sums import FormSum
+from core.verbs.convert.run import Job, run
 
 MIB = 1 << 20
 SHAPES = (

@@ -18,13 +18,13 @@ import time
 from bisect import bisect_right
 from pathlib import Path
 
-from core.convert.job import TopologyChange
-from core.convert.prepare import prepare
-from core.convert.run import Job
-from core.convert.stored_plan.division import Division, divide_work
-from core.convert.stored_plan.file import finish_plan, write_plan
-from core.plan.items import items_of, weight_of
-from core.plan.plan import Plan
+from core.engine.plan.items import items_of, weight_of
+from core.engine.plan.plan import Plan
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job
+from core.verbs.convert.stored_plan.division import Division, divide_work
+from core.verbs.convert.stored_plan.file import finish_plan, write_plan
 
 
 def loads_of(plan: Plan, divisions: list[Division], *, band_bytes: int) -> list[list[int]]:

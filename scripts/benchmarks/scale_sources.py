@@ -26,10 +26,8 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from core.catalog.file_image import FileImage, Literal
-from core.catalog.stored import PlannedArray, StoredArray
-from core.convert.job import Job
-from core.convert.prepare import prepare
+from core.engine.catalog.file_image import FileImage, Literal
+from core.engine.catalog.stored import PlannedArray, StoredArray
 from core.files.store import LocalStore
 from core.formats.torch.format import parse
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
@@ -37,6 +35,8 @@ from core.megatron.model.args import fields_of, read_facts, topology_of
 from core.megatron.model.pipeline import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_ordered_dict
+from core.verbs.convert.job import Job
+from core.verbs.convert.prepare import prepare
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden" / "golden.tar.xz"
 GOLDEN_FILE = "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010/mp_rank_00/model_optim_rng.pt"

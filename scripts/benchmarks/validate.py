@@ -62,9 +62,9 @@ SCANNER = """
 import json, sys, time
 from pathlib import Path
 from core.opening.open import open_checkpoint
-from core.scan.run import scan
-from core.scan.sums import WantedSums
-from core.numbers.facts import ValueObserver
+from core.engine.scan.run import scan
+from core.engine.scan.sums import WantedSums
+from core.engine.numbers.facts import ValueObserver
 import numpy
 opened = open_checkpoint(Path(sys.argv[1]))
 made = {}

@@ -40,7 +40,7 @@ def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -
     assert not found.intersection(HEAVY)
     assert not found.intersection(
         {
-            *("core.convert.run", "core.opening.open", "core.formats"),
+            *("core.verbs.convert.run", "core.opening.open", "core.formats"),
             *("ckpt_cli.commands.inspect", "ckpt_cli.completion"),
         }
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.catalog.facets import TorchDistFacts
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import prepare_save
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from core.engine.catalog.facets import TorchDistFacts
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.support.facets import facet_of

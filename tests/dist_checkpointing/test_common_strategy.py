@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from core.convert import run as convert
-from core.convert.job import Job
 from core.dist_checkpointing._values import objects
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.serialization import save
@@ -35,6 +33,8 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
+from core.verbs.convert import run as convert
+from core.verbs.convert.job import Job
 from tests.dist_checkpointing.live_values import assert_alike
 from tests.dist_checkpointing.ranks import run_ranks
 

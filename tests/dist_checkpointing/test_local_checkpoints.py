@@ -17,12 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from core.diff.run import DiffJob, diff
 from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict
 from core.opening.open import open_checkpoint
 from core.pickle.names import is_foreign
+from core.verbs.diff.run import DiffJob, diff
 from tests.dist_checkpointing.ranks import run_ranks
 
 EXCHANGES = ("broadcast", "gather_rounds", "gather_object")

@@ -9,21 +9,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.checks.finding import Severity
-from core.checks.level import Level
 from core.dist_checkpointing.serialization import save
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from core.engine.fingerprint.definition import form_of, format_lanes
+from core.engine.fingerprint.kernel import products_in_numpy
+from core.engine.fingerprint.sums import FormSum
 from core.files.store import LocalStore
 from core.files.walk import list_tree
-from core.fingerprint.definition import form_of, format_lanes
-from core.fingerprint.kernel import products_in_numpy
-from core.fingerprint.sums import FormSum
-from core.manifest.file import MANIFEST, read_manifest
-from core.manifest.inventory import read_inventory, write_inventory
-from core.validate.run import validate
+from core.publish.manifest.file import MANIFEST, read_manifest
+from core.publish.manifest.inventory import read_inventory, write_inventory
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.run import validate
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import part_of
 from tests.dist_checkpointing.test_storage_writer import state_of

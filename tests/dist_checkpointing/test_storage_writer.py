@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from core.convert.job import TopologyChange
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import MissingShardError, UnsupportedError, UsageError
+from core.verbs.convert.job import TopologyChange
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_storage_reader import Net, load_all, tensors_of
 from tests.support.rank_files import assert_same_weights, rank_dirs

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert.job import Job
-from core.convert.run import run as convert
 from core.dist_checkpointing import serialization
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing.dict_utils import dict_list_map_outplace
@@ -31,6 +29,8 @@ from core.dist_checkpointing.strategies.torch import (
 )
 from core.files.store import LocalStore
 from core.formats.dcp.reading.stored_metadata import metadata_of
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run as convert
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.test_torch_strategy import differences, on_ranks, state_of
 from tests.support.real_readers import Tensors, of_tensor, read_dcp

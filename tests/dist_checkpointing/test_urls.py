@@ -16,8 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core.arrays.checksum import crc32
-from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import PlannedArray
 from core.dist_checkpointing import (
     ShardedObject,
     ShardedTensor,
@@ -31,15 +29,17 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing._background.caller import InThread
+from core.dist_checkpointing._live.upload import upload_files
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.serialization import _begin_publication, load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from core.engine.catalog.file_image import FileImage, PlacedArray
+from core.engine.catalog.stored import PlannedArray
 from core.errors import CheckpointingException, CorruptError, StorageError, UsageError
 from core.files.remote_path import location_of
-from core.live.upload import upload_files
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.support.object_stores import s3_server, upload
 

@@ -17,8 +17,6 @@ import torch
 import zarr
 from numcodecs import Zlib
 
-from core.convert.job import Job
-from core.convert.run import run
 from core.dist_checkpointing import serialization
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.prepared_save import prepare_save
@@ -43,6 +41,8 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import flat_part_of, global_tensor, part_of
 from tests.dist_checkpointing.zarr_states import (

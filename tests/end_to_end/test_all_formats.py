@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog.decoded import DecodedStore
-from core.convert.prepare import prepare
-from core.convert.prepared import Prepared
-from core.convert.run import Job, run
+from core.engine.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.registry import formats
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.prepared import Prepared
+from core.verbs.convert.run import Job, run
 from tests.support.archives import unpacked
 from tests.support.covering import covering_cases
 from tests.support.local_checkpoint import saved

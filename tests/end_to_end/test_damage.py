@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -21,6 +20,7 @@ from core.errors import (
     UnsafeError,
 )
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, TopologyChange, run
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2"
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2"
@@ -243,7 +243,7 @@ def test_an_unknown_class_is_refused_or_dropped_by_request(src: Path) -> None:
     torch.save({"w": torch.zeros(2), "extra": Job(src=src)}, src / "model.pt")
     error = refused(src / "model.pt", CheckpointingException, to="dcp")
     assert error.exit_code == 4
-    assert "core.convert.job.Job" in error.message
+    assert "core.verbs.convert.job.Job" in error.message
     report = run(
         Job(src=src / "model.pt", dst=src / "out", to="dcp", drop_unknown=True, fsync=False)
     )

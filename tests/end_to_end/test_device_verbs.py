@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from core.calibration.choice import decisions
-from core.checks.level import Level
-from core.convert.run import Job, run, within_memory
-from core.convert.workers.run import run_shared
-from core.device.device import COMPARE, FINGERPRINT, VALUES, Device
-from core.device.lane import LANE_BYTES, Lane
+from core.engine.calibration.choice import decisions
+from core.engine.device.device import COMPARE, FINGERPRINT, VALUES, Device
+from core.engine.device.lane import LANE_BYTES, Lane
 from core.errors import CapacityError
-from core.manifest.inventory import read_inventory
-from core.validate.run import Validation, validate
-from tests.checks.test_deep import put
+from core.publish.manifest.inventory import read_inventory
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run, within_memory
+from core.verbs.convert.workers.run import run_shared
+from core.verbs.validate.run import Validation, validate
 from tests.support.teams import PipeTeam, run_team
+from tests.verbs.checks.test_deep import put
 
 DEVICE = Device("cpu")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from core.convert.job import Job
-from core.convert.prepare import prepare
 from core.errors import CheckpointingException
+from core.verbs.convert.job import Job
+from core.verbs.convert.prepare import prepare
 
 N_OF_A_FORMAT = 8
 LATE = ("zarr", "orbax")

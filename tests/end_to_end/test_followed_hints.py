@@ -16,10 +16,10 @@ import pytest
 
 from ckpt_cli.app import main
 from core.opening.open import open_checkpoint
-from tests.checks.test_damages import copied, row_id, sharded
 from tests.support.covering import covering_cases, every_third
 from tests.support.damages import INDEX, SHARDS, TABLE, ZARR3, Row, kind_of
 from tests.support.followed_hints import CommandEnd, follow_hints, list_advised_lines
+from tests.verbs.checks.test_damages import copied, row_id, sharded
 
 __all__ = ["sharded"]
 

@@ -26,9 +26,9 @@ from ckpt_cli.app import app, main, parse_command
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.options.worker import USAGE
 from core.arrays.dtypes import dtype_of
-from core.changes.quantize import KINDS
-from core.checks.registry import codes
+from core.engine.changes.quantize import KINDS
 from core.formats.registry import format_called
+from core.verbs.checks.registry import codes
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLE = "\N{REPLACEMENT CHARACTER}"
@@ -79,7 +79,7 @@ OTHER_PROGRAMS = (
     "ckpt_cli/worker.py",
     "ckpt_cli/workers/device.py",
     "ckpt_cli/completion/shell.py",
-    "core/convert/report/checkpoint_args.py",
+    "core/verbs/convert/report/checkpoint_args.py",
 )
 """Modules whose texts are a program's of its own, another program's, or lines for a shell."""
 

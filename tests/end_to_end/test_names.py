@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -23,6 +22,7 @@ from core.errors import (
 )
 from core.files.store import LocalStore
 from core.formats.torch import format as torch_file
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.hf.models import loaded_model, logits
 from tests.support.materialize import tensor_bytes
 from tests.support.real_readers import of_tensor, read_safetensors

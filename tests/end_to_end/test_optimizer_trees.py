@@ -15,13 +15,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UsageError
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.real_readers import Tensors, read_dcp
 
 FSDP = "torch_dcp/fsdp2_dp2"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.job import Job
-from core.convert.prepare import prepare
-from core.convert.run import run
+from core.verbs.convert.job import Job
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import run
 from tests.support.archives import unpacked
 from tests.support.raw_keys import RawKey, read_raw_keys, unaccounted
 

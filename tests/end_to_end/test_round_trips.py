@@ -24,11 +24,11 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from core.convert.job import Report
-from core.convert.run import Job, run
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.torch.weights_only import ASIDE_KEY
 from core.opening.open import Checkpoint, open_checkpoint
+from core.verbs.convert.job import Report
+from core.verbs.convert.run import Job, run
 from tests.support.trees import Difference, differences, is_told
 
 TARGETS = ("torch", "dcp", "safetensors", "safetensors file", "zarr3", "torch_dist", "zarr")

@@ -16,10 +16,8 @@ from pathlib import Path
 import pytest
 
 from core.arrays.dtypes import itemsize
-from core.catalog.facets import RankFacts
-from core.catalog.stored import PlannedArray
-from core.convert.job import Job, TopologyChange
-from core.convert.prepare import prepare
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import PlannedArray
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.formats.torch.format import parse
@@ -28,6 +26,8 @@ from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.torch.zip.tree_layouts import TreePlans
 from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.prepare import prepare
 from scripts.benchmarks import scale_sources as sources
 from tests.support.facets import facet_of, ranks_of
 

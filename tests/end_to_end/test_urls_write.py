@@ -18,16 +18,16 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_cli.app import main
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as run_job
-from core.convert.workers.run import run_shared
+from core.engine.team.protocol import Team
 from core.files.multipart.ordered import OrderedUploads
 from core.files.object_client import put_object
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
 from core.files.requests.traffic import traffic_so_far
-from core.stage.bucket.stage import BucketStage
-from core.team.protocol import Team
+from core.publish.stage.bucket.stage import BucketStage
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as run_job
+from core.verbs.convert.workers.run import run_shared
 from tests.support.object_stores import mounted_store
 from tests.support.s3.client import S3Server
 from tests.support.s3.rules import SLOW_DOWN, Rule
@@ -350,7 +350,7 @@ def test_stores_take_less_memory_beside_a_large_runtime(store: S3Server, golden:
 @pytest.fixture
 def without_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets obstore upload, as for stores other than S3."""
-    monkeypatch.setattr("core.stage.bucket.stage.upload_client", OrderedUploads)
+    monkeypatch.setattr("core.publish.stage.bucket.stage.upload_client", OrderedUploads)
 
 
 @pytest.mark.usefixtures("without_boto3")
@@ -402,7 +402,7 @@ def test_a_run_that_was_killed_while_it_verified_is_repeated(
     source = "s3://runs/hf/llama/safetensors_single"
     words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--verify"]
     with monkeypatch.context() as patch:
-        patch.setattr("core.convert.verify.verify", lambda *args, **options: 1 / 0)
+        patch.setattr("core.verbs.convert.verify.verify", lambda *args, **options: 1 / 0)
         patch.setattr(BucketStage, "_clean_up", lambda self: None)
         assert run(*words) == 70
     assert ".metadata" in contents(store, "out")

@@ -20,9 +20,9 @@ import json
 from math import prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, TargetCatalog, catalog_of_arrays
-from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.catalog import Catalog, TargetCatalog, catalog_of_arrays
+from core.engine.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore, check_name
 from core.formats.format import Format

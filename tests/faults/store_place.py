@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from core.dist_checkpointing._directory.sums import STAGE
-from core.manifest.of_copy import manifest_name
+from core.publish.manifest.of_copy import manifest_name
 from tests.faults.target import tree
 from tests.support.s3.client import S3Server
 

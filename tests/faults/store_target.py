@@ -185,7 +185,7 @@ def preload_store_clients() -> None:
 
     import core.files.multipart.s3
     import core.files.remote_store
-    import core.stage.bucket.stage  # noqa: F401
+    import core.publish.stage.bucket.stage  # noqa: F401
 
     boto3.client("s3", "us-east-1", aws_access_key_id="a", aws_secret_access_key="b").close()
 
@@ -215,10 +215,10 @@ def _be_impatient() -> None:
 
     from botocore.retries.standard import ExponentialBackoff
 
+    from core.dist_checkpointing._live import upload
     from core.files import object_client
     from core.files.multipart import s3_client, stream
     from core.files.requests import failure
-    from core.live import upload
 
     soon = {"init_backoff": timedelta(milliseconds=5), "max_backoff": timedelta(milliseconds=50)}
     object_client._RETRIES |= {"backoff": {**soon, "base": 2}, "max_retries": 4}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from core.manifest.of_copy import manifest_name
-from core.stage.folder_lock import stage_dir_of
-from core.stage.stage import Stage
+from core.publish.manifest.of_copy import manifest_name
+from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.stage import Stage
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb
 from tests.faults.process import Ended, command, run

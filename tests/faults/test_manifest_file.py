@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from core.manifest.of_copy import MANIFEST
+from core.publish.manifest.of_copy import MANIFEST
 from tests.faults import disturb as how
 from tests.faults.operations import CHANGES, SYNCS, Operation
 from tests.faults.process import command, run

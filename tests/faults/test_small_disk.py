@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.run import Job, run
-from core.manifest.of_copy import MANIFEST
+from core.publish.manifest.of_copy import MANIFEST
+from core.verbs.convert.run import Job, run
 
 SOURCE = "hf/llama/safetensors_sharded"
 SCRIPT = """

@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from core.convert.workers.run import WorkSizes, run_shared
-from core.stage import workers_lock
+from core.publish.stage import workers_lock
+from core.verbs.convert.workers.run import WorkSizes, run_shared
 from tests.faults import disturb as how
 from tests.faults.case import KNOWN_CODES, Case
 from tests.faults.operations import (

@@ -13,13 +13,13 @@ from typer.main import get_command
 from ckpt_cli.app import app, main
 from ckpt_cli.options.typer_command import Group
 from core import dist_checkpointing
-from core.convert.run import Job, run
 from core.dist_checkpointing.core import CheckpointingConfig, save_config
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.errors import UsageError
 from core.files.url import refuse_url
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 
 SCHEMES = (
     "s3",

@@ -1,4 +1,4 @@
-"""Every registered format keeps the contract of ``core.convert.contract``."""
+"""Every registered format keeps the contract of ``core.verbs.convert.contract``."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from core.formats.format import Format
 from core.formats.registry import formats
+from core.verbs.convert.contract import CHECKS, SAMPLE, Sample, check_reading
 from tests.support.rounds import rounds
 
 FORMATS = formats()

@@ -12,8 +12,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from core.convert.contract import check_reading
-from core.convert.run import Job, run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -26,6 +24,8 @@ from core.files.store import LocalStore, MemoryStore
 from core.formats.flax import FORMAT
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
+from core.verbs.convert.contract import check_reading
+from core.verbs.convert.run import Job, run
 from tests.support.materialize import tensor_bytes
 from tests.support.rounds import rounds
 

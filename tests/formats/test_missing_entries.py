@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckpt_cli.app import main
-from core.convert.run import Job, run
-from core.diff.run import DiffJob, diff
 from core.errors import MissingShardError
 from core.formats.missing_entries import DROP_MISSING
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.convert.run import Job, run
+from core.verbs.diff.run import DiffJob, diff
+from core.verbs.validate.run import validate
 
 ARCHIVES = Path(__file__).parents[1] / "golden"
 KEY = "mtp.fc.weight"

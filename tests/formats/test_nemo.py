@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.prepare import prepare
-from core.convert.run import Job, run
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, run
 from tests.support.nemo_archive import nemo_archive
 
 STATE = {

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from core.convert.contract import CHECKS, Sample
 from core.formats.format import Format
+from core.verbs.convert.contract import CHECKS, Sample
 from tests.support.fragments import replace_fragments
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "example_format" / "npy_folder.py"

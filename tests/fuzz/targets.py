@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 from core.arrays.checksum import crc32c
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object
 from core.files.store import MemoryStore
@@ -37,15 +37,15 @@ from core.formats.torch.item import TorchItem
 from core.formats.torch.tensors import TensorHooks
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
-from core.inspect.preview import first_values
-from core.inspect.summary import total_by_role
-from core.manifest.of_copy import MANIFEST, read_manifest
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf
 from core.pickle.names import classify, globals_of
 from core.pickle.reader import load
 from core.pickle.writer import dumps
-from core.stage import journal
+from core.publish.manifest.of_copy import MANIFEST, read_manifest
+from core.publish.stage import journal
+from core.verbs.inspect.preview import first_values
+from core.verbs.inspect.summary import total_by_role
 
 _MOST = 24
 """Tensors, and pieces of each, that are looked at."""
@@ -115,7 +115,7 @@ def _legacy(data: bytes) -> None:
 
 def _item(data: bytes) -> None:
     """A DCP item, taken for tensors of several shapes."""
-    from core.catalog.stored import Extent, StoredArray
+    from core.engine.catalog.stored import Extent, StoredArray
 
     store = MemoryStore({"__0_0.distcp": data})
     for dtype, shape in (
@@ -186,7 +186,7 @@ def _sharded(content: bytes) -> dict[str, bytes]:
 
 def _chunk(data: bytes) -> None:
     """The stored bytes of a compressed chunk; the first byte chooses the codecs."""
-    from core.catalog.stored import Extent, StoredArray
+    from core.engine.catalog.stored import Extent, StoredArray
     from core.formats.zarr.decode import ChunkCoding, EncodedChunk
 
     chains = (("gzip",), ("zlib",), ("bz2",), ("zstd",), ("zstd", "crc32c"), ("gzip", "zstd"), ())

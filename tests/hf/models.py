@@ -17,8 +17,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.catalog import Catalog, catalog_of_arrays
+from core.engine.catalog.stored import Extent, StoredArray
 from core.files.store import LocalStore
 from core.pickle.inert import attributes
 from tests.support.covering import covering_cases

@@ -15,15 +15,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
-from core.catalog.tensor import Tensor
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
+from core.engine.catalog.tensor import Tensor
 from core.errors import MissingShardError
 from core.hf.names import model_types
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly
 from tests.support.covering import every_third
 

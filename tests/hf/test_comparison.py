@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from core.catalog.tensor import Tensor
-from core.convert.run import Job, run
+from core.engine.catalog.tensor import Tensor
 from core.errors import UnknownTensorError
 from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
+from core.verbs.convert.run import Job, run
 from tests.hf.models import (
     COMMON,
     DEEPSEEK,

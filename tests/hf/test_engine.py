@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.copy.options import CopyOptions
-from core.copy.run import execute
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.copy.options import CopyOptions
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.errors import ReplicaMismatchError
 from core.files.store import LocalStore
 from core.formats.format import Format
@@ -18,13 +19,12 @@ from core.formats.megatron import format as megatron
 from core.formats.safetensors import format as safetensors
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
-from core.manifest.of_copy import finish_files
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.opening.target import partitioned
-from core.plan.plan import make_plan
-from core.stage.stage import Stage
+from core.publish.manifest.of_copy import finish_files
+from core.publish.stage.stage import Stage
 from tests.hf.models import (
     assert_same,
     bytes_of,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.convert.run import Job, run
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 from tests.hf.models import saved
 
 _DENSE = (

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 import core
 import core.hf.family
 from ckpt_cli.app import main
-from core.catalog.catalog import Catalog
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.store import LocalStore
 from core.hf.detection import refused_types
@@ -23,6 +21,8 @@ from core.hf.family import SECTIONS, families, find_family, parse_family
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.models import (
     COMMON,
     arguments,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.huggingface import bin_format as bin_shards

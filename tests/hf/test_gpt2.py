@@ -15,12 +15,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.models import arguments, assert_same, catalog_of, config_of, contents, saved, tensors
 from tests.hf.stepped import save_stepped
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Mxfp4Config
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
-from core.validate.run import validate
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.hf.models import (
     assert_same,
     bytes_of,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore
 from core.hf.to_hf import to_hf

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from core.api.verbs import diff, merge
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.hf.family import read_family
 from core.hf.to_megatron import to_megatron
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.hf.models import arguments, catalog_of, config_of, saved
 from tests.support.starship import write_starship
 

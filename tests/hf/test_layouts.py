@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import TargetCatalog
-from core.catalog.facets import HuggingFaceModel
+from core.engine.catalog.catalog import TargetCatalog
+from core.engine.catalog.facets import HuggingFaceModel
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron

@@ -20,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.catalog.facets import MegatronModel
+from core.engine.catalog.facets import MegatronModel
 from core.hf.family import families
 from core.hf.to_megatron import to_megatron
 from tests.hf.models import (

@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.models import (
     add_prediction,
     arguments,

@@ -14,9 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
 from core.errors import UnsupportedError
 from core.hf.block_configs import block_configs
 from core.hf.proof.comparison import find_differences
@@ -25,6 +23,8 @@ from core.hf.to_megatron import to_megatron
 from core.hf.values import ARGUMENT
 from core.megatron.model.blocks import TEXT
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.models import (
     LLAMA3,
     arguments,

@@ -17,15 +17,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.catalog.facets import HuggingFaceModel
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
+from core.engine.catalog.facets import HuggingFaceModel
 from core.errors import UnsupportedError
 from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.hf.values import ARGUMENT
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.models import (
     YARN,
     add_prediction,

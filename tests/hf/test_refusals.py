@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.facets import MegatronModel
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.family import family_of
 from core.hf.names import is_hf, model_types

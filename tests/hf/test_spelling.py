@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.diff.run import DiffJob, diff
 from core.errors import UnsupportedError
 from core.hf.family import family_of
 from core.hf.tensors.spelling import match_names
 from core.hf.ties import find_tie_pair
-from tests.merge.test_adapter import fold
-from tests.merge.test_merge import merge
+from core.verbs.diff.run import DiffJob, diff
 from tests.support.rank_files import assert_same_bits
+from tests.verbs.merge.test_adapter import fold
+from tests.verbs.merge.test_merge import merge
 
 LAYER = "layers.0.self_attn.q_proj.weight"
 SPELLINGS = [

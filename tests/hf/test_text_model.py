@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.merge.request import Merge
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
+from core.verbs.merge.request import Merge
 from tests.hf.models import (
     COMMON,
     GATED_DELTA,

@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from core.catalog.catalog import Catalog
-from core.convert.prepare import prepare
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import LocalStore
 from core.hf.torchtitan import from_torchtitan
 from core.opening.open import open_checkpoint
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, run
 from tests.support.materialize import tensor_bytes
 
 CASES = ("llama", "llama_tied", "qwen3_moe")

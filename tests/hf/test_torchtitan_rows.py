@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.files.store import LocalStore
 from core.hf.torchtitan import from_torchtitan
 from tests.support.materialize import tensor_bytes

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
 from core.errors import CheckpointingException
 from core.hf.towers.completeness import find_missing_megatron_tensors
 from core.hf.towers.models import composite_models
 from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.hf.composites import COMPOSITES
 from tests.hf.models import config_of
 from tests.support.archives import unpacked

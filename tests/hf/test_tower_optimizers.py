@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.stored import stored_tensors
 from tests.support.archives import unpacked
 

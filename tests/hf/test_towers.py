@@ -18,10 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from core.catalog.catalog import catalog_of_arrays
-from core.catalog.stored import Extent, StoredArray
-from core.convert.job import TopologyChange
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import catalog_of_arrays
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import (
     CorruptError,
     MissingShardError,
@@ -32,6 +30,8 @@ from core.errors import (
 from core.hf.to_megatron import to_megatron
 from core.hf.towers.models import composite_models
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.run import Job, run
 from tests.hf.composites import COMPOSITES, saved_composite
 from tests.hf.models import assert_same, config_of, quietly, tensors
 from tests.hf.stored import stored_tensors

@@ -12,15 +12,15 @@ from safetensors.torch import load_file, save_file
 from transformers.models.auto import modeling_auto
 
 import core
-from core.catalog.catalog import Catalog
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
+from core.engine.catalog.catalog import Catalog
 from core.errors import UnsupportedError
 from core.hf.family import families
 from core.hf.proof.comparison import find_differences
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.pickle.inert import make_namespace
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.hf.composites import saved_composite
 from tests.hf.models import (
     MODELS,

@@ -31,10 +31,10 @@ _PRELOADED = (
         "ckpt_cli.commands.inspect",
         "ckpt_cli.commands.convert",
         "ckpt_cli.commands.validate",
-        "core.convert.run",
-        "core.validate.run",
+        "core.verbs.convert.run",
+        "core.verbs.validate.run",
     ),
-    *("core.formats", "core.inspect.summary", "numpy", "zstandard"),
+    *("core.formats", "core.verbs.inspect.summary", "numpy", "zstandard"),
     *(
         "ckpt_cli.findings.grouping",
         "ckpt_cli.commands.diff",
@@ -44,11 +44,11 @@ _PRELOADED = (
     ),
     *(
         "ckpt_cli.commands.manifest",
-        "core.diff.run",
-        "core.diff.tensor_pass",
+        "core.verbs.diff.run",
+        "core.verbs.diff.tensor_pass",
         "core.hf.to_hf",
         "core.hf.to_megatron",
-        "core.manifest.inventory",
+        "core.publish.manifest.inventory",
     ),
 )
 
@@ -57,8 +57,8 @@ def serve() -> None:
     """Answers every line of stdin."""
     for name in _PRELOADED:
         import_module(name)
-    from core.checks.registry import codes
     from core.formats.registry import formats
+    from core.verbs.checks.registry import codes
 
     codes()
     formats()

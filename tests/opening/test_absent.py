@@ -8,7 +8,7 @@ import pytest
 
 from core.errors import UsageError
 from core.opening.open import open_checkpoint
-from core.validate.newest import iteration_paths
+from core.verbs.validate.newest import iteration_paths
 
 
 @pytest.fixture

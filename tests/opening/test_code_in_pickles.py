@@ -12,11 +12,11 @@ from typing import cast
 import pytest
 
 from ckpt_cli.app import main
-from core.checks.file_codes import MISSING, UNSAFE
-from core.checks.finding import HOSTILE
-from core.checks.level import Level
-from core.checks.subject import Subject
-from core.validate.run import _with_hostile_hints, validate
+from core.verbs.checks.file_codes import MISSING, UNSAFE
+from core.verbs.checks.finding import HOSTILE
+from core.verbs.checks.level import Level
+from core.verbs.checks.subject import Subject
+from core.verbs.validate.run import _with_hostile_hints, validate
 from tests.hostile.cases import CASES as HOSTILE_CASES
 from tests.hostile.cases import FOUR, METADATA, RUN, changed, text, torch_zip
 from tests.support.edited import copied

@@ -15,14 +15,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import core
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.hf.models import loaded_model
 from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits, load_rank_file

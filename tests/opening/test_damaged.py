@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from core.checks.level import Level
 from core.errors import CheckpointingException, TruncatedError
 from core.opening.damaged import open_readable_part
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.validate.run import validate
 from tests.support.nemo_archive import nemo_archive
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -18,20 +18,20 @@ from pathlib import Path
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
-from core.diff.run import DiffJob, diff
 from core.errors import MissingShardError
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
-from core.inspect.summary import summarize
-from core.manifest.inventory import read_inventory
 from core.opening.open import locate_checkpoint, open_checkpoint
 from core.opening.source_files import unread_files
-from core.prune.decision import KeepRules
-from core.prune.run import PruneJob, examine
-from core.validate.run import validate
+from core.publish.manifest.inventory import read_inventory
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.diff.run import DiffJob, diff
+from core.verbs.inspect.summary import summarize
+from core.verbs.prune.decision import KeepRules
+from core.verbs.prune.run import PruneJob, examine
+from core.verbs.validate.run import validate
 from tests.support.object_stores import mounted_store
 
 Renamed = Callable[[str], str]

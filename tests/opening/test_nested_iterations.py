@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.checks.finding import Severity
-from core.checks.level import Level
 from core.errors import UsageError
-from core.manifest.inventory import default_manifest_path
 from core.opening.open import open_checkpoint
-from core.validate.newest import find_newest_valid
-from core.validate.run import Validation, validate
+from core.publish.manifest.inventory import default_manifest_path
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.newest import find_newest_valid
+from core.verbs.validate.run import Validation, validate
 from tests.support.rank_files import load_rank_file
 
 RUNS = ("trainer/zero2_dp2", "trainer/zero3_dp2", "accelerate/zero2_dp2")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.run import Job, run
 from core.errors import UnsupportedError, UsageError
 from core.formats.trainer.proven_names import parse_order
+from core.verbs.convert.run import Job, run
 
 RUNS = {"trainer/checkpoints/last.ckpt": "optimizer_states", "fabric/state.ckpt": "optimizer"}
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.facets import RankFacts
-from core.diff.run import DiffJob, diff
+from core.engine.catalog.facets import RankFacts
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -18,6 +17,7 @@ from core.errors import (
     UsageError,
 )
 from core.opening.open import open_checkpoint
+from core.verbs.diff.run import DiffJob, diff
 from tests.support.facets import facet_of
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import TopologyChange
-from core.convert.prepare import prepare
-from core.convert.prepared import Prepared
-from core.convert.run import Job, run
 from core.errors import UsageError
 from core.files.store import list_files_below
-from core.merge.request import Merge
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import TopologyChange
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.prepared import Prepared
+from core.verbs.convert.run import Job, run
+from core.verbs.merge.request import Merge
 
 FOLDERS = {
     "mcore_legacy/dense_gqa/*": "torch_dist",

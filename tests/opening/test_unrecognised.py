@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_cli.app import main
-from core.checks.finding import Severity
-from core.checks.level import Level
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.store import MemoryStore
 from core.files.substitute import substitute_of
 from core.formats.huggingface.bin_format import read as read_bin_shards
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.run import validate
 
 PAGE = (
     b"<!DOCTYPE html>\n<html lang='en'><head><title>Sign in</title></head><body></body></html>" * 40

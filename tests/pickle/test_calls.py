@@ -30,9 +30,6 @@ import pytest
 import torch
 
 from core.arrays.dtypes import BY_STORAGE
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
 from core.errors import UnsafeError
 from core.files.store import MemoryStore
 from core.formats.torch.nested_names import uses_of_stream
@@ -44,7 +41,10 @@ from core.pickle.names import classify, dangerous_uses, is_foreign
 from core.pickle.noted import noting_uses
 from core.pickle.reader import load
 from core.pickle.uses import Use
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.hostile.cases import text, torch_zip
 from tests.support.broken import repacked
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.registry import formats
@@ -28,8 +27,9 @@ from core.formats.torch.weights_only import ASIDE_KEY
 from core.pickle.inert import Inert
 from core.pickle.key_text import describe_key, faithful_text
 from core.pickle.reader import load
-from tests.diff.test_run import compare
+from core.verbs.convert.run import Job, run
 from tests.support.trees import differences
+from tests.verbs.diff.test_run import compare
 
 Point = collections.namedtuple("Point", "x y")
 

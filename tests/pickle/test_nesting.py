@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.level import Level
-from core.convert.run import Job, run
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tree import load_object
 from core.opening.open import open_checkpoint
@@ -26,7 +24,9 @@ from core.pickle.nesting import (
     map_leaves,
     nest_leaves,
 )
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.formats.torch.torch_samples import opened
 from tests.formats.torch.torch_samples import saved as saved_bytes
 
@@ -241,7 +241,7 @@ def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_kee
 
 
 def test_an_object_with_a_stream_of_its_own_is_refused_by_name() -> None:
-    from core.catalog.stored import Extent, StoredArray
+    from core.engine.catalog.stored import Extent, StoredArray
     from core.files.store import MemoryStore
 
     data = saved_bytes(in_a_dict()[0])

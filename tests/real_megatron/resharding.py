@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as convert
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.version import parse_version
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as convert
 from tests.real_megatron.megatron import Form, Megatron, Result
 from tests.real_megatron.setting import BATCH, Layout, Run, padded_rows
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.job import Job
-from core.convert.run import run as convert
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run as convert
 from tests.real_megatron.megatron import Form, Megatron
 from tests.real_megatron.resharding import assert_same, change_to
 from tests.real_megatron.setting import SEQUENCE, Layout, Model, Optimizer, Run

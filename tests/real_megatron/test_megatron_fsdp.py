@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as convert
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as convert
 from tests.megatron.placement.test_fsdp_dtensor import (
     BF16,
     DENSE,

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.job import Job
-from core.convert.run import run as convert
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run as convert
 from tests.real_megatron.megatron import Form, Megatron
 from tests.real_megatron.resharding import assert_equal, change_to
 from tests.real_megatron.setting import BATCH, Layout, Model, Optimizer, Run

@@ -137,7 +137,12 @@ def test_no_circle_of_files_counting_late_and_type_only_imports(
 def test_only_the_bridge_knows_both_sharded_tensors_and_what_the_engine_works_with(
     modules: dict[str, ast.Module], imports: tuple[Import, ...]
 ) -> None:
-    engine = ("core.catalog.", "core.copy.", "core.live.", "core.plan.")
+    engine = (
+        "core.engine.catalog.",
+        "core.engine.copy.",
+        "core.dist_checkpointing._live.",
+        "core.engine.plan.",
+    )
     used: dict[str, set[str]] = {
         name: set() for name in modules if name.startswith("core.dist_checkpointing")
     }

@@ -16,11 +16,11 @@ import pytest
 from ckpt_cli.app import main
 from ckpt_cli.options.launch import LaunchOptions
 from ckpt_cli.options.worker import WorkerOptions
-from core.checks.registry import codes
-from core.fingerprint.definition import form_of, format_lanes
-from core.fingerprint.kernel import products_in_numpy
-from core.fingerprint.sums import FormSum
-from core.stage.workers_lock import WAIT_SECONDS
+from core.engine.fingerprint.definition import form_of, format_lanes
+from core.engine.fingerprint.kernel import products_in_numpy
+from core.engine.fingerprint.sums import FormSum
+from core.publish.stage.workers_lock import WAIT_SECONDS
+from core.verbs.checks.registry import codes
 
 DATA_KEYS = {"model", "dtypes", "parallel", "rank", "value"}
 """Fields whose own keys are data, not part of a schema."""

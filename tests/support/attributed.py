@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import save_file
 
-from core.convert.run import Job, run
+from core.verbs.convert.run import Job, run
 from tests.support.archives import unpacked
 
 LORA = {"ss_network_dim": "4", "modelspec.title": "x", "format": "pt"}

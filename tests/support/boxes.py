@@ -12,10 +12,10 @@ import numpy as np
 
 from core.arrays.box import Box, c_strides, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.file_image import FileImage, PlacedArray
+from core.engine.catalog.stored import ArrayT, Extent, PlannedArray, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.files.store import MemoryStore
 from tests.support.fragments import with_fragments
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from core.arrays.checksum import crc32c
-from core.checks.level import Level
 from core.formats.dcp.metadata_writer import ObjectRow
+from core.verbs.checks.level import Level
 from tests.hostile.cases import torch_zip
 from tests.support import broken as b
 from tests.support.edited import Rows, chunks_of, edit_rows
@@ -1159,7 +1159,7 @@ MODELS = (
     ),
 )
 """Models of transformers whose tensors and configuration do not fit
-(``core.checks.metadata.hf_model``).
+(``core.verbs.checks.metadata.hf_model``).
 """
 
 

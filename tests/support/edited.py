@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
 from core.formats.dcp.metadata import read_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.validate.run import validate
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.run import validate
 from tests.megatron.support.rewritten import is_plain
 from tests.support.rank_files import MODEL_FILE, load_rank_file
 

@@ -21,18 +21,18 @@ from tests.support.fragments import with_fragments
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.stored import Extent, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor
-from core.convert.stored_plan.file import identity_of
-from core.copy.options import CopyOptions
-from core.copy.run import execute
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.engine.catalog.stored import Extent, PlannedArray, StoredArray
+from core.engine.catalog.tensor import Fragment, TargetFragment, Tensor
+from core.engine.copy.options import CopyOptions
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.errors import CheckpointingException, StorageError
 from core.files.store import LocalStore
-from core.manifest.of_copy import finish_files, manifest_name, write_manifest
-from core.plan.plan import make_plan
-from core.stage.stage import Stage
+from core.publish.manifest.of_copy import finish_files, manifest_name, write_manifest
+from core.publish.stage.stage import Stage
+from core.verbs.convert.stored_plan.file import identity_of
 
 ROWS, COLUMNS, TENSORS = 1024, 96, 12
 """bf16: 192 KiB a tensor."""

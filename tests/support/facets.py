@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Coords
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Coords
 
 FacetT = TypeVar("FacetT")
 _FACTS = (

@@ -31,7 +31,7 @@ PRELOADED = (
     *("torch.distributed.tensor", "torch._inductor.compile_fx", "torch._dynamo.testing"),
     *("safetensors.numpy", "safetensors.torch", "tensorstore"),
     *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
-    *("core.dist_checkpointing.strategies.fully_parallel", "core.convert.run"),
+    *("core.dist_checkpointing.strategies.fully_parallel", "core.verbs.convert.run"),
     *("ckpt_cli.app", "ckpt_cli.completion.answer", "core.formats.registry"),
 )
 """What cannot be imported is passed over."""

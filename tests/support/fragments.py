@@ -7,8 +7,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor
 
 
 def with_fragments(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 
 
 @dataclass(frozen=True)
 class ItemAt:
-    """An item (``core.catalog.stored.ContainerItem``) that locates its array at a known extent.
+    """An item (``catalog.stored.ContainerItem``) that locates its array at a known extent.
 
     Args:
         extent: the array's extent.

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from core.arrays.dtypes import itemsize
-from core.catalog.decoded import DecodedStore
+from core.engine.catalog.decoded import DecodedStore
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TargetCatalog
-    from core.catalog.file_image import FileImage
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.catalog import Catalog, TargetCatalog
+    from core.engine.catalog.file_image import FileImage
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.file_image import FileImage, PlacedArray
-from core.copy.run import execute
+from core.engine.catalog.file_image import FileImage, PlacedArray
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.files.store import MemoryStore
 from core.opening.target import partitioned
-from core.plan.plan import make_plan
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.files.store import ReadStore
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from core.engine.team.protocol import StoppedError
 from core.errors import WorkerError
-from core.team.protocol import StoppedError
 from tests.dist_checkpointing.ranks import PRELOADED
 
 TIMEOUT_S = 300
@@ -22,7 +22,7 @@ TIMEOUT_S = 300
 
 @dataclass
 class PipeTeam:
-    """See ``core.team.protocol.Team``: pipes between the lead and each of the others.
+    """See ``core.engine.team.protocol.Team``: pipes between the lead and each of the others.
 
     Args:
         rank, size: of the team.

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 
 
 def tied(catalog: Catalog[Any], ties: Mapping[str, str]) -> Catalog[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ckpt_cli.findings.verdict import Verdict
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.validate.accepted import Acceptance
-from core.validate.run import Validation
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.validate.accepted import Acceptance
+from core.verbs.validate.run import Validation
 
 HOSTILE = "a\x1b[2J\n::error::x##[debug]]>&<\"'\u202e\udc80%0A,:[l](http://e){0}"
 """A name that means something to terminals, XML, GitHub's runner and SARIF's viewers."""

@@ -13,18 +13,18 @@ import numpy as np
 
 from core.arrays.box import Box
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.facets import WriteOptions
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
-from core.copy.run import execute
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.facets import WriteOptions
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.files.store import MemoryStore, ReadStore
 from core.formats.format import Format
-from core.manifest.of_copy import finish_files
 from core.opening.objects import loaded
 from core.opening.target import source_and_target
-from core.plan.plan import make_plan
-from core.stage.files import StageStore
+from core.publish.manifest.of_copy import finish_files
+from core.publish.stage.files import StageStore
 from tests.support.fragments import with_fragments
 
 

@@ -75,7 +75,7 @@ def check_cast(text: str) -> str:
 
 def check_quantization(text: str) -> str:
     """Return a value of ``--quantize`` if its kind exists; raise UsageError if not."""
-    from core.changes.quantize import KINDS
+    from core.engine.changes.quantize import KINDS
 
     parse_kind = one_of(*KINDS)
     for _, kind in parse_quantizations([text]):

@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import n_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
-from core.catalog.key_patterns import ranges
-from core.pictures.heat import most_different
+from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
+from core.verbs.pictures.heat import most_different
 
 if TYPE_CHECKING:
-    from core.pictures.heat import HeatCell, HeatMap
+    from core.verbs.pictures.heat import HeatCell, HeatMap
 
 _MARKS = {
     "equal": (".", "equal"),

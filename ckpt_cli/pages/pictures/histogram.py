@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ckpt_cli.pages.pictures.bars import columns_text
 from ckpt_cli.screen.terminal import Screen
-from core.numbers.histogram import Histogram
+from core.engine.numbers.histogram import Histogram
 from core.values import dataclass
 
 _POWERS = 12

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
-from core.catalog.key_patterns import ranges
+from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.pictures.ranks import RankCell, RankGrid
+    from core.verbs.pictures.ranks import RankCell, RankGrid
 
 _MOST_ROWS = 32
 """Rows from which equal rows are folded."""

@@ -18,7 +18,7 @@ from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
 from ckpt_cli.screen.terminal import Screen
 
 if TYPE_CHECKING:
-    from core.pictures.shards import ShardMove
+    from core.verbs.pictures.shards import ShardMove
 
 
 def move_lines(

@@ -34,7 +34,7 @@ from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shorte
 from core.arrays.dtypes import itemsize
 
 if TYPE_CHECKING:
-    from core.pictures.shards import Shard, ShardMap
+    from core.verbs.pictures.shards import Shard, ShardMap
 
 LISTED = 16
 """Default number of boxes, and of moves between boxes, that are listed."""

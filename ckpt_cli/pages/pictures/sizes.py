@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckpt_cli.pages.pictures.bars import draw_bar
 from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.pictures.sizes import SizeNode, fold_sizes
+from core.verbs.pictures.sizes import SizeNode, fold_sizes
 
 _BAR_COLUMNS = range(8, 41)
 """Least and largest number of columns of the longest bar."""
@@ -24,7 +24,7 @@ def size_lines(
     """Yield a bar for each module, below those of the complete model and optimizer.
 
     Args:
-        model, optimizer: the result of ``core.pictures.sizes.sizes_of``.
+        model, optimizer: the result of ``core.verbs.pictures.sizes.sizes_of``.
         sort: ``name``, otherwise the largest first.
     """
     total_bytes = (model.n_bytes + optimizer.n_bytes) or 1

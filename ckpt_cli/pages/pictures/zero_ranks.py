@@ -12,7 +12,7 @@ from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 
 if TYPE_CHECKING:
-    from core.pictures.zero_ranks import ZeroFile, ZeroGrid
+    from core.verbs.pictures.zero_ranks import ZeroFile, ZeroGrid
 
 _MOST_NAMED = 12
 """Maximum number of missing files that are named; the others are counted."""

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from core.arrays.checksum import ALGORITHM, crc32, digest_of
 from core.dist_checkpointing._directory.publication import is_file_of_key, is_own_name
 from core.dist_checkpointing._directory.sums import LOCK, STAGE, SUMS, WANTS_SUMS
+from core.dist_checkpointing._live.upload import upload_object
 from core.dist_checkpointing.core import CONFIG_FNAME
 from core.errors import (
     CheckpointingException,
@@ -43,9 +44,8 @@ from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import list_files_below
 from core.formats.dcp.reading.data_files import METADATA
-from core.live.upload import upload_object
-from core.manifest.file import FileSum, manifest_lines, manifest_name
-from core.manifest.partial_sums import combine_sums
+from core.publish.manifest.file import FileSum, manifest_lines, manifest_name
+from core.publish.manifest.partial_sums import combine_sums
 from core.version import TOOL
 
 if TYPE_CHECKING:

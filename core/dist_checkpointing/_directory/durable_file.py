@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable
 from contextlib import suppress
 
+from core.dist_checkpointing._live.upload import upload_object
 from core.errors import StorageError
 from core.files.folders import sync_folder
 from core.files.remote_path import is_remote, location_of
 from core.files.store import check_name, translate_os_errors
 from core.files.syscalls import flush
-from core.live.upload import upload_object
 
 
 def write_file(

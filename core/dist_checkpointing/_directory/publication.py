@@ -39,9 +39,9 @@ from core.files.json_object import parse_json_object
 from core.files.remote_path import is_remote
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
-from core.manifest.file import manifest_name
-from core.manifest.partial_sums import write_combined
-from core.stage.folder_lock import is_current, lock_folder
+from core.publish.manifest.file import manifest_name
+from core.publish.manifest.partial_sums import write_combined
+from core.publish.stage.folder_lock import is_current, lock_folder
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig

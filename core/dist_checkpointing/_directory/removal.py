@@ -21,7 +21,7 @@ from core.formats.dcp.columns import DcpMetadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_of
-from core.manifest.of_copy import MANIFEST
+from core.publish.manifest.of_copy import MANIFEST
 
 logger = logging.getLogger(__name__)
 

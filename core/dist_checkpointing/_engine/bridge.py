@@ -2,12 +2,14 @@
 
 ::
 
-    ShardedTensor ── chunk_of ──────▶ core.live.tensors.Chunk      (metadata)
-                  ── live_tensor ───▶ core.live.tensors.LiveTensor (its memory, on the CPU)
+    ShardedTensor ── chunk_of ──────▶ core.dist_checkpointing._live.tensors.Chunk      (metadata)
+                  ── live_tensor ───▶ core.dist_checkpointing._live.tensors.LiveTensor (its memory,
+                  on the CPU)
     Catalog ── sharded_metadata ──▶ ShardedTensors and ShardedObjects without data
 
-``core.live.load`` loads, and ``core.live.save`` saves (through ``prepared_save``). Both use the
-engine that converts files, with memory in place of the files on one side.
+``core.dist_checkpointing._live.load`` loads, and ``core.dist_checkpointing._live.save`` saves
+(through ``prepared_save``). Both use the engine that converts files, with memory in place of the
+files on one side.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ import torch
 from core.arrays.box import Box, full_box
 from core.arrays.cast import is_supported
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, torch_dtype
+from core.dist_checkpointing._live.load import fill
+from core.dist_checkpointing._live.tensors import Chunk, LiveTensor
 from core.dist_checkpointing._values.objects import live_object, load_stream
 from core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from core.engine.catalog.catalog import Catalog
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.files.source_store import SourceStore, open_store
 from core.files.store import ReadStore
 from core.files.url import find_location
 from core.formats.registry import sniffed
 from core.formats.zarr.fill import missing_chunk, unstored
-from core.live.load import fill
-from core.live.tensors import Chunk, LiveTensor
 from core.megatron.optimizer.sharded.read import in_true_shapes
 
 T = TypeVar("T")
@@ -214,7 +216,7 @@ def fill_tensors(
 
     Raises:
         UnsupportedError: torch does not cast a stored dtype to that of its tensor.
-        CheckpointingException: as ``core.live.load.fill``.
+        CheckpointingException: as ``core.dist_checkpointing._live.load.fill``.
     """
     # Separate the tensors whose memory can be read into. That of a conjugate or negative view has
     # other values than the view.

@@ -20,27 +20,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from core.catalog.facets import WriteOptions
 from core.dist_checkpointing._background.staging import POOL
 from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._live.save import LiveSave, ProcessContribution
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing._values.objects import stream_of
+from core.engine.catalog.facets import WriteOptions
+from core.engine.plan.plan import DEFAULT_THREADS
 from core.errors import UsageError
 from core.files.url import find_location
 from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE
 from core.formats.mcore.metadata_json import CONFIG
 from core.formats.registry import format_called
-from core.live.save import LiveSave, ProcessContribution
-from core.plan.plan import DEFAULT_THREADS
 
 if TYPE_CHECKING:
     from core.arrays.box import Box, Shape
-    from core.catalog.catalog import TargetCatalog
-    from core.catalog.file_image import FileImage
+    from core.dist_checkpointing._live.tensors import Chunk
     from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-    from core.live.tensors import Chunk
+    from core.engine.catalog.catalog import TargetCatalog
+    from core.engine.catalog.file_image import FileImage
 
 
 class Change(IntEnum):
@@ -193,10 +193,10 @@ def prepare_save(
             else ().
         checkpoint_dir: an existing directory, or the URL of a prefix.
         format: name of a writable format.
-        separation_hint, files_per_rank: as in ``core.catalog.facets.WriteOptions``.
+        separation_hint, files_per_rank: as in ``core.engine.catalog.facets.WriteOptions``.
         threads: number of copying threads on each rank.
         records_plans: record in the checkpoint what each rank writes, for a later job's
-            ``previous``, as ``core.catalog.facets.WriteOptions.recorded_ranks``.
+            ``previous``, as ``core.engine.catalog.facets.WriteOptions.recorded_ranks``.
         previous: agreement of an earlier save. If all ranks pass one that still fits, metadata is
             neither exchanged nor computed; if only sizes of objects differ, only they are
             exchanged.

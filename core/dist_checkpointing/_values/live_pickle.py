@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from core.catalog.stored import PlannedArray
 from core.dist_checkpointing._engine.torch_dtypes import dtype_name, is_stored
 from core.dist_checkpointing._values.stand_in import rebuild_inert, rebuild_stand_in
+from core.engine.catalog.stored import PlannedArray
 from core.errors import CheckpointingException, UnsupportedError
 from core.pickle import reader as safe_pickle
 from core.pickle.inert import TensorLeaf

@@ -34,18 +34,18 @@ import torch
 from core.arrays.box import Shape, c_strides
 from core.arrays.checksum import crc32
 from core.arrays.dtypes import itemsize
-from core.catalog.decoded import DecodedStore
-from core.catalog.stored import Extent, StoredArray
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
 from core.dist_checkpointing._values.live_pickle import LivePickle
 from core.dist_checkpointing._values.live_tree import LiveTree
+from core.engine.catalog.decoded import DecodedStore
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError
 from core.files.store import MemoryStore
 from core.formats.torch.tree import load_shared
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 

@@ -80,7 +80,7 @@ from core.files.url import find_location
 from core.formats.registry import format_called
 
 if TYPE_CHECKING:
-    from core.live.save import LiveSave
+    from core.dist_checkpointing._live.save import LiveSave
 
 __all__ = [
     "MCoreLoadPlanner",

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.stored import PlannedArray
-from core.catalog.tensor import TargetFragment
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication, read_lock_token
 from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
+from core.dist_checkpointing._live.destination import (
+    ArrayBytes,
+    BucketDestination,
+    WrittenShare,
+    manifest_entries,
+)
+from core.dist_checkpointing._live.share import ProcessShare
+from core.dist_checkpointing._live.tensors import live_source
+from core.dist_checkpointing._live.upload import bytes_of_literals, upload_files, upload_object
 from core.dist_checkpointing.core import CONFIG_FNAME
 from core.dist_checkpointing.torch_dcp.planned_files import (
     lay_out_rest,
@@ -30,15 +36,14 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     is_tensor,
     lay_out,
 )
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.stored import PlannedArray
+from core.engine.catalog.tensor import TargetFragment
 from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.multipart.stream import Piece
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
-from core.live.destination import ArrayBytes, BucketDestination, WrittenShare, manifest_entries
-from core.live.share import ProcessShare
-from core.live.tensors import live_source
-from core.live.upload import bytes_of_literals, upload_files, upload_object
 
 if TYPE_CHECKING:
     from core.formats.format import Format

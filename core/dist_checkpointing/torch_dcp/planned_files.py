@@ -12,13 +12,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import StoredObject, TargetCatalog
-from core.catalog.file_image import FileImage
-from core.catalog.stored import Extent, StoredArray
-from core.copy.options import CopyOptions
-from core.copy.run import execute
 from core.dist_checkpointing._engine import bridge
 from core.dist_checkpointing._engine.bridge import batches
+from core.dist_checkpointing._live.file_end import finish_file
+from core.dist_checkpointing._live.share import HOLDER, ProcessShare, find_share
+from core.dist_checkpointing._live.sums import complete_arrays
+from core.dist_checkpointing._live.tensors import LiveTensor, live_source
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
@@ -29,20 +28,21 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     is_tensor,
     lay_out,
 )
+from core.engine.catalog.catalog import StoredObject, TargetCatalog
+from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.copy.options import CopyOptions
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.store import MemoryStore, translate_os_errors
 from core.formats.dcp.items import BEHIND
 from core.formats.format import Format
 from core.formats.torch.tree import load_object
-from core.live.file_end import finish_file
-from core.live.share import HOLDER, ProcessShare, find_share
-from core.live.sums import complete_arrays
-from core.live.tensors import LiveTensor, live_source
-from core.manifest.file import FileSum, ManifestArray
-from core.manifest.of_copy import FileRanges
-from core.manifest.partial_sums import write_sums
-from core.plan.plan import make_plan
-from core.stage.files import StageStore
+from core.publish.manifest.file import FileSum, ManifestArray
+from core.publish.manifest.of_copy import FileRanges
+from core.publish.manifest.partial_sums import write_sums
+from core.publish.stage.files import StageStore
 
 
 def write_part(

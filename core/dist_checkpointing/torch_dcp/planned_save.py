@@ -24,10 +24,13 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from core.arrays.box import Box, full_box
 from core.arrays.coverage import first_hole, first_overlap, is_tiled
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.file_image import FileImage, PlacedArray, no_literals
-from core.catalog.stored import Extent, PlannedArray, StoredArray, array_name
-from core.catalog.tensor import (
+from core.dist_checkpointing._engine.torch_dtypes import dtype_name
+from core.dist_checkpointing._live.share import HOLDER, clip_fragments, has_one_holder
+from core.dist_checkpointing._live.tensors import Chunk, metas_of_chunks
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.file_image import FileImage, PlacedArray, no_literals
+from core.engine.catalog.stored import Extent, PlannedArray, StoredArray, array_name
+from core.engine.catalog.tensor import (
     Fragment,
     TargetFragment,
     TargetTensor,
@@ -35,16 +38,13 @@ from core.catalog.tensor import (
     bind_argument,
     without_fragments,
 )
-from core.dist_checkpointing._engine.torch_dtypes import dtype_name
+from core.engine.plan.plan import make_plan
+from core.engine.plan.positions import described
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.formats.format import Format
-from core.live.share import HOLDER, clip_fragments, has_one_holder
-from core.live.tensors import Chunk, metas_of_chunks
 from core.opening.target import source_and_target, tensors_only
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import ListIndex, nest_leaves
-from core.plan.plan import make_plan
-from core.plan.positions import described
 
 if TYPE_CHECKING:
     from core.pickle.nesting import Path as KeyPath
@@ -227,7 +227,7 @@ def lay_out(
         dst: the destination.
         objects: the other entries, by key.
         arrays: positions of the tensors inside the other entries, by key.
-        max_file_bytes: maximum size of a file, as in ``core.convert.job.Job``.
+        max_file_bytes: maximum size of a file, as in ``core.verbs.convert.job.Job``.
 
     Raises:
         MissingShardError: no rank writes a region.

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from core.dist_checkpointing._engine.torch_dtypes import torch_dtype
+from core.dist_checkpointing._live.save import ProcessContribution
 from core.dist_checkpointing.torch_dcp.planned_save import build_item_chunk, is_tensor
 from core.errors import UnsupportedError
 from core.files.source_store import open_store
@@ -40,7 +41,6 @@ from core.formats.dcp.columns import DcpMetadata
 from core.formats.dcp.plans import PlanRow, read_plans
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_of
-from core.live.save import ProcessContribution
 
 
 def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:

@@ -61,11 +61,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import (
+from core.engine.catalog.catalog import (
     Catalog,
     TargetCatalog,
 )
-from core.catalog.facets import FsdpDtensorFacts
+from core.engine.catalog.facets import FsdpDtensorFacts
 from core.errors import (
     CheckpointingException,
     MissingShardError,
@@ -86,8 +86,8 @@ from core.formats.torch.tree import load_object
 from core.pickle.inert import attributes
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
-    from core.catalog.file_image import FileImage
+    from core.engine.catalog.catalog import Catalog
+    from core.engine.catalog.file_image import FileImage
     from core.files.store import ReadStore
 
 

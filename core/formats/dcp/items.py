@@ -29,17 +29,17 @@ from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import TargetCatalog
-from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import held_boxes
+from core.engine.catalog.catalog import TargetCatalog
+from core.engine.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import StoredObject
+    from core.engine.catalog.catalog import StoredObject
 
 ALIGNMENT = 64
 PREFIX = "archive"

@@ -26,15 +26,15 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
-from core.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
-from core.catalog.facets import DcpFacts
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
+from core.engine.catalog.facets import DcpFacts
+from core.engine.catalog.tensor import tensors_of
 from core.formats.torch.tree import parse, stream_kind
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.pickle.nesting import entries
 
 if TYPE_CHECKING:
-    from core.catalog.file_image import FileImage
+    from core.engine.catalog.file_image import FileImage
     from core.files.store import ReadStore
 
 META = "meta.pt"

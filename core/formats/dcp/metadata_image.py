@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import (
+from core.engine.catalog.catalog import (
     AnyCatalog,
     Catalog,
     TargetCatalog,
 )
-from core.catalog.file_image import literal_file
+from core.engine.catalog.file_image import literal_file
 from core.errors import (
     UnsupportedError,
 )
@@ -26,7 +26,7 @@ from core.pickle.key_text import describe_key
 from core.pickle.nesting import ListIndex, entries
 
 if TYPE_CHECKING:
-    from core.catalog.file_image import FileImage
+    from core.engine.catalog.file_image import FileImage
 
 
 def metadata_image(

@@ -45,10 +45,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.facets import TorchDistFacts
-from core.catalog.file_image import FileImage
-from core.catalog.stored import StoredArray
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.facets import TorchDistFacts
+from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.stored import StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -21,7 +21,7 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.torch.item import TorchItem

@@ -49,7 +49,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.tensor import whole_tensor
+from core.engine.catalog.tensor import whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.files import (
@@ -82,7 +82,7 @@ from core.formats.deepspeed.weights import advise_no_optim, with_shared
 from core.formats.format import Format, no_folders
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.files.store import ReadStore
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.partitioned import PartitionedStates

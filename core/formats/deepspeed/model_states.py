@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.mapping_attributes import attributes_of, record_attributes
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT, missing_model_parallel_rank
 from core.formats.deepspeed.state_file import mapping_or_empty
@@ -31,14 +31,14 @@ from core.pickle.inert import TensorLeaf, as_mapping, walk
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.formats.deepspeed.partition import Shapes
     from core.formats.deepspeed.state_file import StateFile
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroFacts:
-    """A facet (``core.catalog.facets``) of catalogs of DeepSpeed checkpoints, also universal ones.
+    """A facet (``catalog.facets``) of catalogs of DeepSpeed checkpoints, also universal ones.
 
     Args:
         stage: ZeRO stage, 0 to 3; None if it is not recorded.

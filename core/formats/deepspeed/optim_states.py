@@ -30,7 +30,7 @@ from core.pickle.inert import Inert, TensorLeaf, attributes
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.state_file import StateFile
 

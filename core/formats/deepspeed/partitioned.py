@@ -16,12 +16,12 @@ from dataclasses import field, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog.dropped import Dropped
-from core.catalog.facets import WeightCopies
-from core.catalog.flat_runs import FlatRun
-from core.catalog.key_patterns import some_of
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import whole_tensor
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import WeightCopies
+from core.engine.catalog.flat_runs import FlatRun
+from core.engine.catalog.key_patterns import some_of
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import whole_tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -47,8 +47,8 @@ from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.stored import StoredArray
-    from core.catalog.tensor import Tensor
+    from core.engine.catalog.stored import StoredArray
+    from core.engine.catalog.tensor import Tensor
     from core.files.store import ReadStore
     from core.formats.deepspeed.files import ZeroRankFiles
     from core.formats.deepspeed.model_states import ModelStates

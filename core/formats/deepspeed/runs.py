@@ -1,7 +1,7 @@
 """Where parameters are in ZeRO's flat groups.
 
 ZeRO concatenates flattened parameters and cuts the result into one part per rank, ignoring rows
-(``core.catalog.flat_runs``).
+(``core.engine.catalog.flat_runs``).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
-from core.catalog.flat_runs import FlatRun, tensor_of_runs
-from core.catalog.stored import StoredArray, narrow_array
-from core.catalog.tensor import Tensor
+from core.engine.catalog.flat_runs import FlatRun, tensor_of_runs
+from core.engine.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.tensor import Tensor
 
 if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Partition

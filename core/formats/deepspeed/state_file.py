@@ -20,7 +20,7 @@ from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.partition import Shapes
 

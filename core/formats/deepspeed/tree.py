@@ -18,8 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.tensor import Tensor, tensors_of, whole_tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.tensor import Tensor, tensors_of, whole_tensor
 from core.errors import CorruptError
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, walk
 from core.values import dataclass

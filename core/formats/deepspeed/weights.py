@@ -13,18 +13,18 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.flat_runs import FlatRun, tensor_of_runs
-from core.catalog.key_patterns import some_of
-from core.catalog.tensor import Tensor, whole_tensor
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.flat_runs import FlatRun, tensor_of_runs
+from core.engine.catalog.key_patterns import some_of
+from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import CheckpointingException, MissingShardError, UnsafeError
 from core.formats.deepspeed.runs import reshaped
 from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import Catalog
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.catalog import Catalog
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.model_states import ModelStates
 
@@ -170,7 +170,7 @@ _UNIT_ELEMENTS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Widened:
-    """An encoding (``core.catalog.stored``): 16-bit floats without gaps, read as float32.
+    """An encoding (``core.engine.catalog.stored``): 16-bit floats without gaps, read as float32.
 
     Args:
         dtype: the stored dtype, ``bfloat16`` or ``float16``.

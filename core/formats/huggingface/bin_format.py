@@ -39,10 +39,10 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.catalog.dropped import Dropped, dropped_together
-from core.catalog.facets import TrainingState, WeightFileFacts
-from core.catalog.stored import StoredArray, renamed
+from core.engine.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.facets import TrainingState, WeightFileFacts
+from core.engine.catalog.stored import StoredArray, renamed
 from core.errors import (
     CheckpointingException,
     CorruptError,

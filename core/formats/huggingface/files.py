@@ -31,10 +31,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TargetCatalog, file_key
-from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import whole_tensor
+from core.engine.catalog.catalog import Catalog, TargetCatalog, file_key
+from core.engine.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import whole_tensor
 from core.errors import CapacityError, CorruptError, StorageError, UnsafeError
 from core.files.json_object import parse_json_object, read_small_file
 

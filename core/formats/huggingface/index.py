@@ -4,8 +4,8 @@ On disk, ``model.safetensors.index.json`` or ``pytorch_model.bin.index.json``::
 
     {"metadata": {"total_size": bytes}, "weight_map": {tensor: file}}
 
-Other members of the metadata are attributes of the index (``core.catalog.attributes``), except the
-number of parameters, which also follows from the tensors.
+Other members of the metadata are attributes of the index (``core.engine.catalog.attributes``),
+except the number of parameters, which also follows from the tensors.
 
 The index of a weight update between trainer and rollout engine says that the files hold
 compressed differences of bytes, which have the names of the tensors, but not their types and
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import field
 from typing import TYPE_CHECKING
 
-from core.catalog.facets import WeightDeltas
+from core.engine.catalog.facets import WeightDeltas
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
 from core.files.store import check_name

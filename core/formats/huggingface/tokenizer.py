@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import UsageError
 from core.files.store import translate_os_errors
 from core.formats.huggingface.files import CONFIG, is_tokenizer_file

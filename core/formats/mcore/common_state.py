@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.file_image import FileImage
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CorruptError,
@@ -30,7 +30,7 @@ from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TargetCatalog
+    from core.engine.catalog.catalog import Catalog, TargetCatalog
     from core.files.store import ReadStore
 
 COMMON_FILE = "common.pt"

@@ -38,10 +38,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.key_patterns import some_of
-from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.key_patterns import some_of
+from core.engine.catalog.stored import StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from core.catalog.file_image import FileImage, literal_file
+from core.engine.catalog.file_image import FileImage, literal_file
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.json_object import read_json_object
 

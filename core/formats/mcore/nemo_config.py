@@ -69,7 +69,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import Global
 

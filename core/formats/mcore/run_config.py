@@ -32,9 +32,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import Global, make_namespace
 

@@ -41,10 +41,10 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
-from core.catalog.facets import RankFacts
-from core.catalog.file_image import FileImage, literal_file
-from core.catalog.stored import Coords, StoredArray
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.file_image import FileImage, literal_file
+from core.engine.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
 from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.megatron.ranks import RankContent, RankFiles

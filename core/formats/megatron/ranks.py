@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import StoredObject
-from core.catalog.stored import Coords, Extent, StoredArray
+from core.engine.catalog.catalog import StoredObject
+from core.engine.catalog.stored import Coords, Extent, StoredArray
 from core.errors import CorruptError
 from core.formats.torch.shared_structure import FilePattern, PatternedFile, PatternedFiles
 from core.formats.torch.tree import TorchTree

@@ -19,8 +19,8 @@ from dataclasses import field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment
 from core.errors import CorruptError, MissingShardError, TruncatedError
 from core.files.json_object import read_small_file
 from core.files.store import MemoryStore, ReadStore
@@ -33,8 +33,8 @@ from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import Encoding
-    from core.catalog.tensor import Fragment
+    from core.engine.catalog.stored import Encoding
+    from core.engine.catalog.tensor import Fragment
     from core.files.store import ReadStore
     from core.formats.zarr.array import ZarrArray
 

@@ -20,8 +20,8 @@ which is Orbax's own name for it; with several items the item's name comes first
 Chunks in ``d/`` that are not compressed are copied byte for byte. Values in the nodes of the tree
 (up to 1 KiB) and compressed chunks are decoded chunk by chunk.
 
-Attributes (``core.catalog.attributes``): the custom metadata of the checkpoint are those of the
-root, those of the tree and the metrics those of their files. A typed random key is an array of
+Attributes (``core.engine.catalog.attributes``): the custom metadata of the checkpoint are those of
+the root, those of the tree and the metrics those of their files. A typed random key is an array of
 uint32 whose attributes name the kind of key.
 
 ``Catalog.iteration`` is set from an integer scalar with a name such as ``step``, else from the
@@ -48,11 +48,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.attributes import ROOT, Attributes, with_attributes
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
-from core.catalog.facets import ZarrFacts
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.attributes import ROOT, Attributes, with_attributes
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import ZarrFacts
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format, imported_on_call
 from core.formats.missing_entries import report_missing

@@ -21,8 +21,8 @@ from base64 import b64decode, b64encode
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from core.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
-from core.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
+from core.engine.catalog.dropped import Dropped, dropped_together
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CorruptError,

@@ -40,11 +40,11 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.attributes import BY_PATH, ROOT, collect_attributes
-from core.catalog.catalog import TargetCatalog
-from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.key_patterns import rename_hint
-from core.catalog.removal import drop_entries
+from core.engine.catalog.attributes import BY_PATH, ROOT, collect_attributes
+from core.engine.catalog.catalog import TargetCatalog
+from core.engine.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.engine.catalog.key_patterns import rename_hint
+from core.engine.catalog.removal import drop_entries
 from core.errors import UnsupportedError
 from core.formats.ocdbt.entries import MANIFEST
 from core.formats.ocdbt.node_writer import encode_database
@@ -74,8 +74,8 @@ from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import AnyCatalog, Catalog
-    from core.catalog.stored import PlannedArray
+    from core.engine.catalog.catalog import AnyCatalog, Catalog
+    from core.engine.catalog.stored import PlannedArray
 
 COMMIT_SUCCESS = "commit_success.txt"
 _COMMITTED = b"Checkpoint commit was successful"

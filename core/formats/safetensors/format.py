@@ -5,8 +5,8 @@ On disk: see ``safetensors.header`` for a file, ``safetensors.files`` for a dire
 directory also contains the small files of ``huggingface.files``, and ``ckpt-objects.pt``
 (``torch.side_file``) for entries that are not tensors.
 
-Attributes (``core.catalog.attributes``): those of the root are ``__metadata__``, those of an index
-are its metadata. All others, and those of the root that are not text, are JSON in the member
+Attributes (``core.engine.catalog.attributes``): those of the root are ``__metadata__``, those of an
+index are its metadata. All others, and those of the root that are not text, are JSON in the member
 ``ckpt.attributes`` of ``__metadata__``.
 
 Facet: ``WeightFileFacts``. Of tied tensors, the metadata record the other names with the name under
@@ -33,17 +33,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.attributes import (
+from core.engine.catalog.attributes import (
     BY_PATH,
     ROOT,
     AttributesByPath,
     parse_by_path,
     with_attributes,
 )
-from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.facets import WeightFileFacts
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog, catalog_of_arrays
+from core.engine.catalog.facets import WeightFileFacts
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import tensors_of
 from core.errors import (
     CheckpointingException,
     CorruptError,

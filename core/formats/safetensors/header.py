@@ -34,9 +34,9 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES, DType
-from core.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
-from core.catalog.key_patterns import rename_hint
-from core.catalog.stored import Extent, PlannedArray, StoredArray
+from core.engine.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
+from core.engine.catalog.key_patterns import rename_hint
+from core.engine.catalog.stored import Extent, PlannedArray, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CheckpointingException,

@@ -17,11 +17,11 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-from core.catalog.attributes import BY_PATH, ROOT, Attributes
-from core.catalog.catalog import TargetCatalog
-from core.catalog.facets import PipelineFacts, WeightFileFacts, WriteOptions
-from core.catalog.file_image import FileImage, literal_file
-from core.catalog.stored import PlannedArray
+from core.engine.catalog.attributes import BY_PATH, ROOT, Attributes
+from core.engine.catalog.catalog import TargetCatalog
+from core.engine.catalog.facets import PipelineFacts, WeightFileFacts, WriteOptions
+from core.engine.catalog.file_image import FileImage, literal_file
+from core.engine.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.formats.huggingface.files import file_images
 from core.formats.huggingface.index import INDEX_SUFFIX as ANY_INDEX_SUFFIX

@@ -31,8 +31,8 @@ from math import prod
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.coverage import first_hole, first_overlap
 from core.arrays.dtypes import DTYPES
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.huggingface.files import config_number
 from core.formats.safetensors.header import Header

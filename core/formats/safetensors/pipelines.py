@@ -31,12 +31,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.attributes import ROOT
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.facets import PipelineFacts, WeightFileFacts
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import Tensor
+from core.engine.catalog.attributes import ROOT
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.facets import PipelineFacts, WeightFileFacts
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     MissingShardError,

@@ -37,9 +37,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
-from core.catalog.facets import TorchFileFacts
-from core.catalog.file_image import FileImage
+from core.engine.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
+from core.engine.catalog.facets import TorchFileFacts
+from core.engine.catalog.file_image import FileImage
 from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, no_folders
 from core.formats.torch.stream import SUFFIXES
@@ -53,7 +53,7 @@ from core.pickle.nesting import ENDLESS, endless_error, map_leaves
 from core.pickle.noted import gc_paused
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.files.store import ReadStore
     from core.pickle.nesting import LeafEntry
 

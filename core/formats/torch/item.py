@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.stored import StoredArray, strides_with_axes, without_axes
+from core.engine.catalog.stored import StoredArray, strides_with_axes, without_axes
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CheckpointingException,

@@ -25,9 +25,9 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import StoredObject
-from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.catalog import StoredObject
+from core.engine.catalog.stored import StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.formats.torch.tree import TorchTree
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
 from core.values import dataclass

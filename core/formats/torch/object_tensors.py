@@ -13,7 +13,7 @@ A numpy array's bytes are part of the pickle, so a tensor of it is encoded (``Pi
 destinations that cannot store objects get such tensors; elsewhere an array stays one.
 
 Not supported: ``_extra_state`` of modules, which their code makes; tensors of other objects, of
-which a result without any tensor is refused (``core.convert.prepare``).
+which a result without any tensor is refused (``core.verbs.convert.prepare``).
 
 Source: torch 2.13 ``nn/modules/module.py`` (``_save_to_state_dict``); numpy 2.4
 ``_core/src/multiarray/methods.c`` (``array_reduce``).
@@ -27,9 +27,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import tensors_of
 from core.errors import list_some
 from core.files.store import list_files_below
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes

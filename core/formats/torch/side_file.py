@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.file_image import FileImage
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves

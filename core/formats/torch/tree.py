@@ -12,9 +12,9 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import StoredObject
-from core.catalog.dropped import Dropped, dropped_together
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.catalog import StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CorruptError,
@@ -57,7 +57,7 @@ from core.pickle.reduce import Name
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import Coords
+    from core.engine.catalog.stored import Coords
     from core.files.store import ReadStore
     from core.pickle.nesting import Path
 

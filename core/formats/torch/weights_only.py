@@ -44,7 +44,7 @@ from core.pickle.reduce import KeyGuard
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TargetCatalog
+    from core.engine.catalog.catalog import TargetCatalog
 
 ASIDE_KEY = "__ckpt_inert__"
 ROOT_KEY = "__ckpt_root__"

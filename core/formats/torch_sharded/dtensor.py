@@ -58,7 +58,7 @@ from core.pickle.inert import Global, Inert, TensorLeaf, attributes
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
 
 
 def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray]) -> LocalPart:

@@ -38,9 +38,9 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import TorchShardedFacts
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import TorchShardedFacts
+from core.engine.catalog.tensor import tensors_of
 from core.errors import CorruptError, UnsupportedError, list_some
 from core.formats.format import Format, no_folders
 from core.formats.torch_sharded.names import (

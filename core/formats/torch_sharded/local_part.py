@@ -14,7 +14,7 @@ from core.pickle.inert import Global, Inert, TensorLeaf
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
 
 _PARAMETERS = (
     Global("torch._utils", "_rebuild_parameter"),

@@ -36,11 +36,11 @@ from dataclasses import replace
 
 from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import StoredObject
-from core.catalog.dropped import Dropped
-from core.catalog.key_patterns import some_of
-from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.catalog import StoredObject
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.key_patterns import some_of
+from core.engine.catalog.stored import StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
 from core.formats.torch_sharded.local_part import QuantizedPart

@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Shape
-from core.catalog.stored import StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, bind_argument
+from core.engine.catalog.stored import StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.formats.torch.joined_parts import JoinedParts, joined_parts
 from core.formats.torch.tree import TorchTree
 from core.formats.torch_sharded.local_part import QuantizedPart, unwrapped

@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES
 from core.arrays.sharding import ShardPiece
-from core.catalog.dropped import Dropped
+from core.engine.catalog.dropped import Dropped
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch.tree import keys_of, parse
 from core.formats.torch_sharded.dtensor import dtensor_part
@@ -54,7 +54,7 @@ from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 

@@ -47,7 +47,7 @@ from math import factorial, prod
 from pathlib import Path
 
 from core.arrays.box import Shape
-from core.catalog.optimizer_keys import BITSANDBYTES, MOMENTS
+from core.engine.catalog.optimizer_keys import BITSANDBYTES, MOMENTS
 from core.pickle.inert import TensorLeaf, as_mapping, rebuild
 from core.values import dataclass
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTERS
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTERS
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.files.json_object import parse_json_object
 from core.formats.trainer.optimizer import Weights, named, numbers_of, state_shapes
@@ -30,7 +30,7 @@ from core.pickle.nesting import Path, entries, join_path
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 OPTION = "--param-order"

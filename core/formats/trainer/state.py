@@ -15,7 +15,7 @@ names where those are certain (``optimizer``); a note says which. Objects are re
 needed, like those of DCP.
 
 Facet: ``TrainingState``. Formats that store weights only leave these entries out, with a note
-(``core.convert.report.training_state``).
+(``core.verbs.convert.report.training_state``).
 
 Second and further models of accelerate (``model_1.safetensors``, ``torch_models``) have entries
 ``model_1.…`` and the optimizers ``optimizer_1``.
@@ -77,11 +77,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped
-from core.catalog.facets import TrainingState, WeightFileFacts
-from core.catalog.stored import Extent, StoredArray, renamed
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import TrainingState, WeightFileFacts
+from core.engine.catalog.stored import Extent, StoredArray, renamed
+from core.engine.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
 from core.formats.torch.stream import stream_kind
@@ -90,7 +90,7 @@ from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.files.store import ReadStore
     from core.formats.torch.tree import TorchTree
     from core.formats.trainer.optimizer import Weights

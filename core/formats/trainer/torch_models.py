@@ -21,8 +21,8 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import WeightFileFacts
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import WeightFileFacts
 from core.errors import CorruptError, UnsupportedError
 from core.formats.torch.tree import parse
 from core.formats.trainer.state import keyed_entries, taken_entries, with_entries

@@ -61,8 +61,8 @@ class ZarrArray:
         sharding: division of the chunks into inner chunks; None if the array is not sharded.
         fill: the fill value as the bytes of one element, little endian; None if the type cannot
             hold it.
-        attributes: the array's attributes and, as that of ``core.catalog.attributes``, the names of
-            its axes.
+        attributes: the array's attributes and, as that of ``core.engine.catalog.attributes``, the
+            names of its axes.
     """
 
     dtype: str

@@ -14,8 +14,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, boxes_of_flat_range, full_box
-from core.catalog.stored import Extent, StoredArray, array_name
-from core.catalog.tensor import Fragment, whole_fragment
+from core.engine.catalog.stored import Extent, StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, whole_fragment
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -35,7 +35,7 @@ from core.values import dataclass
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 _CRC_BYTES = 4
@@ -103,7 +103,7 @@ class ChunkCoding:
 
 @dataclass(frozen=True, slots=True)
 class EncodedChunk:
-    """The encoding (``core.catalog.stored``) of a chunk that is not plain.
+    """The encoding (``core.engine.catalog.stored``) of a chunk that is not plain.
 
     Args:
         coding: how the chunk is stored.

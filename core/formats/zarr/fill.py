@@ -25,15 +25,15 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES, DType
-from core.catalog.facets import ZarrFacts
+from core.engine.catalog.facets import ZarrFacts
 from core.errors import MissingShardError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import LocalStore
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.catalog import Catalog
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
 MOST_FILLED_BYTES = 1 << 40
@@ -58,7 +58,7 @@ _MAX_MANIFEST_VALUES = 12_000_000
 
 @dataclass(frozen=True, slots=True)
 class FillValue:
-    """The encoding (``core.catalog.stored``) of chunks that are not stored.
+    """The encoding (``core.engine.catalog.stored``) of chunks that are not stored.
 
     The file of the extent is the array's metadata file.
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.facets import ZarrFacts
-from core.catalog.file_image import FileImage, PlacedArray, literal_file
-from core.catalog.tensor import Tensor, bind_argument
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.facets import ZarrFacts
+from core.engine.catalog.file_image import FileImage, PlacedArray, literal_file
+from core.engine.catalog.tensor import Tensor, bind_argument
 from core.errors import UnsafeError, UnsupportedError
 from core.formats.zarr.array import PICKLED
 from core.formats.zarr.chunks import Chunks, fragments_of_chunks
@@ -19,9 +19,9 @@ from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.attributes import AttributesByPath
-    from core.catalog.stored import PlannedArray
-    from core.catalog.tensor import Fragment
+    from core.engine.catalog.attributes import AttributesByPath
+    from core.engine.catalog.stored import PlannedArray
+    from core.engine.catalog.tensor import Fragment
     from core.files.store import ReadStore
     from core.formats.zarr.array import ZarrArray
     from core.formats.zarr.grid import ChunkGrid, ChunkNames

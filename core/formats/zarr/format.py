@@ -44,9 +44,9 @@ from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.file_image import FileImage, PlacedArray
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.file_image import FileImage, PlacedArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -104,7 +104,7 @@ from core.formats.zarr.tree import (
 )
 
 if TYPE_CHECKING:
-    from core.catalog.attributes import Attributes
+    from core.engine.catalog.attributes import Attributes
     from core.files.store import ReadStore
 
 _BACKEND = "zarr"

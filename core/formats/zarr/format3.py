@@ -19,8 +19,8 @@ tensor. A chunk larger than 64 MiB is divided, inside its file, into bands of at
 readers that decode complete chunks; as the bands follow each other in C order, the data is still
 one run of bytes.
 
-Attributes (``core.catalog.attributes``) of groups and arrays, and names of axes, are read and
-written; those without a group are in the root's attribute "ckpt".
+Attributes (``core.engine.catalog.attributes``) of groups and arrays, and names of axes, are read
+and written; those without a group are in the root's attribute "ckpt".
 
 ``Catalog.iteration`` is set if the root's attributes contain the iteration. Options for writing:
 ``iteration``, and ``WriteOptions.shard_bytes``: the size above which a chunk is divided (into bands
@@ -46,16 +46,16 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.attributes import (
+from core.engine.catalog.attributes import (
     ROOT,
     Attributes,
     AttributesByPath,
     parse_by_path,
     with_attributes,
 )
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
-from core.catalog.key_patterns import some_of
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.file_image import FileImage, Literal, PlacedArray, literal_file
+from core.engine.catalog.key_patterns import some_of
 from core.errors import (
     CheckpointingException,
     MissingShardError,
@@ -110,8 +110,8 @@ from core.formats.zarr.tree import (
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.file_image import CrcOf
-    from core.catalog.stored import PlannedArray
+    from core.engine.catalog.file_image import CrcOf
+    from core.engine.catalog.stored import PlannedArray
     from core.files.store import ReadStore
 
 DEFAULT_SHARD_BYTES = 64 << 20

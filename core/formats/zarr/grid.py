@@ -13,8 +13,8 @@ from itertools import product
 from math import isqrt, prod
 
 from core.arrays.box import Box, Shape
-from core.catalog.stored import PlannedArray
-from core.catalog.tensor import TargetFragment, held_boxes
+from core.engine.catalog.stored import PlannedArray
+from core.engine.catalog.tensor import TargetFragment, held_boxes
 from core.errors import UnsupportedError
 from core.values import dataclass
 

@@ -32,7 +32,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.attributes import DIMENSIONS, is_axis_names
+from core.engine.catalog.attributes import DIMENSIONS, is_axis_names
 from core.errors import (
     UNLIKE_ANY_WRITER,
     CorruptError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from core.catalog.key_patterns import rename_hint, some_of
+from core.engine.catalog.key_patterns import rename_hint, some_of
 from core.errors import MissingShardError, Report, UnsafeError, UnsupportedError, list_some
 from core.files.store import check_name
 from core.formats.missing_entries import report_missing

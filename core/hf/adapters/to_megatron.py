@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from core.arrays.box import Shape, full_box
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore
-from core.catalog.dropped import left_out
-from core.catalog.facets import MegatronModel
-from core.catalog.files_beside import ADAPTER_CONFIG
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore
+from core.engine.catalog.dropped import left_out
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.files_beside import ADAPTER_CONFIG
+from core.engine.catalog.tensor import Tensor
+from core.engine.quantize.source import source_of
 from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.store import ReadStore
 from core.hf.adapters.linear import (
@@ -47,7 +48,6 @@ from core.hf.values import ARGUMENT, CONFIG
 from core.megatron.model.args import ADAPTER_ARGUMENT
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
-from core.quantize.source import source_of
 from core.values import dataclass
 
 _FOLD = "fold it into its base instead: ckpt merge BASE --lora ADAPTER"

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.facets import HuggingFaceModel, WeightFileFacts
-from core.catalog.files_beside import ADAPTER_CONFIG
-from core.catalog.key_patterns import natural_order
-from core.catalog.optimizer_keys import NOT_IN_HF
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.facets import HuggingFaceModel, WeightFileFacts
+from core.engine.catalog.files_beside import ADAPTER_CONFIG
+from core.engine.catalog.key_patterns import natural_order
+from core.engine.catalog.optimizer_keys import NOT_IN_HF
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError, list_some
 from core.hf.adapters.linear import (
     ADAPTER,

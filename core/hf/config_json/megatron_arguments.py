@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.arrays.sharding import padded_vocab_size
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import MissingShardError
 from core.hf.config_json.config import build_arguments
 from core.hf.config_json.origin import choose_config_text

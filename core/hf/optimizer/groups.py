@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_together
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import UnsupportedError
 from core.hf.optimizer.states import STEP
 from core.megatron.optimizer.groups import Policy

@@ -22,8 +22,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, MASTERS, Optimizer
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTER, MASTERS, Optimizer
 from core.errors import UnsupportedError
 from core.hf.optimizer.groups import PARAM_GROUPS, megatron_groups
 from core.hf.optimizer.steps import read_steps

@@ -19,8 +19,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, STATES, split_state_key
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTER, STATES, split_state_key
 from core.errors import UnsupportedError
 
 STEP = "step"

@@ -20,14 +20,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import Optimizer
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Tensor, whole_tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import Optimizer
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Tensor, whole_tensor
+from core.engine.quantize.source import source_of
 from core.errors import CorruptError, UnsupportedError
 from core.hf.optimizer.states import STEP, named_state_key
 from core.pickle.inert import TensorLeaf
-from core.quantize.source import source_of
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping, Set
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, STATES, Optimizer, state_key
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTER, STATES, Optimizer, state_key
 from core.errors import MissingShardError, UnsupportedError
 from core.hf.name_tables import Pair
 from core.hf.optimizer.states import (

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.optimizer_keys import MASTER, Optimizer
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.optimizer_keys import MASTER, Optimizer
+from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.name_tables import Pair
 from core.hf.optimizer.groups import torch_groups

@@ -2,7 +2,7 @@
 
 * sizes that most configurations contain: vocabulary, hidden size, layers, experts, heads;
 * the towers of a composite model, whose names are known (``core.hf.towers.completeness``);
-* layers and experts against each other (``core.catalog.sister_layers``);
+* layers and experts against each other (``core.engine.catalog.sister_layers``);
 * an output layer, if the configuration declares it untied from the embedding;
 * quantized weights against ``quantization_config``.
 
@@ -30,8 +30,8 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from core.arrays.dtypes import dtype_of, is_float8, itemsize
-from core.catalog.sister_layers import find_deviations
-from core.catalog.tensor import Tensor
+from core.engine.catalog.sister_layers import find_deviations
+from core.engine.catalog.tensor import Tensor
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of
 from core.hf.towers.completeness import find_missing_hf_tensors

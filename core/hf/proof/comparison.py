@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of, is_float8
-from core.catalog.tensor import Tensor
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError
 from core.hf.config_json.experts import dense_layers
 from core.hf.config_json.hybrid import completed, count_predictions

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from core.arrays.box import Shape
-from core.catalog.tensor import Fragment, Tensor, clip_fragment, concat
+from core.engine.catalog.tensor import Fragment, Tensor, clip_fragment, concat
 from core.values import dataclass
 
 

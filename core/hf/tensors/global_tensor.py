@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor
+from core.engine.quantize.schemes import check_numbers
 from core.errors import CorruptError, MissingShardError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
 from core.hf.values import CONFIG
-from core.quantize.schemes import check_numbers
 from core.values import dataclass
 
 

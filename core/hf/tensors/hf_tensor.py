@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.stored import ArrayT
-from core.catalog.tensor import Tensor, stack
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.stored import ArrayT
+from core.engine.catalog.tensor import Tensor, stack
+from core.engine.quantize.schemes import check_numbers
 from core.errors import CorruptError
 from core.hf.name_tables import Pair
 from core.hf.tensors import fuse
-from core.quantize.schemes import check_numbers
 
 _EXTRA = "_extra_state"
 _VOCAB = ("embedding.word_embeddings.", "output_layer.")

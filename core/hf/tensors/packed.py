@@ -36,10 +36,10 @@ from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Box, Shape, full_box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, compute_whole, stack
-from core.quantize.source import SourceTensor, checked
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor, compute_whole, stack
+from core.engine.quantize.source import SourceTensor, checked
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 from core.arrays.box import full_box
 from core.arrays.cast import find_cast
 from core.arrays.dtypes import itemsize, numpy_dtype
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Tensor, compute_whole
-from core.quantize.source import SourceTensor, checked
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Tensor, compute_whole
+from core.engine.quantize.source import SourceTensor, checked
 from core.values import dataclass
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from core.catalog.catalog import Catalog
-from core.changes.rename import rename_entries
+from core.engine.catalog.catalog import Catalog
+from core.engine.changes.rename import rename_entries
 
 _PLAIN: tuple[tuple[re.Pattern[str], str], ...] = (
     (

@@ -18,8 +18,8 @@ Not supported: heads of which several share a key and a value; extents that ``co
 from __future__ import annotations
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor, stack
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor, stack
 from core.errors import CorruptError
 from core.hf.name_tables import FamilyPart, Pair
 from core.hf.tensors.fuse import Strip, fuse_parts, take_apart

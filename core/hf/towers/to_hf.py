@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import HuggingFaceModel, MegatronModel
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnknownTensorError, UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import document

@@ -18,9 +18,9 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.facets import MegatronModel
-from core.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.errors import MissingShardError, UnknownTensorError, UnsupportedError
 from core.hf.detection import refused_types
 from core.hf.text_model import (

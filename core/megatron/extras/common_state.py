@@ -18,7 +18,7 @@
 ``content_metadata``
     In torch_dist only.
 ``optimizer``, ``distrib_optim.pt``
-    ``core.catalog.optimizer_keys``; dropped on request.
+    ``core.engine.catalog.optimizer_keys``; dropped on request.
 anything else
     Kept if it is equal on all ranks, otherwise dropped, with a note.
 
@@ -36,9 +36,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.equality import are_same
@@ -56,7 +56,7 @@ from core.pickle.nesting import MAX_DEPTH, LeafEntry, join_path, map_leaves
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import Tensor
+    from core.engine.catalog.tensor import Tensor
     from core.megatron.rules.rules import Rules
 
 OPTIMIZER = "optimizer"

@@ -52,10 +52,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import dropped_each
-from core.catalog.facets import MegatronModel
-from core.catalog.stored import StoredArray
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import dropped_each
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.stored import StoredArray
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.checks import ADAPTER

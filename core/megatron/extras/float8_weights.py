@@ -18,15 +18,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import tensors_of
+from core.engine.quantize.from_float8 import Dequantized
+from core.engine.quantize.source import SourceTensor, source_of
 from core.megatron.extras.common_state import is_chunk
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import LeafEntry, map_leaves
-from core.quantize.from_float8 import Dequantized
-from core.quantize.source import SourceTensor, source_of
 from core.values import dataclass
 
 _MAKE = "Float8Tensor._make_in_reduce_ex"

@@ -25,9 +25,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field, replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import MegatronModel
-from core.catalog.mapping_attributes import VERSIONS, record_attributes
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.mapping_attributes import VERSIONS, record_attributes
 from core.errors import CorruptError
 from core.megatron.extras.common_state import EXTRA_STATE, is_ordered, module_versions
 from core.megatron.rules.rules import GPT, Rules, Wrapper

@@ -23,10 +23,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped, dropped_together
-from core.catalog.facets import MegatronModel
-from core.catalog.removal import remove_entries, without_unused_tensors
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.removal import remove_entries, without_unused_tensors
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
 from core.megatron.extras.nested_dicts import drop_versions

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.megatron.extras.common_state import RNG, sharded_object
 
 _EMBEDDING = "embedding.word_embeddings.weight"

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.pickle.inert import as_mapping
 
 OVERRIDE = "--override-opt_param-scheduler"

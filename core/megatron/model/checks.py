@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import prod
 
 from core.arrays.box import Shape
-from core.catalog.tensor import Tensor
+from core.engine.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -54,7 +54,7 @@ def check_complete(
         CorruptError: the checkpoint has more layers or experts than the arguments specify, a layer
             of another kind than the pattern says, or a tower's layer of another shape.
     """
-    from core.catalog.sister_layers import find_deviations
+    from core.engine.catalog.sister_layers import find_deviations
 
     present = set(tensors)
     if all(ADAPTER in name for name in present):

@@ -16,12 +16,12 @@ from core.arrays.sharding import (
     shard_shape,
     split_axis,
 )
-from core.catalog.catalog import Catalog
-from core.catalog.facets import MegatronModel
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import param_of
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts

@@ -24,7 +24,7 @@ from dataclasses import fields
 from math import lcm
 from typing import TYPE_CHECKING
 
-from core.catalog.stored import Coords
+from core.engine.catalog.stored import Coords
 from core.errors import CorruptError, MissingShardError, UnsupportedError, UsageError
 from core.values import dataclass
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.facets import MegatronModel
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import ModelFacts
 from core.values import dataclass

@@ -19,9 +19,9 @@ has the same ``wd_mult``, ``lr_mult``, ``is_expert_parallel`` and ``is_decoupled
 In formats without a Megatron layout (DCP, torch, safetensors …), this project writes::
 
     optimizer
-    ├── kind: "float16"            one of ``core.catalog.optimizer_keys.KINDS``
+    ├── kind: "float16"            one of ``core.engine.catalog.optimizer_keys.KINDS``
     ├── common_step
-    ├── omits_empty                as in ``core.catalog.optimizer_keys.Optimizer``, if known
+    ├── omits_empty                as in ``core.engine.catalog.optimizer_keys.Optimizer``, if known
     ├── param_groups: [{lr, …, params: [global names]}, …]
     └── grad_scaler …
 
@@ -35,8 +35,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from core.catalog.dropped import Dropped
-from core.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.optimizer_keys import KINDS, MASTER, STEP, Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.optimizer.groups import is_muon, member_of
 from core.pickle.inert import TensorLeaf, as_mapping, walk

@@ -28,7 +28,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
+from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 
 TITLES = {
     "megatron_float16": (

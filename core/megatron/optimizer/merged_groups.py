@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 
-from core.catalog.optimizer_keys import ParamGroup
+from core.engine.catalog.optimizer_keys import ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.extras.common_state import renamed_leaves
 from core.megatron.optimizer.groups import identity, member_of

@@ -16,10 +16,10 @@ from math import prod
 
 from core.arrays.cast import find_cast
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore
-from core.catalog.optimizer_keys import MASTER, state_key
-from core.catalog.stored import StoredArray
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore
+from core.engine.catalog.optimizer_keys import MASTER, state_key
+from core.engine.catalog.stored import StoredArray
 from core.files.store import ReadStore
 
 RUN = 16
@@ -90,7 +90,7 @@ def find_different_copies(
     """Return the (key, copy) of weights whose copies are not their rounded master weights.
 
     Args:
-        pairs: see ``core.catalog.facets.WeightCopies``.
+        pairs: see ``core.engine.catalog.facets.WeightCopies``.
 
     Raises:
         UnsupportedError, MissingShardError: as for ``is_master``.

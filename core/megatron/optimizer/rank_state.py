@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Protocol
 
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped
-from core.catalog.facets import RankFacts
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import Optimizer
-from core.catalog.stored import Coords, PlannedArray, StoredArray
-from core.catalog.tensor import TargetFragment
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import Optimizer
+from core.engine.catalog.stored import Coords, PlannedArray, StoredArray
+from core.engine.catalog.tensor import TargetFragment
 from core.megatron.model.topology import Rank
 from core.megatron.placement.chunk import ModelChunk
 from core.values import dataclass

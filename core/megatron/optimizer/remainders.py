@@ -29,10 +29,10 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from core.arrays.dtypes import dtype_of
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER, split_state_key
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTER, split_state_key
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import Optimizer
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import TargetFragment
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import Optimizer
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import TargetFragment
 from core.megatron.extras.common_state import plan_entry
 from core.megatron.model.args import fields_of
 from core.megatron.model.cut import Cut

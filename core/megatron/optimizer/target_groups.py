@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import Optimizer, ParamGroup, trained
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup, trained
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.version import OPTION, MegatronVersion

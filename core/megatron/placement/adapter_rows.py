@@ -23,9 +23,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from core.arrays.box import Box
-from core.catalog.catalog import AnyCatalog, Catalog
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Fragment, bind_argument
+from core.engine.catalog.catalog import AnyCatalog, Catalog
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.tensor import Fragment, bind_argument
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.model.checks import ADAPTER

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import field, replace
 from math import prod
 
-from core.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError, MissingShardError
 from core.megatron.extras.common_state import is_chunk
 from core.megatron.model.facts import ModelFacts

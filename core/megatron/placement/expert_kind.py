@@ -24,9 +24,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import dropped_each
-from core.catalog.facets import MegatronModel
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import dropped_each
+from core.engine.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.extras.nested_dicts import drop_versions

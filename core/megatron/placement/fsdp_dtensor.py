@@ -43,9 +43,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.optimizer_keys import MASTER, STATES, state_key
-from core.catalog.tensor import Tensor, concat
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.optimizer_keys import MASTER, STATES, state_key
+from core.engine.catalog.tensor import Tensor, concat
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of, replaced

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TypeVar
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import MegatronModel
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.pipeline import Pipeline, Stages

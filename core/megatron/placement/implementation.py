@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import dropped_each
-from core.catalog.facets import MegatronModel
-from core.catalog.optimizer_keys import Optimizer, split_state_key, state_key
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import dropped_each
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.optimizer_keys import Optimizer, split_state_key, state_key
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import EXTRA_STATE, common_of
 from core.megatron.extras.extra_states import states_of_rank_files

@@ -25,10 +25,10 @@ from dataclasses import replace
 from functools import partial
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import ArrayT, array_name
-from core.catalog.tensor import Fragment, Tensor, concat
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import param_of
+from core.engine.catalog.stored import ArrayT, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, concat
 from core.errors import CorruptError, MissingShardError
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import measure_parts

@@ -16,9 +16,9 @@ from functools import lru_cache, partial
 from itertools import product
 
 from core.arrays.box import Box, Shape
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped, left_out
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.vocabulary import PADDING

@@ -31,8 +31,8 @@ from dataclasses import replace
 
 from core.arrays.box import Box, c_strides
 from core.arrays.dtypes import itemsize
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import Fragment
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import Fragment
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.facts import ModelFacts
 from core.values import dataclass

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import StoredArray
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import StoredArray
 from core.errors import UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.topology import Topology

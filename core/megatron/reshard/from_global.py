@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import filterfalse
 
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, left_out
-from core.catalog.facets import MegatronModel, TorchDistFacts
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.facets import MegatronModel, TorchDistFacts
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (

@@ -14,8 +14,8 @@ box, which the engine compares::
     decoder.layers.3.mlp.experts.local_experts.17.linear_fc1.weight
         always in this form, however the rank files name experts
 
-The states of an optimizer are tensors as well (``core.catalog.optimizer_keys``). The objects are
-extra states, per layer, and random states.
+The states of an optimizer are tensors as well (``core.engine.catalog.optimizer_keys``). The objects
+are extra states, per layer, and random states.
 
 The result has the fields ``args`` (``core.megatron.model.args.read_facts`` lists the arguments that
 matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
@@ -30,18 +30,18 @@ from dataclasses import field, replace
 
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.dropped import Dropped, dropped_each, left_out
-from core.catalog.facets import MegatronModel, RankFacts
-from core.catalog.mapping_attributes import (
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.facets import MegatronModel, RankFacts
+from core.engine.catalog.mapping_attributes import (
     VERSIONS,
     attributes_of,
     own_attributes,
     record_attributes,
 )
-from core.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
-from core.catalog.stored import Coords, StoredArray
-from core.catalog.tensor import (
+from core.engine.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
+from core.engine.catalog.stored import Coords, StoredArray
+from core.engine.catalog.tensor import (
     Fragment,
     Tensor,
     bind_argument,

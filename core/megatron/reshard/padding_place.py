@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from core.catalog.stored import StoredArray
+from core.engine.catalog.stored import StoredArray
 from core.errors import CorruptError
 from core.files.store import ReadStore
 from core.megatron.extras.rank_numbers import MISPLACED_HINT

@@ -13,10 +13,10 @@ from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.stored import Coords
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.stored import Coords
+from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER, common_entries

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.stored import Coords, StoredArray
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.stored import Coords, StoredArray
+from core.engine.catalog.tensor import Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,

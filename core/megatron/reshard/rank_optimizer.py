@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
 from core.errors import Report, UnsupportedError, raising
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts

@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import split_state_key
-from core.catalog.tensor import without_ties
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import split_state_key
+from core.engine.catalog.tensor import without_ties
 from core.errors import list_some
 from core.files.store import ReadStore
 from core.megatron.model.args import topology_of

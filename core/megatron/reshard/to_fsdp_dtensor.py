@@ -35,12 +35,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.dropped import Dropped, dropped_each, left_out
-from core.catalog.facets import FsdpDtensorFacts, MegatronModel
-from core.catalog.optimizer_keys import MASTER, param_of, split_state_key, state_key, trained
-from core.catalog.stored import PlannedArray
-from core.catalog.tensor import Tensor, whole_tensor
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.facets import FsdpDtensorFacts, MegatronModel
+from core.engine.catalog.optimizer_keys import MASTER, param_of, split_state_key, state_key, trained
+from core.engine.catalog.stored import PlannedArray
+from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT

@@ -17,13 +17,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.facets import MegatronModel, RankFacts
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import param_of, split_state_key
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import (
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.facets import MegatronModel, RankFacts
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import param_of, split_state_key
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import (
     TargetFragment,
     Tensor,
     bind_argument,

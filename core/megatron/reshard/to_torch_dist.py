@@ -32,12 +32,12 @@ from math import prod
 from typing import Any
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.dropped import Dropped, dropped_each
-from core.catalog.facets import MegatronModel, TorchDistFacts
-from core.catalog.optimizer_keys import param_of
-from core.catalog.stored import Coords, PlannedArray, array_name
-from core.catalog.tensor import (
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.facets import MegatronModel, TorchDistFacts
+from core.engine.catalog.optimizer_keys import param_of
+from core.engine.catalog.stored import Coords, PlannedArray, array_name
+from core.engine.catalog.tensor import (
     Fragment,
     TargetFragment,
     TargetTensor,

@@ -32,10 +32,10 @@ from functools import partial
 
 from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog
-from core.catalog.file_image import JoinedArray
-from core.catalog.stored import PlannedArray, StoredArray, with_axes
-from core.catalog.tensor import Fragment, swapped
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.stored import PlannedArray, StoredArray, with_axes
+from core.engine.catalog.tensor import Fragment, swapped
 from core.errors import CorruptError, UnsupportedError
 from core.values import dataclass
 

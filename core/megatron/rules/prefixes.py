@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from core.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.errors import UnsupportedError
 from core.megatron.rules.rules import Layer
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog
+    from core.engine.catalog.catalog import Catalog
     from core.megatron.rules.rules import Rules
 
 OUTER_PREFIXES = ("model.", "module.")

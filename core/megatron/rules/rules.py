@@ -20,7 +20,7 @@ from core.megatron.rules.sizes import PartSize, ShapeSize
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.tensor import Tensor
+    from core.engine.catalog.tensor import Tensor
 
 K = TypeVar("K")
 T = TypeVar("T")

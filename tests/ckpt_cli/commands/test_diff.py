@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from ckpt_cli.app import main
 from ckpt_cli.pages.diff_page import page_of
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.diff.run import DiffJob, diff
+from core.verbs.diff.run import DiffJob, diff
 from tests.support.shown_errors import is_one_error
 
 Run = Callable[..., tuple[int, str, str]]

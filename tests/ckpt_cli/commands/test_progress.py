@@ -20,14 +20,14 @@ from ckpt_cli.app import main
 from ckpt_cli.commands import manifest as manifest_command
 from ckpt_cli.commands import transfer as transfer_command
 from core.progress import OnProgress, Phase, Progress
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import stage_dir_of
 
 SOURCE = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 
 SLOW = """
 import sys, time
 from core.files.store import LocalStore
-from core.stage.files import StageStore
+from core.publish.stage.files import StageStore
 
 def slowed(function, pause_s):
     def slow(*arguments):

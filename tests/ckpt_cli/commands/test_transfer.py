@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.catalog.stored import PlannedArray
+from core.engine.catalog.stored import PlannedArray
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.pickle.inert import TensorLeaf
 

@@ -15,7 +15,7 @@ import pytest
 
 from ckpt_cli.app import main
 from ckpt_cli.workers import current_team as teamwork
-from core.team.protocol import ALONE, Team
+from core.engine.team.protocol import ALONE, Team
 from tests.support.teams import run_team
 
 Said = tuple[int, str, str]

@@ -19,7 +19,7 @@ from ckpt_cli.app import app
 from ckpt_cli.completion.answer import ITERATIONS, KEYS, PAIRS, WORDS, answer
 from ckpt_cli.completion.source import MOST_KEYS, offered_keys
 from core.arrays.dtypes import dtype_of
-from core.changes.quantize import KINDS
+from core.engine.changes.quantize import KINDS
 from tests.support import forked
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import pytest
 
 from ckpt_cli.explore.names import MOST_SIBLINGS, Entry, NamedBranch, build_names
-from core.catalog.tensor import Tensor
-from core.inspect.tree import components
+from core.engine.catalog.tensor import Tensor
+from core.verbs.inspect.tree import components
 
 
 def root_of(*keys: str) -> Entry:

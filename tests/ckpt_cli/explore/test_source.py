@@ -15,8 +15,8 @@ from ckpt_cli.explore.source import (
     find_key_pattern,
     open_source,
 )
+from core.engine.numbers.statistics import ValueStatistics
 from core.errors import UsageError
-from core.numbers.statistics import ValueStatistics
 from core.progress import Progress
 
 RUN = "mcore_legacy/dense_gqa/tp2_pp2_optim"

@@ -10,10 +10,10 @@ from ckpt_cli.html_report.rank_table import MAX_CELLS, CellFindings, rank_table
 from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
 from ckpt_cli.html_report.tensor_table import table_json
 from core.arrays.box import Box
-from core.catalog.tensor import Tensor
-from core.pictures.heat import HeatCell, HeatMap
-from core.pictures.ranks import RankCell, RankGrid
-from core.pictures.shards import RankMoves, Shard, ShardMap
+from core.engine.catalog.tensor import Tensor
+from core.verbs.pictures.heat import HeatCell, HeatMap
+from core.verbs.pictures.ranks import RankCell, RankGrid
+from core.verbs.pictures.shards import RankMoves, Shard, ShardMap
 
 
 def grid(pp: int, tp: int, *, missing: int = -1) -> RankGrid:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_cli.html_report.treemap import MAX_TILES, Rectangle, draw_treemap, squarify
-from core.pictures.sizes import SizeNode
+from core.verbs.pictures.sizes import SizeNode
 
 
 @given(st.lists(st.integers(1, 10**12), min_size=1, max_size=60))

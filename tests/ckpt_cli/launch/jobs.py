@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import stage_dir_of
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 120

@@ -12,8 +12,8 @@ from subprocess import Popen
 
 import pytest
 
-from core.stage import workers_lock
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage import workers_lock
+from core.publish.stage.folder_lock import stage_dir_of
 from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts, wait_all
 from tests.ckpt_cli.launch.jobs import (
     CKPT,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import stage_dir_of
 from tests.ckpt_cli.launch.jobs import (
     CKPT,
     WORKER,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckpt_cli.pages.diff_rows import Row, folded_rows, only_row
-from core.catalog.tensor import Tensor
-from core.diff.result import TensorDiff
+from core.engine.catalog.tensor import Tensor
+from core.verbs.diff.result import TensorDiff
 
 
 def only_in_a(*keys: str) -> list[TensorDiff]:

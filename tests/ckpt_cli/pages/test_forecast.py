@@ -6,9 +6,9 @@ from ckpt_cli.pages.forecast import about_text, forecast_facts
 from ckpt_cli.screen.blocks import Cell, facts
 from ckpt_cli.screen.terminal import Screen
 from core.errors import UsageError
-from core.forecast.destination import ExistingDestination
-from core.forecast.disk_rates import ReadRate, WriteRate
-from core.forecast.forecast import Forecast
+from core.verbs.forecast.destination import ExistingDestination
+from core.verbs.forecast.disk_rates import ReadRate, WriteRate
+from core.verbs.forecast.forecast import Forecast
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_cli.pages.pictures.heat import heat_lines, maps_json, mark_of
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.pictures.heat import HeatCell, HeatMap
+from core.verbs.pictures.heat import HeatCell, HeatMap
 
 EQUAL = HeatCell(("k",), "equal", None, 0)
 

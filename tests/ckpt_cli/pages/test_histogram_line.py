@@ -8,9 +8,9 @@ import pytest
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.pages.pictures.histogram import histogram_text, scale_of
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.tensor import Tensor
-from core.numbers.histogram import Histogram
-from core.numbers.statistics import ValueStatistics, describe
+from core.engine.catalog.tensor import Tensor
+from core.engine.numbers.histogram import Histogram
+from core.engine.numbers.statistics import ValueStatistics, describe
 
 
 def lines_of(layers: dict[str, np.ndarray], screen: Screen, *, has_members: bool) -> list[str]:

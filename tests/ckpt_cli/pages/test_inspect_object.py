@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from ckpt_cli.pages.inspect_object import MAX_NODES, object_json
-from core.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.catalog import Catalog, StoredObject
 from core.files.store import LocalStore
 from core.formats.format import Format
 from core.opening.open import Checkpoint

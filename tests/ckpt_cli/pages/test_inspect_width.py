@@ -7,8 +7,8 @@ from pathlib import Path
 from ckpt_cli.pages.inspect_listing import listing_lines
 from ckpt_cli.pages.inspect_stats import stats_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.tensor import Tensor
-from core.numbers.statistics import ValueStatistics
+from core.engine.catalog.tensor import Tensor
+from core.engine.numbers.statistics import ValueStatistics
 from core.opening.listing import ListedCheckpoint, Listing
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_cli.pages.pictures.ranks import rank_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.pictures.ranks import RankCell, RankGrid
+from core.verbs.pictures.ranks import RankCell, RankGrid
 
 Position = tuple[int, int, int]
 

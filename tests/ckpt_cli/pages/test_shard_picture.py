@@ -11,11 +11,11 @@ from ckpt_cli.pages.pictures.shard_moves import move_lines
 from ckpt_cli.pages.pictures.shards import map_lines
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.arrays.box import Box, Shape
-from core.convert.prepare import prepare
-from core.convert.run import Job, TopologyChange
-from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
-from core.pictures.shards import Shard, ShardMap, shard_map, shard_move
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, TopologyChange
+from core.verbs.inspect.summary import summarize
+from core.verbs.pictures.shards import Shard, ShardMap, shard_map, shard_move
 
 RANKS = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 FSDP_TP = "torch_dcp/tp2_fsdp2_dp2"

@@ -7,9 +7,9 @@ import pytest
 from ckpt_cli.pages.pictures.bars import columns_text, draw_bar
 from ckpt_cli.pages.pictures.sizes import size_lines, sizes_json
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor
-from core.pictures.sizes import SizeNode, sizes_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor
+from core.verbs.pictures.sizes import SizeNode, sizes_of
 
 
 def sizes(**shapes: int) -> tuple[SizeNode, SizeNode]:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from ckpt_cli.pages.transfer import explain_lines
 from ckpt_cli.screen.terminal import Screen
-from core.convert.explain import LayoutLine
+from core.verbs.convert.explain import LayoutLine
 
 LINE = LayoutLine(
     names="decoder.layers.[0-3].mlp.linear_fc1.weight",

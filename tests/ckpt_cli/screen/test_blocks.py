@@ -17,8 +17,8 @@ from ckpt_cli.screen.blocks import (
 )
 from ckpt_cli.screen.terminal import Screen
 from core.arrays.box import Box
-from core.catalog.tensor import Tensor
-from core.inspect.tree import build_tree
+from core.engine.catalog.tensor import Tensor
+from core.verbs.inspect.tree import build_tree
 
 PLAIN = Screen()
 

@@ -14,8 +14,8 @@ import pytest
 from ckpt_cli.workers import current_team as teamwork
 from ckpt_cli.workers import progress as shown
 from ckpt_cli.workers.progress import PhaseTracker, show_progress
+from core.engine.team.protocol import ALONE
 from core.progress import OnProgress, Phase, Progress, begin_phase, count_steps
-from core.team.protocol import ALONE
 
 GIB = 2**30
 

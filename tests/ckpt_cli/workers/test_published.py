@@ -9,10 +9,10 @@ import pytest
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.workers.published import finish_published, recall_report, remember_report
-from core.convert.job import Report
-from core.convert.report.dropped import DroppedReason
-from core.stage.folder_lock import stage_dir_of
-from core.team.protocol import Figures
+from core.engine.team.protocol import Figures
+from core.publish.stage.folder_lock import stage_dir_of
+from core.verbs.convert.job import Report
+from core.verbs.convert.report.dropped import DroppedReason
 
 
 def report(dst: Path) -> Report:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt_cli.workers.remaining import InterruptedOutput
-from core.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import stage_dir_of
 
 
 def test_without_resume_nothing_remains(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ckpt_cli.workers.store import GoneError
+from core.engine.team.protocol import broadcast_result, failed_rank_of, gather_results
 from core.errors import CorruptError, StorageError, WorkerError
-from core.team.protocol import broadcast_result, failed_rank_of, gather_results
 from tests.ckpt_cli.workers.torch_teams import run_torch_team
 
 pytestmark = pytest.mark.dist

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore, decoding_bytes
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore, decoding_bytes
 from core.errors import (
     CheckpointingException,
     CorruptError,

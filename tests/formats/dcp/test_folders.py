@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dist_cp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckpt_cli.app import main
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
 from core.errors import MissingShardError, UnsupportedError
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.support.broken import Change, patched
 
 SOURCE = "accelerate/fsdp2_dp2/checkpoint_0"

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
-from core.catalog.facets import WriteOptions
-from core.catalog.file_image import FileImage
-from core.catalog.stored import Extent, PlannedArray, StoredArray
-from core.catalog.tensor import Fragment, TargetFragment, Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog, catalog_of_arrays
+from core.engine.catalog.facets import WriteOptions
+from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.stored import Extent, PlannedArray, StoredArray
+from core.engine.catalog.tensor import Fragment, TargetFragment, Tensor
 from core.errors import (
     CheckpointingException,
     CorruptError,

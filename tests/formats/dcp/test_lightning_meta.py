@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
 from core.errors import TruncatedError, UnsafeError, UsageError
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.support.broken import cut
 
 SOURCE = "lightning/model_parallel_dp2.ckpt"

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 from tests.formats.dcp.test_lightning_meta import assert_same
 
 DIRECTORIES = [

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.job import Job
-from core.convert.run import run
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
 
 JOB = """
 import json, os, sys

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.convert.run import Job, run
+from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata import read_metadata
 from core.opening.open import open_checkpoint
 from core.pickle.inert import attributes
 from core.pickle.nesting import entries
+from core.verbs.convert.run import Job, run
 from tests.formats.dcp.test_format import (
     GOLD,
     assert_same_tree,

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.level import Level
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.support.archives import unpacked
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.files.store import ReadStore
 from core.formats.deepspeed.universal import format as deepspeed_universal
 from core.opening.objects import loaded

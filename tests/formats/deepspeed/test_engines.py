@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as convert
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as convert
 
 PYTHON = os.environ.get("CKPT_DEEPSPEED_PYTHON")
 if not PYTHON:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as convert
 from core.errors import CorruptError, UsageError
 from core.files.store import LocalStore
 from core.formats.deepspeed.experts import numbered, split_expert_name
 from core.formats.deepspeed.universal import format as universal
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as convert
 from tests.support.materialize import tensor_bytes
 
 CASES = {"moe_zero1": 2, "moe_zero1_data_first": 4}

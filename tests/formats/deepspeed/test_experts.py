@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.contract import check_reading
 from core.errors import CheckpointingException, CorruptError, MissingShardError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.universal.format import for_universal
+from core.verbs.convert.contract import check_reading
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, written
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.changes.select import without_optimizer
+from core.engine.changes.select import without_optimizer
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from tests.formats.deepspeed.deepspeed_samples import written

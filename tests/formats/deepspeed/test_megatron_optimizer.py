@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.convert.job import Job, Report, TopologyChange
-from core.convert.run import run
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job, Report, TopologyChange
+from core.verbs.convert.run import run
 from tests.megatron.support.megatron_gold import fused
 from tests.support.materialize import tensor_bytes
 

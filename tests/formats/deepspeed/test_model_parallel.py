@@ -12,10 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.level import Level
-from core.convert.contract import check_reading
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -27,7 +23,11 @@ from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
 from core.formats.deepspeed.universal.format import for_universal
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.contract import check_reading
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.formats.deepspeed.deepspeed_samples import Zero, written
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes

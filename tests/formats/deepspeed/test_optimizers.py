@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job, Report
-from core.convert.run import run
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job, Report
+from core.verbs.convert.run import run
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero
 from tests.support.archives import unpacked
 

@@ -12,11 +12,9 @@ import pytest
 import torch
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.catalog.stored import Extent, StoredArray
-from core.changes.select import without_optimizer
-from core.convert.contract import CHECKS, SAMPLE, Sample, check_reading
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.changes.select import without_optimizer
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.deepspeed import format as deepspeed
@@ -26,6 +24,8 @@ from core.formats.deepspeed.universal.format import NO_STATE, for_universal
 from core.formats.torch.format import parse
 from core.opening.target import source_and_target
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_namespace
+from core.verbs.convert.contract import CHECKS, SAMPLE, Sample, check_reading
+from core.verbs.convert.run import Job, run
 from tests.formats.deepspeed.deepspeed_samples import GROUPS, STATES, Zero, values, written
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes

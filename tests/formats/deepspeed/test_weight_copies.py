@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.level import Level
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import CorruptError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, values
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes

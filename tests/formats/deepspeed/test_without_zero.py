@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
-from core.merge.request import build_merge
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
+from core.verbs.merge.request import build_merge
 from tests.formats.deepspeed.deepspeed_samples import MODEL, Zero, values
 from tests.support.deepspeed_files import edited
 from tests.support.materialize import tensor_bytes

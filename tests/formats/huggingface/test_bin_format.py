@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import WeightFileFacts
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import WeightFileFacts
 from core.errors import (
     CheckpointingException,
     CorruptError,

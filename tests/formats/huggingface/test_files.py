@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.json_object import MAX_VALUES
 from core.files.store import LocalStore, MemoryStore, override

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import core
-from core.convert.prepare import prepare
-from core.convert.run import Job, run
 from core.errors import UsageError
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, run
 
 _MODEL = "mcore_legacy/dense_gqa/tp2_pp1_optim"
 _FILES = {"tokenizer.json": b"{}", "tokenizer_config.json": b'{"a": 1}', "merges.txt": b"a b"}

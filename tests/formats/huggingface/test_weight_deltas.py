@@ -10,9 +10,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckpt_cli.app import main
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 
 TITLE = "differences of weights (xor, zstd) from version 000001 to 000002, not weights"
 

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.catalog.facets import TorchDistFacts
-from core.catalog.stored import PlannedArray
+from core.engine.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.engine.catalog.facets import TorchDistFacts
+from core.engine.catalog.stored import PlannedArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.contract import check_reading
-from core.convert.run import Job, run
-from core.diff.run import DiffJob, diff
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.mcore.local import FORMAT
 from core.opening.open import open_checkpoint
+from core.verbs.convert.contract import check_reading
+from core.verbs.convert.run import Job, run
+from core.verbs.diff.run import DiffJob, diff
 from tests.support.local_checkpoint import LAYERS, WEIGHT, saved, state_of
 from tests.support.materialize import tensor_bytes
 from tests.support.rounds import rounds

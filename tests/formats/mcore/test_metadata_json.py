@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from core.catalog.catalog import catalog_of_arrays
+from core.engine.catalog.catalog import catalog_of_arrays
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.mcore.common_state import with_common_state

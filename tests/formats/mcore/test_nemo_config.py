@@ -9,11 +9,11 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 import core
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.opening.test_config_beside import stored_tensors
 from tests.support.archives import unpacked
 from tests.support.rank_files import assert_same_bits

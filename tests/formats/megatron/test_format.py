@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.facets import RankFacts
+from core.engine.catalog.facets import RankFacts
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -186,10 +186,10 @@ def test_model_files_beside_the_old_distributed_optimizer_are_read(
 ) -> None:
     import torch
 
-    from core.checks.level import Level
-    from core.convert.job import Job
-    from core.convert.run import run
-    from core.validate.run import validate
+    from core.verbs.checks.level import Level
+    from core.verbs.convert.job import Job
+    from core.verbs.convert.run import run
+    from core.verbs.validate.run import validate
 
     folder = copied(golden, case, tmp_path)
     expected = megatron.read(LocalStore(folder)).tensors

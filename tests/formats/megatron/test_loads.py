@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import TorchDistFacts, WriteOptions
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import TorchDistFacts, WriteOptions
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.opening.objects import loaded

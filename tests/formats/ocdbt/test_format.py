@@ -22,11 +22,8 @@ import torch
 from safetensors import safe_open
 
 from core.arrays.checksum import crc32c
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -47,7 +44,10 @@ from core.formats.ocdbt.nodes import (
     read_node,
 )
 from core.pickle.nesting import entries
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.support.fragments import replace_fragments
 from tests.support.materialize import tensor_bytes
 

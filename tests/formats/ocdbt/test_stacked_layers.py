@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.convert.run import Job, run
 from core.errors import UsageError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 from tests.support.materialize import tensor_bytes
 
 N_LAYERS = 4

@@ -17,10 +17,9 @@ import pytest
 import tensorstore as ts
 import torch
 
-from core.catalog.catalog import catalog_of_arrays
-from core.catalog.facets import WriteOptions
-from core.catalog.stored import PlannedArray
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import catalog_of_arrays
+from core.engine.catalog.facets import WriteOptions
+from core.engine.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.ocdbt.entries import list_entries
@@ -30,6 +29,7 @@ from core.formats.ocdbt.nodes import UnfoldBudget, read_newest_version
 from core.formats.ocdbt.write import lay_out
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
+from core.verbs.convert.run import Job, run
 from tests.support.materialize import tensor_bytes
 
 

@@ -18,10 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save, save_file, save_model
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.facets import WeightFileFacts, WriteOptions
-from core.changes.tie import untie
-from core.copy.run import execute
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.facets import WeightFileFacts, WriteOptions
+from core.engine.changes.tie import untie
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -33,11 +34,10 @@ from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.safetensors.format import read, sniff
 from core.formats.safetensors.layout import lay_out
 from core.formats.torch.side_file import OBJECTS_FILE
-from core.manifest.of_copy import finish_files
 from core.opening.target import partitioned, tensors_only
 from core.pickle.inert import make_namespace
-from core.plan.plan import make_plan
-from core.stage.files import StageStore
+from core.publish.manifest.of_copy import finish_files
+from core.publish.stage.files import StageStore
 from tests.support.facets import facet_of
 from tests.support.materialize import tensor_bytes
 from tests.support.ties import tied

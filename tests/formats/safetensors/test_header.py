@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.stored import PlannedArray
+from core.engine.catalog.stored import PlannedArray
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException, CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore, ReadStore
 from core.formats.safetensors.format import read, sniff

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.checks.level import Level
-from core.convert.prepare import prepare as prepared
-from core.convert.run import Job, run
-from core.diff.run import DiffJob, diff
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
 from core.opening.open import open_checkpoint
 from core.opening.source_files import unread_files
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.prepare import prepare as prepared
+from core.verbs.convert.run import Job, run
+from core.verbs.diff.run import DiffJob, diff
+from core.verbs.validate.run import validate
 
 MODELS = {"unet", "vae", "text_encoder"}
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
+from core.verbs.convert.run import Job, run
 
 NAMES = ("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2")
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert.job import Report
-from core.convert.run import Job, run
 from core.errors import UnsafeError, UsageError
 from core.formats.torch.weights_only import ASIDE_KEY
+from core.verbs.convert.job import Report
+from core.verbs.convert.run import Job, run
 
 
 class Config:

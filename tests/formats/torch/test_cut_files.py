@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError
 from core.files.store import LocalStore
 from core.formats.torch.format import read_file_catalog
 from core.opening.damaged import open_readable_part
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.support.rank_files import MODEL_FILE
 
 

@@ -19,9 +19,9 @@ import torch
 import torch.distributed.checkpoint
 from torch.utils.serialization import config
 
-from core.catalog.catalog import StoredObject
-from core.catalog.stored import Extent, PlannedArray
-from core.changes.select import select
+from core.engine.catalog.catalog import StoredObject
+from core.engine.catalog.stored import Extent, PlannedArray
+from core.engine.changes.select import select
 from core.errors import UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import FORMAT, lay_out, parse, read

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint
 
 from core.arrays.box import Shape, c_strides
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import load_object

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CheckpointingException, CorruptError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.megatron import format as megatron

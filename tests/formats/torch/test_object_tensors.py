@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from ckpt_cli.app import main
-from core.convert.job import Job
-from core.convert.run import run
 from core.errors import UnsafeError, UnsupportedError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
 from tests.support.rank_files import assert_same_bits
 
 

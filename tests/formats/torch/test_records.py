@@ -18,10 +18,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog.catalog import Catalog
-from core.catalog.decoded import DecodedStore
-from core.catalog.stored import Extent, StoredArray
-from core.copy.run import execute
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.decoded import DecodedStore
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.copy.run import execute
+from core.engine.plan.plan import make_plan
 from core.errors import (
     CapacityError,
     CheckpointingException,
@@ -34,11 +35,10 @@ from core.formats.torch.format import FORMAT, lay_out, load_object
 from core.formats.torch.item import TorchItem
 from core.formats.torch.zip import records as torch_record
 from core.formats.torch.zip.records import RecordEncoding, number_bytes
-from core.manifest.of_copy import finish_files
 from core.opening.target import partitioned
 from core.pickle.plain import to_plain
 from core.pickle.writer import dumps
-from core.plan.plan import make_plan
+from core.publish.manifest.of_copy import finish_files
 from tests.formats.torch.torch_samples import (
     DTYPES,
     a_tensor,

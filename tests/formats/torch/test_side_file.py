@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from core.arrays.box import full_box
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor, whole_tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor, whole_tensor
 from core.errors import CheckpointingException, CorruptError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.torch.format import FORMAT as TORCH

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.run import Job, run
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 from tests.support.archives import unpacked
 from tests.support.real_readers import READERS, of_tensor
 

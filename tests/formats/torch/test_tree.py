@@ -18,7 +18,7 @@ import torch.distributed.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsafeError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.torch.format import FORMAT, load_object

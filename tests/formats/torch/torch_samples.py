@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import TorchFileFacts
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import TorchFileFacts
 from core.errors import CheckpointingException
 from core.files.store import MemoryStore, ReadStore
 from core.formats.torch.format import FORMAT, lay_out

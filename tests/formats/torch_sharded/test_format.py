@@ -12,16 +12,16 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry, TensorMeta
 
-from core.catalog.facets import TorchShardedFacts
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.convert.contract import check_reading
-from core.convert.run import Job, run
+from core.engine.catalog.facets import TorchShardedFacts
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.source_store import open_store
 from core.formats.torch_sharded.format import FORMAT
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.contract import check_reading
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.support.facets import facet_of
 from tests.support.real_readers import READERS, Tensors, of_tensor
 from tests.support.rounds import rounds

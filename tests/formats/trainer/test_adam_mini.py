@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.convert.run import Job, run
 from core.errors import UnsupportedError
-from core.inspect.optimizer_states import is_state, states_of
-from core.inspect.summary import summarize
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
+from core.verbs.inspect.optimizer_states import is_state, states_of
+from core.verbs.inspect.summary import summarize
 
 ARCHIVE = Path(__file__).parents[2] / "golden" / "adam_mini.tar.xz"
 

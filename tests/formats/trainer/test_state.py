@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
-from core.catalog.facets import TrainingState
-from core.checks.level import Level
-from core.convert.prepare import prepare
-from core.convert.run import Job, run
+from core.engine.catalog.facets import TrainingState
 from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.formats.dcp.test_folders import assert_equal
 from tests.support.archives import unpacked
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from core.convert.run import Job, run
 from core.errors import CorruptError
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, run
 
 
 @pytest.mark.parametrize("state", ["state", "state_bin"])

@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from core.arrays.checksum import crc32c
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CorruptError, TruncatedError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.zarr.decode import ChunkCoding, EncodedChunk

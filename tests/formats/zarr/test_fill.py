@@ -21,8 +21,7 @@ from safetensors import safe_open
 
 from ckpt_cli.app import main
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog
 from core.errors import CorruptError, MissingShardError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.registry import sniffed
@@ -30,10 +29,11 @@ from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.fill import fill_bytes, unstored
 from core.opening.open import open_checkpoint
-from tests.convert.workers.test_run import convert
+from core.verbs.convert.run import Job, run
 from tests.support.materialize import tensor_bytes
 from tests.support.teams import run_team
 from tests.support.zarr_files import as_bytes, source_of, written
+from tests.verbs.convert.workers.test_run import convert
 
 NUMBERS: dict[str, object] = {
     "float32": 0.1,

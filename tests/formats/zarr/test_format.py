@@ -18,11 +18,8 @@ import zarr as zarr_python
 from safetensors.torch import load_file
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.stored import PlannedArray
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog, catalog_of_arrays
+from core.engine.catalog.stored import PlannedArray
 from core.errors import (
     CorruptError,
     MissingShardError,
@@ -42,7 +39,10 @@ from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.run import Job, run
+from core.verbs.validate.run import validate
 from tests.support.materialize import tensor_bytes
 from tests.support.zarr_files import (
     as_bytes,

@@ -17,15 +17,15 @@ import zarr as zarr_python
 
 from core.arrays.checksum import crc32c
 from core.arrays.dtypes import DTYPES
-from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.stored import PlannedArray
-from core.convert.run import Job, run
+from core.engine.catalog.catalog import Catalog, catalog_of_arrays
+from core.engine.catalog.stored import PlannedArray
 from core.errors import CorruptError, MissingShardError, TruncatedError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
 from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import TENSORSTORE_ONLY, ZarrArray
 from core.formats.zarr.metadata3 import node_of, parse_array
+from core.verbs.convert.run import Job, run
 from tests.support import forked
 from tests.support.materialize import tensor_bytes
 from tests.support.zarr_files import (

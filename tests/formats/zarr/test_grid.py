@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from core.arrays.box import Box
 from core.arrays.coverage import first_hole, first_overlap
-from core.catalog.stored import PlannedArray
-from core.catalog.tensor import Fragment, TargetFragment
+from core.engine.catalog.stored import PlannedArray
+from core.engine.catalog.tensor import Fragment, TargetFragment
 from core.errors import UnsupportedError
 from core.formats.zarr.grid import (
     ChunkGrid,

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.megatron_lora import FORMS
 from tests.support.rank_files import MODEL_FILE, assert_same_bits, load_rank_file, rank_dirs
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UnsupportedError
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.megatron_lora import FORMS
 from tests.support.rank_files import assert_same_bits
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.convert.run import Job, Report, run
 from core.errors import UnsupportedError
+from core.verbs.convert.run import Job, Report, run
 from tests.hf.stepped import save_stepped
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.arrays.box import Box, full_box
-from core.catalog.catalog import Catalog
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.hf.tensors import fuse
 
 Sizes = tuple[int, list[int], int, list[int]]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, Report, TopologyChange, run
 from core.errors import CorruptError, UnsupportedError
+from core.verbs.convert.run import Job, Report, TopologyChange, run
 from tests.megatron.support.rewritten import model_of, rewritten
 from tests.support.rank_files import rank_dirs
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import UnsupportedError, UsageError
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.edited import edit_rank
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 
@@ -153,8 +153,8 @@ def test_without_float8_weights_the_option_is_refused(golden: Path, tmp_path: Pa
 
 
 def test_inspect_offers_what_dequantizing_makes_possible(golden: Path, tmp_path: Path) -> None:
-    from core.inspect.summary import summarize
     from core.opening.open import open_checkpoint
+    from core.verbs.inspect.summary import summarize
 
     quantize(golden, tmp_path / "a")
     source = open_checkpoint(tmp_path / "a")

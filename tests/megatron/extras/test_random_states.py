@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.catalog.facets import MegatronModel, RankFacts
+from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.errors import ReplicaMismatchError, UnsupportedError, UsageError
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.topology import Rank, Topology

@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.megatron.extras.saved_sizes import read_saved_sizes
 from core.megatron.model.topology import Topology
 

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import core
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import read_noop_layers
 from core.megatron.model.pipeline_args import changes_for, pipeline_of
-from core.validate.run import validate
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.support.edited import edit_rank
 from tests.support.rank_files import load_rank_file, rank_dirs
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
+from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
 from core.megatron.optimizer.target_groups import TargetGroups, target_groups
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.megatron.support.reshard_targets import target_of
 from tests.megatron.support.synthetic import Model
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import read_facts
 from core.megatron.model.topology import Topology

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.megatron.model.topology import Rank, Topology, rank_dir
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.megatron.support.kinds import KINDS, all_built, files
 from tests.megatron.support.numbered_files import Style, assert_same_optimizer, save
 

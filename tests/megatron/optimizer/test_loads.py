@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.formats.megatron.test_loads import SCRIPT, catalog_of
 from tests.support.asked import asked
 from tests.support.real_readers import read_zarr

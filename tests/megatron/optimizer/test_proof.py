@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.arrays.cast import find_cast
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.optimizer.proof import is_master, is_nan_element, rounding_of, rounds_to, sample
 

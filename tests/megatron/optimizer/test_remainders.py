@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog.tensor import Tensor
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
+from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.megatron.optimizer.remainders import check_master_dtypes
 from core.opening.open import open_checkpoint
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
 from tests.support.edited import found_in
 
 FLAT = "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"

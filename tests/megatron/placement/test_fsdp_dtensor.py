@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run as convert
 from core.errors import MissingShardError, UnsupportedError
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run as convert
 from tests.real_megatron.megatron import Form, megatron
 from tests.real_megatron.setting import ITERATION, Layout, Model, Optimizer, Run
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import UsageError
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import unshard
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.megatron_gold import RULES, global_form
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs

@@ -196,7 +196,7 @@ def test_a_release_stays_a_release(golden: Path, tmp_path: Path, to: str) -> Non
 
 
 def test_iterations_of_eight_digits_widen_the_name(golden: Path, tmp_path: Path) -> None:
-    from core.catalog.catalog import TargetCatalog
+    from core.engine.catalog.catalog import TargetCatalog
     from core.formats.megatron import format as megatron
     from core.megatron.reshard.to_ranks import shard
     from tests.megatron.support.megatron_gold import RULES, global_form

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import replaced
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.tables import load_rules
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.reshard.test_matrix import sizes
 from tests.megatron.support.megatron_gold import oracle
 from tests.megatron.support.old_names import (

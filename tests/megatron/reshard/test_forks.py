@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.finding import Severity
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.validate.run import validate
+from core.verbs.checks.finding import Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.support.followed_hints import read_rules
 from tests.support.rank_files import MODEL_FILE
 

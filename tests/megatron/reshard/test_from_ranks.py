@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from core.arrays.box import Box, full_box
-from core.catalog.dropped import Dropped
-from core.catalog.facets import MegatronModel
-from core.catalog.mapping_attributes import ATTRIBUTES
-from core.convert.run import Job, run
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.mapping_attributes import ATTRIBUTES
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
+from core.verbs.convert.run import Job, run
 from tests.megatron.support.megatron_gold import (
     DENSE,
     EXPERTS,

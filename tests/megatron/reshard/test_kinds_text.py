@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
@@ -28,6 +27,7 @@ from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.rules.tables import load_rules
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite
 from tests.support import forked
 from tests.support.covering import covering_cases

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog.facets import MegatronModel
+from core.engine.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, rank_dir

@@ -15,12 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import core
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import MissingShardError, UnsupportedError
-from core.validate.run import validate
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.opening.test_config_beside import errors_of, stored_tensors
 from tests.support.archives import unpacked
 from tests.support.edited import lose_tensors

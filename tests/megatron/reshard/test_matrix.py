@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.run import Job, TopologyChange, run
 from core.opening.open import open_checkpoint
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.support.covering import covering_cases
 from tests.support.materialize import tensor_bytes
 from tests.support.rank_files import MODEL_FILE, assert_same_weights, load_rank_file, rank_dirs

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.rewritten import model_of, rewritten
 from tests.support.rank_files import MODEL_FILE, assert_same_bits, rank_dirs
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from core.convert.job import Job, TopologyChange
-from core.convert.run import Report, run
 from core.errors import CheckpointingException
 from core.megatron.model.pipeline import Pipeline, parse_layout
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import Report, run
 
 STEP = "iter_0000003"
 APART = Pipeline(layout=parse_layout("Ett|ttm|L"))

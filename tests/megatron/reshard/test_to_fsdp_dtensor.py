@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from core.convert.job import Job, TopologyChange
-from core.convert.prepare import prepare
-from core.convert.run import run as convert
 from core.errors import CheckpointingException, UnsupportedError, UsageError
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.prepare import prepare
+from core.verbs.convert.run import run as convert
 from tests.megatron.placement.test_fsdp_dtensor import RUNS, STEP, as_torch
 
 SETTINGS = "optimizer.param_to_group_meta."

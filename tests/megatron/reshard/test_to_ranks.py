@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
@@ -20,6 +19,7 @@ from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping, attributes
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.megatron_gold import (
     DENSE,
     EXPERTS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CorruptError, MissingShardError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from core.checks.finding import Finding, Severity
-from core.checks.level import Level
-from core.convert.job import Job, TopologyChange
-from core.convert.run import run
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.megatron.model.pipeline import Pipeline, split_layers
-from core.validate.run import validate
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.convert.job import Job, TopologyChange
+from core.verbs.convert.run import run
+from core.verbs.validate.run import validate
 from tests.support.edited import edit_rank
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.catalog.facets import MegatronModel, RankFacts
+from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
+from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of, replaced

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.placement.implementation import with_implementation

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.convert.run import Job, Report, TopologyChange, run
 from core.errors import CorruptError, UnknownTensorError, UnsupportedError, UsageError
+from core.verbs.convert.run import Job, Report, TopologyChange, run
 from tests.megatron.support.rewritten import model_of, rewritten
 from tests.support.rank_files import rank_dirs
 

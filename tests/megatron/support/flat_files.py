@@ -14,9 +14,9 @@ from math import lcm
 
 import numpy as np
 
-from core.catalog.catalog import Catalog, catalog_of_arrays
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Coords, Extent, StoredArray
+from core.engine.catalog.catalog import Catalog, catalog_of_arrays
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Coords, Extent, StoredArray
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import Global, TensorLeaf, make_namespace, make_ordered_dict

@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import tensors_of
 from core.files.store import MemoryStore
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology, rank_dir

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from core.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.catalog import Catalog, TargetCatalog
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron

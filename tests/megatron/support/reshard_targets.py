@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.catalog.catalog import catalog_of_arrays
-from core.catalog.optimizer_keys import Optimizer
+from core.engine.catalog.catalog import catalog_of_arrays
+from core.engine.catalog.optimizer_keys import Optimizer
 from core.megatron.model.args import read_facts
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import tensors_of
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import tensors_of
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import TensorLeaf, make_namespace, make_ordered_dict

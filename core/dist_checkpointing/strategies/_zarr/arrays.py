@@ -24,7 +24,7 @@ from core.formats.zarr.chunks import check_chunks
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray, zarray
 from core.formats.zarr.tree import walk_folders
-from core.manifest.of_copy import MANIFEST
+from core.publish.manifest.of_copy import MANIFEST
 
 _MAX_ZARRAY_BYTES = 1 << 20
 _REMOVED = ".removed-array"

@@ -8,10 +8,10 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.facets import DcpFacts, TorchDistFacts
-from core.catalog.stored import Extent, StoredArray, array_name
-from core.catalog.tensor import Fragment, Tensor, bind_argument, tensors_of, whole_fragment
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.facets import DcpFacts, TorchDistFacts
+from core.engine.catalog.stored import Extent, StoredArray, array_name
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument, tensors_of, whole_fragment
 from core.errors import (
     CorruptError,
     UnsupportedError,

@@ -8,8 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of, itemsize
-from core.catalog.catalog import Catalog, StoredObject
-from core.catalog.tensor import Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject
+from core.engine.catalog.tensor import Tensor
 from core.formats.dcp.columns import DcpTensor
 from core.formats.dcp.metadata import DcpMetadata
 from core.formats.torch.tree import parse

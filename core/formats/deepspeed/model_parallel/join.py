@@ -7,7 +7,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.values import dataclass
 
 if TYPE_CHECKING:

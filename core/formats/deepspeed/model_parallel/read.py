@@ -26,10 +26,10 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from core.catalog.dropped import dropped_each
-from core.catalog.facets import WeightCopies
-from core.catalog.key_patterns import some_of
-from core.catalog.tensor import Tensor, find_ties, whole_tensor
+from core.engine.catalog.dropped import dropped_each
+from core.engine.catalog.facets import WeightCopies
+from core.engine.catalog.key_patterns import some_of
+from core.engine.catalog.tensor import Tensor, find_ties, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, list_rank_files
@@ -57,7 +57,7 @@ from core.formats.deepspeed.weights import with_shared
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
-    from core.catalog.stored import StoredArray
+    from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
     from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
     from core.formats.deepspeed.model_states import ModelStates, StageGrid

@@ -37,7 +37,7 @@ from itertools import combinations
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Box, Shape, c_strides, full_box
-from core.catalog.tensor import Tensor
+from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.source_store import open_store
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT

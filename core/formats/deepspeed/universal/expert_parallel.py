@@ -28,16 +28,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.box import full_box
-from core.catalog.stored import PlannedArray
-from core.catalog.tensor import Fragment, TargetTensor, Tensor
+from core.engine.catalog.stored import PlannedArray
+from core.engine.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, split_state_path
 from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
-    from core.catalog.catalog import Catalog, TargetCatalog
-    from core.catalog.tensor import TargetTensor
+    from core.engine.catalog.catalog import Catalog, TargetCatalog
+    from core.engine.catalog.tensor import TargetTensor
     from core.formats.deepspeed.universal.parameter import UniversalParameter
 
 IS_EXPERT = "is_expert_param"

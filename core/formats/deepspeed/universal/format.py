@@ -47,9 +47,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.dropped import dropped_together, left_out
-from core.catalog.optimizer_keys import is_optimizer_key
-from core.catalog.tensor import Tensor, whole_tensor
+from core.engine.catalog.dropped import dropped_together, left_out
+from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import check_name
 from core.formats.deepspeed.model_states import (
@@ -97,7 +97,7 @@ from core.formats.torch.weights_only import aside_notes
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import Catalog, TargetCatalog
+    from core.engine.catalog.catalog import Catalog, TargetCatalog
     from core.files.store import ReadStore
     from core.formats.deepspeed.partition import Shapes
     from core.formats.deepspeed.universal.parameter import UniversalParameter

@@ -15,8 +15,8 @@ from collections.abc import Collection, Container, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from core.catalog.stored import StoredArray
-from core.catalog.tensor import Tensor, whole_tensor
+from core.engine.catalog.stored import StoredArray
+from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, placing_errors
 from core.formats.deepspeed.runs import reshaped
 from core.formats.deepspeed.state_file import read_value, type_of

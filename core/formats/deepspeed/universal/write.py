@@ -24,11 +24,11 @@ from dataclasses import field
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.file_image import FileImage, literal_file
-from core.catalog.key_patterns import rename_hint
-from core.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
-from core.catalog.optimizer_keys import split_state_key as state_of_megatron
-from core.changes.factor_states import check_factors
+from core.engine.catalog.file_image import FileImage, literal_file
+from core.engine.catalog.key_patterns import rename_hint
+from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
+from core.engine.catalog.optimizer_keys import split_state_key as state_of_megatron
+from core.engine.changes.factor_states import check_factors
 from core.errors import UnsafeError, UnsupportedError, list_some
 from core.files.store import check_name
 from core.formats.deepspeed.model_states import ZeroFacts
@@ -57,8 +57,8 @@ from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import TargetCatalog
-    from core.catalog.stored import PlannedArray
+    from core.engine.catalog.catalog import TargetCatalog
+    from core.engine.catalog.stored import PlannedArray
 
 UCP_VERSION = 0.4
 _RESERVED = frozenset({

@@ -7,7 +7,7 @@ Programs that repack a zip deflate its records::
 
 A machine with the other byte order (s390x) writes the numbers in its storages with their bytes
 reversed, and the record ``byteorder`` = ``big``. A tensor in such a record has an *encoding*
-(``core.catalog.stored``):
+(``core.engine.catalog.stored``):
 
 * big-endian and not deflated, in C order: units of 4 MiB, byte-swapped one by one;
 * deflated, or big-endian with strides: one unit, the complete tensor. Deflate has no random access,
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES
 from core.arrays.gather import StridedLayout, byte_span, copy_box, dense_layout
-from core.catalog.stored import Extent, StoredArray
+from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import CapacityError, CorruptError, UnsupportedError
 from core.formats.torch.zip.container import Archive, Record
 from core.pickle.reader import DEFAULT_LIMITS, PickleLimits

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import c_strides
 from core.arrays.checksum import crc32_combine, crc32_of_zeros
 from core.arrays.dtypes import DTYPES, itemsize
-from core.catalog.file_image import CrcOf, JoinedArray, Literal, PlacedArray
+from core.engine.catalog.file_image import CrcOf, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
 from core.formats.torch.zip.container import (
     CENTRAL,
@@ -54,7 +54,7 @@ from core.pickle.writer import dumps
 from core.values import dataclass
 
 if TYPE_CHECKING:
-    from core.catalog.stored import PlannedArray
+    from core.engine.catalog.stored import PlannedArray
 
 ALIGNMENT = 64
 _UTF8 = 0x0800

@@ -15,8 +15,8 @@ from core.formats.torch.zip.tree_layout import TreePlan, placed_records, plan_tr
 from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, ValueCounter
 
 if TYPE_CHECKING:
-    from core.catalog.file_image import JoinedArray
-    from core.catalog.stored import PlannedArray
+    from core.engine.catalog.file_image import JoinedArray
+    from core.engine.catalog.stored import PlannedArray
 
 _PLAIN = frozenset({str, int, bool, bytes, type(None), Global})
 _MAX_PLANS = 256

@@ -24,9 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER
-from core.catalog.stored import StoredArray
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import MASTER
+from core.engine.catalog.stored import StoredArray
 from core.errors import CorruptError, UnsupportedError
 from core.pickle.inert import Global, TensorLeaf, as_mapping
 from core.values import dataclass
@@ -45,7 +45,7 @@ class Buffer:
         number: number of the buffer in the file.
         dtype: dtype of the parameters; None if the file does not record it (before 2024-02).
         states: state → consecutive arrays of one axis; the master weights are
-            ``core.catalog.optimizer_keys.MASTER``.
+            ``core.engine.catalog.optimizer_keys.MASTER``.
         n_elements: number of elements of each state.
         buckets: number of elements of every bucket; None if the file does not record it.
     """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field
 
-from core.catalog.optimizer_keys import Optimizer, ParamGroup
+from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.extras.common_state import renamed_leaves
 from core.megatron.optimizer.groups import identity

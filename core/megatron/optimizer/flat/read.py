@@ -16,10 +16,10 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import field
 from math import prod
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.optimizer_keys import MASTER
-from core.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.optimizer_keys import MASTER
+from core.engine.catalog.stored import StoredArray, narrow_array
 from core.errors import (
     CheckpointingException,
     CorruptError,

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from math import lcm, prod
 
 from core.arrays.dtypes import DTYPES
-from core.catalog.dropped import Dropped
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER, split_state_key, state_key, trained
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import TargetFragment
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import MASTER, split_state_key, state_key, trained
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import TargetFragment
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.new_args import dp_at

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from core.catalog.optimizer_keys import FACTORS
+from core.engine.catalog.optimizer_keys import FACTORS
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.megatron.optimizer.groups import HINT, member_of
 from core.pickle.inert import TensorLeaf, as_mapping

@@ -31,8 +31,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, cycle
 from math import prod
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology

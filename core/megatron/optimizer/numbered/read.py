@@ -12,9 +12,9 @@ from dataclasses import field
 from functools import partial
 
 from core.arrays.box import Shape
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import FACTORS, MASTER, STEP, Optimizer
-from core.catalog.stored import StoredArray
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import FACTORS, MASTER, STEP, Optimizer
+from core.engine.catalog.stored import StoredArray
 from core.errors import (
     CheckpointingException,
     CorruptError,

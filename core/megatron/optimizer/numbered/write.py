@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from core.catalog.dropped import Dropped
-from core.catalog.file_image import JoinedArray
-from core.catalog.optimizer_keys import MASTER, state_key, trained
-from core.catalog.stored import Coords, PlannedArray
-from core.catalog.tensor import TargetFragment
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.file_image import JoinedArray
+from core.engine.catalog.optimizer_keys import MASTER, state_key, trained
+from core.engine.catalog.stored import Coords, PlannedArray
+from core.engine.catalog.tensor import TargetFragment
 from core.errors import MissingShardError, UnsupportedError
 from core.megatron.model.cut import param_array
 from core.megatron.model.topology import Rank

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from itertools import accumulate
 
-from core.catalog.catalog import Catalog
-from core.catalog.optimizer_keys import MASTER
-from core.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.optimizer_keys import MASTER
+from core.engine.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError
 from core.megatron.extras.common_state import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype

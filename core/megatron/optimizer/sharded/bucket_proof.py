@@ -10,10 +10,10 @@ from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
-from core.catalog.catalog import Catalog
-from core.catalog.flat_runs import runs_in
-from core.catalog.stored import StoredArray, narrow_array
-from core.catalog.tensor import Fragment
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.flat_runs import runs_in
+from core.engine.catalog.stored import StoredArray, narrow_array
+from core.engine.catalog.tensor import Fragment
 from core.files.store import ReadStore
 from core.megatron.optimizer.proof import RUN, rounds_to, sample
 from core.megatron.optimizer.sharded.bucket_keys import Stored

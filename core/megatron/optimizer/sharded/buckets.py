@@ -29,11 +29,11 @@ from functools import partial
 from math import prod
 
 from core.arrays.sharding import ShardPiece, trim_piece
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import Dropped
-from core.catalog.flat_runs import fragments_of_run, runs_in
-from core.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.flat_runs import fragments_of_run, runs_in
+from core.engine.catalog.optimizer_keys import MASTER, Optimizer, param_of, state_key
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.order import Place, place_of
@@ -78,7 +78,7 @@ class GlobalStates:
     """The optimizer of a checkpoint of global tensors, in the global per-layer form.
 
     Args:
-        tensors: states of the optimizer, by ``core.catalog.optimizer_keys.state_key``.
+        tensors: states of the optimizer, by ``core.engine.catalog.optimizer_keys.state_key``.
         optimizer: settings and groups.
         hidden: tensors in the optimizer's entries, and the number of steps (``STEP``).
         notes, dropped: for the catalog's fields of these names.

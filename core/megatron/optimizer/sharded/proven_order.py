@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.model.args import fields_of
 from core.megatron.model.facts import ModelFacts

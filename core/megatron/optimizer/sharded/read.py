@@ -33,18 +33,18 @@ from math import prod
 
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
-from core.catalog.catalog import Catalog
-from core.catalog.dropped import left_out
-from core.catalog.facets import TorchDistFacts
-from core.catalog.flat_runs import FlatRun, fragments_of_run
-from core.catalog.optimizer_keys import (
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import left_out
+from core.engine.catalog.facets import TorchDistFacts
+from core.engine.catalog.flat_runs import FlatRun, fragments_of_run
+from core.engine.catalog.optimizer_keys import (
     MASTER,
     STEP,
     is_optimizer_key,
     param_of,
     state_key,
 )
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts

@@ -25,9 +25,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import (
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import TorchDistFacts
+from core.engine.catalog.optimizer_keys import (
     MASTER,
     STATES,
     Optimizer,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from core.catalog.catalog import Catalog
-from core.catalog.facets import RankFacts
-from core.catalog.optimizer_keys import split_state_key, state_key
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.facets import RankFacts
+from core.engine.catalog.optimizer_keys import split_state_key, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.args import read_facts

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from core.catalog.catalog import Catalog, TargetCatalog
-from core.catalog.facets import RankFacts
-from core.convert.run import Job, TopologyChange, run
+from core.engine.catalog.catalog import Catalog, TargetCatalog
+from core.engine.catalog.facets import RankFacts
 from core.errors import UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.megatron import format as megatron
@@ -22,6 +21,7 @@ from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states
 from tests.megatron.support.flat_files import STATES, Run, members, with_optimizer
 from tests.megatron.support.megatron_gold import RULES, filled

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.groups import Slots, Trained
 from core.megatron.optimizer.numbered.layer_wise import DataRank
 from core.pickle.nesting import entries
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.numbered_files import assert_same_tree, save
 from tests.megatron.support.synthetic import Model
 from tests.support.rank_files import MODEL_FILE, load_rank_file, rank_dirs

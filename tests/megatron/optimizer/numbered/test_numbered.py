@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from core.convert.run import Job, TopologyChange, run
 from core.errors import (
     CheckpointingException,
     CorruptError,
@@ -21,6 +20,7 @@ from core.errors import (
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
 from core.megatron.reshard.reshard import unshard
+from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.optimizer.flat.test_read import assert_true_states
 from tests.megatron.support.megatron_gold import RULES, rank_files
 from tests.megatron.support.numbered_files import Style, assert_same_optimizer, change, save

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from core.arrays.box import Box
-from core.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
-from core.catalog.stored import Extent, StoredArray
-from core.catalog.tensor import Fragment, Tensor
+from core.engine.catalog.catalog import Catalog, StoredObject, catalog_of_arrays
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
 from core.megatron.model.args import read_facts

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.megatron.model.args import read_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.optimizer.sharded.buckets import Holdings

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from core.catalog.catalog import Catalog
+from core.engine.catalog.catalog import Catalog
 from core.errors import UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of

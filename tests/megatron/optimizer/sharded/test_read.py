@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors import safe_open
 
-from core.catalog.facets import TorchDistFacts
-from core.catalog.optimizer_keys import STEP, Optimizer, ParamGroup, split_state_key, state_key
-from core.convert.job import Job, Report, TopologyChange
-from core.convert.run import run
+from core.engine.catalog.facets import TorchDistFacts
+from core.engine.catalog.optimizer_keys import (
+    STEP,
+    Optimizer,
+    ParamGroup,
+    split_state_key,
+    state_key,
+)
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
@@ -26,12 +30,14 @@ from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping
+from core.verbs.convert.job import Job, Report, TopologyChange
+from core.verbs.convert.run import run
 from tests.megatron.support.megatron_gold import RULES, filled, fused, global_form, topology
 from tests.support.facets import facet_of, with_facts, with_facts_of
 from tests.support.materialize import Bytes, tensor_bytes
 
 if TYPE_CHECKING:
-    from core.catalog.catalog import AnyCatalog, Catalog
+    from core.engine.catalog.catalog import AnyCatalog, Catalog
     from core.files.store import LocalStore
 
 PLAIN = (

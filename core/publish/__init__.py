@@ -1,0 +1,1 @@
+"""A result is visible completely or not at all: ``stage`` writes it, ``manifest`` describes it."""

@@ -1,0 +1,208 @@
+"""Let several processes send the parts of one object.
+
+::
+
+    lead      begins all uploads ─┬─ its share ─┬─ leftovers, literals, the rest ── commit
+    others                        └─ its share ─┘
+
+Parts that one process has written completely are sent by it. What it has written of other parts,
+such as those with bytes around arrays, it puts into an object beside the destination, from which
+the lead completes them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import IO
+
+from core.arrays.checksum import crc32
+from core.errors import CorruptError, UsageError
+from core.files.multipart.client import upload_client
+from core.files.multipart.stream import upload_stream
+from core.files.object_listing import forget_listings
+from core.files.remote_path import RemotePath
+from core.files.remote_store import RemoteStore
+from core.files.store import translate_os_errors
+from core.publish.stage.bucket.parts import PartStore
+from core.values import dataclass
+
+_CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SharedUploads:
+    """The uploads of a destination, as the lead tells them to all workers.
+
+    Args:
+        base: URL that the names of the objects are relative to.
+        uploads: name → size of the object and ID of its upload.
+        n_threads: number of parts that each worker has in flight.
+    """
+
+    base: RemotePath
+    uploads: Mapping[str, tuple[int, str]]
+    n_threads: int
+
+    def open(self) -> PartStore:
+        """Return a store that sends parts of these uploads."""
+        client = upload_client(self.base)
+        store = PartStore(self.base, client, n_threads=self.n_threads, notes_ranges=True)
+        store.continue_uploads(
+            {
+                name: client.attach(self.base / name, upload_id)
+                for name, (_, upload_id) in self.uploads.items()
+            }
+        )
+        for name, (n_bytes, _) in self.uploads.items():
+            store.create(name, n_bytes)
+        return store
+
+
+@dataclass(frozen=True, slots=True)
+class SentShare:
+    """The parts that one worker has sent, and the bytes of others that it has written.
+
+    Args:
+        parts: name → numbers of the parts that it has sent.
+        leftovers: object with the bytes of the ranges in ``ranges``, one after the other; None if
+            there are none.
+        ranges: name, offset, length and CRC-32 of each range.
+    """
+
+    parts: Mapping[str, list[int]]
+    leftovers: RemotePath | None
+    ranges: tuple[tuple[str, int, int, int], ...]
+
+
+def send_share(store: PartStore, leftovers: RemotePath) -> SentShare:
+    """Send the complete parts of a share, and put what is left into an object.
+
+    Args:
+        store: a store of ``SharedUploads.open``; everything of the share has been written.
+        leftovers: URL of the object; one of an earlier run is replaced.
+
+    Raises:
+        StorageError: the store refuses, or cannot be reached.
+    """
+    store.drain()
+    ranges: list[tuple[str, int, int, int]] = []
+
+    def content() -> Iterator[bytes]:
+        for name, offset, n_bytes in store.leftovers():
+            crc = 0
+            for chunk in _chunks(offset, n_bytes):
+                buffer = bytearray(chunk.stop - chunk.start)
+                store.read_into(name, chunk.start, memoryview(buffer))
+                crc = crc32(buffer, crc)
+                yield bytes(buffer)
+            ranges.append((name, offset, n_bytes, crc))
+
+    n_bytes = sum(n_bytes for _, _, n_bytes in store.leftovers())
+    if not n_bytes:
+        return SentShare(store.sent(), None, ())
+    upload_stream(leftovers, content(), n_bytes)
+    return SentShare(store.sent(), leftovers, tuple(ranges))
+
+
+def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
+    """Complete the lead's parts by what the workers have sent and left.
+
+    Args:
+        store: the lead's store.
+        shares: what each worker has sent.
+
+    Raises:
+        CorruptError: leftovers are not those that the worker has put.
+        StorageError: the store refuses, or cannot be reached.
+    """
+    # A listing made before the workers put their leftovers does not name them.
+    forget_listings()
+    for share in shares:
+        for name, numbers in share.parts.items():
+            store.take_sent(name, numbers)
+        if share.leftovers is None:
+            continue
+        source = RemoteStore(share.leftovers.parent)
+        try:
+            position = 0
+            for name, offset, n_bytes, expected in share.ranges:
+                crc = 0
+                for chunk in _chunks(offset, n_bytes):
+                    n = chunk.stop - chunk.start
+                    data = source.read(share.leftovers.name, position, n)
+                    crc = crc32(data, crc)
+                    store.write(name, chunk.start, data)
+                    position += n
+                if crc != expected:
+                    raise CorruptError(
+                        "another process has replaced this object",
+                        file=str(share.leftovers),
+                        hint="only one run at a time may write a destination",
+                    )
+        finally:
+            source.close()
+
+
+def put_file(path: RemotePath, file: IO[bytes]) -> str:
+    """Write a file into an object, and return its SHA-256.
+
+    Raises:
+        StorageError: the store refuses, or cannot be reached.
+    """
+    digest = hashlib.sha256()
+
+    def content() -> Iterator[bytes]:
+        file.seek(0)
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            yield chunk
+
+    upload_stream(path, content(), file.seek(0, os.SEEK_END))
+    return digest.hexdigest()
+
+
+@contextmanager
+def local_copy(path: RemotePath) -> Iterator[Path]:
+    """Copy an object into a temporary file, and remove that after the block.
+
+    Raises:
+        StorageError: the store refuses, or cannot be reached.
+    """
+    label = tempfile.gettempdir()
+    forget_listings()  # another process may have put the object after the last listing
+    with translate_os_errors(label, doing="create a file in"):
+        file = tempfile.NamedTemporaryFile(prefix="ckpt-")
+    with file, closing(RemoteStore(path.parent)) as store:
+        for chunk in _chunks(0, store.size(path.name)):
+            data = store.read(path.name, chunk.start, chunk.stop - chunk.start)
+            with translate_os_errors(label, doing="write to"):
+                file.write(data)
+                file.flush()
+        yield Path(file.name)
+
+
+def check_shareable(dst: RemotePath) -> None:
+    """Raise unless several processes can send parts of one object to a store.
+
+    Raises:
+        UsageError: they cannot.
+    """
+    if not upload_client(dst).takes_any_order:
+        raise UsageError(
+            f"several workers cannot write to {dst.scheme}:// with the client that is installed",
+            file=str(dst),
+            hint="for s3:// install boto3: pip install 'ckpt-toolkit[s3]'; elsewhere run the "
+            "command without ckpt launch",
+        )
+
+
+def _chunks(offset: int, n_bytes: int) -> Iterator[slice]:
+    end = offset + n_bytes
+    return (
+        slice(start, min(start + _CHUNK_BYTES, end)) for start in range(offset, end, _CHUNK_BYTES)
+    )

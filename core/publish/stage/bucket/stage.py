@@ -1,0 +1,525 @@
+"""Write a destination in an object store so that it appears complete or not at all.
+
+A bucket has neither directories nor a rename, so nothing is staged in it. Every object is an
+unfinished upload of the store, which nobody sees, until all of its parts have been sent::
+
+    bucket/.out.ckpt-stage/lock                while a run works, so that no other one does
+    bucket/.out.ckpt-stage/publication.json    while the objects become visible
+    bucket/out/…                               unfinished uploads, then objects
+
+``BucketStage.commit`` writes the record, then finishes the uploads: data first, then metadata, the
+manifest and the tracker file last. With ``force`` the old objects are deleted right before, when
+all parts of the new ones are in the store. If the run ends in any other way its uploads are
+aborted, except after a failure with ``resume``: then the next run of the same command does not send
+again what is there. A run that is killed while it publishes is finished by the next one from the
+record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import field, replace
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from core.errors import AccessDeniedError, CheckpointingException, UsageError
+from core.files.multipart.client import upload_client
+from core.files.multipart.ordered import N_IN_FLIGHT
+from core.files.multipart.stream import part_bytes_of
+from core.files.object_client import put_object
+from core.files.object_listing import N_REQUESTS, delete_objects, forget_listings
+from core.files.remote_path import RemotePath
+from core.files.remote_store import RemoteStore
+from core.files.store import list_files_below
+from core.progress import OnProgress, Phase, begin_phase
+from core.publish.manifest.of_copy import manifest_name
+from core.publish.stage.bucket.destination_lock import DestinationLock, is_of_lock
+from core.publish.stage.bucket.literals import EarlyLiterals
+from core.publish.stage.bucket.parts import PartStore
+from core.publish.stage.bucket.publication import PublicationRecord, record_url_of
+from core.publish.stage.bucket.shared import SharedUploads, check_shareable
+from core.publish.stage.bucket.spool import SpooledFile
+from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.engine.catalog.file_image import FileImage
+    from core.engine.plan.positions import Places
+    from core.files.multipart.protocol import ObjectUpload
+    from core.files.store import WriteStore
+
+_MAX_THREADS = 8
+"""Largest number of parts in flight, unless memory allows only fewer."""
+_MEMORY_SHARE = 8
+"""The parts in flight may take this fraction of the memory limit."""
+_CLIENT_BYTES = 40 << 20
+"""Memory of the clients, measured: RSS of a conversion to S3, less parts and a local one's RSS."""
+_PATIENCE = 3
+"""Attempts to clean up, each of which Ctrl-C may interrupt."""
+
+
+def sending_threads(images: Sequence[FileImage], memory_bytes: int) -> int:
+    """Return the number of parts in flight.
+
+    Args:
+        images: the objects.
+        memory_bytes: memory limit of the process.
+    """
+    share = memory_bytes // _MEMORY_SHARE
+    return max(1, min(_MAX_THREADS, share // _longest_part(images)))
+
+
+def sending_bytes(images: Sequence[FileImage], memory_bytes: int) -> int:
+    """Return the memory that sending takes; arguments as those of ``sending_threads``."""
+    return _CLIENT_BYTES + sending_threads(images, memory_bytes) * _longest_part(images)
+
+
+def _longest_part(images: Sequence[FileImage]) -> int:
+    return part_bytes_of(max((image.size for image in images), default=0))
+
+
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """The objects of a destination whose order of publication matters.
+
+    Args:
+        metadata: names of the objects that make the others a checkpoint, in order.
+        last: the manifest and the tracker file, which follow when the checkpoint was verified.
+    """
+
+    metadata: Sequence[str] = ()
+    last: Sequence[str] = ()
+
+
+@dataclass(slots=True)
+class _State:
+    """The progress of the publication.
+
+    Args:
+        visible: names of the objects that this run has made visible.
+        has_record: the record is in the store.
+        is_final: the record is that of the complete publication, so another run can finish it.
+        has_replaced: the old objects have been deleted.
+        is_committed: everything is published.
+    """
+
+    visible: list[str] = field(default_factory=list)
+    has_record: bool = False
+    is_final: bool = False
+    has_replaced: bool = False
+    is_committed: bool = False
+
+
+class BucketStage:
+    """An unfinished destination in an object store; a context manager.
+
+    Args:
+        dst: the destination.
+        objects: the order of publication.
+        is_file: the destination is one object; its manifest is beside it.
+        resume: keep the uploads on failure, and continue those of an earlier run.
+        force: replace what is at the destination, at the end.
+        verify: the objects are read back before the last of them are published; then nothing can be
+            replaced.
+        identity: identity of the plan (``core.verbs.convert.stored_plan.file.identity_of``).
+        keep: paths that must not be replaced, such as the source.
+        n_threads: number of parts in flight.
+
+    Attributes:
+        store: the objects being written.
+        journal: None, since the store knows what was sent.
+        notes: what happened to the uploads of an earlier run, one sentence each.
+        published: the report of an earlier run of the same job, if entering has finished its
+            publication; then there is nothing else to do.
+
+    Raises (on entering):
+        UsageError: the destination exists, or replacing it would remove a path that must be kept.
+        StorageError: another run is writing to it, or the store refuses, or cannot be reached.
+    """
+
+    journal = None
+    workers = None
+
+    def __init__(
+        self,
+        dst: RemotePath,
+        objects: Objects,
+        *,
+        is_file: bool,
+        resume: bool,
+        force: bool,
+        verify: bool,
+        identity: str,
+        keep: Sequence[Path],
+        n_threads: int,
+    ) -> None:
+        self.dst = dst
+        self.notes: list[str] = []
+        self.published: Mapping[str, Any] | None = None
+        self._base = dst.parent if is_file else dst
+        self._n_threads = n_threads
+        self._objects = objects
+        self._is_file = is_file
+        self._resume = resume
+        self._force = force
+        self._verify = verify
+        self._identity = identity
+        self._keep = keep
+        self._client = upload_client(dst)
+        self._lock = DestinationLock(dst, record_url_of(dst).parent)
+        self._old: list[str] = []
+        self._earlier: dict[str, ObjectUpload] = {}
+        self._state = _State()
+        if not self._client.takes_any_order:  # it has several parts in flight by itself
+            n_threads = max(1, n_threads // N_IN_FLIGHT)
+        self.store = PartStore(self._base, self._client, n_threads=n_threads)
+
+    def __enter__(self) -> Self:
+        try:
+            self._begin()
+        except BaseException:
+            self.store.close()
+            self._lock.release()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Finish the publication of an earlier run, or look at what is at the destination."""
+        self._lock.take()
+        forget_listings()
+        record = PublicationRecord.read(self.dst)
+        uploads = self._unfinished_uploads()
+        self._old = self._names_at_destination()
+        if record is not None and record.identity == self._identity:
+            # Several uploads may have one name: the record says which of them is complete.
+            unfinished = {
+                name: upload
+                for name, upload in uploads
+                if record.uploads.get(name) == upload.upload_id
+            }
+            if not record.report:
+                self._delete_unverified(record, unfinished)
+            elif record.can_be_finished(present=self._old, unfinished=unfinished):
+                self._finish_earlier(record, unfinished)
+                return
+        self._check_destination(is_interrupted=record is not None)
+
+        # Continue the uploads of an earlier run, or abort them.
+        if self._resume:
+            for name, upload in uploads:
+                self._earlier.setdefault(name, upload)
+            self.store.continue_uploads(self._earlier)
+        dropped = [upload for name, upload in uploads if self._earlier.get(name) is not upload]
+        _abort(dropped)
+        if self._earlier:
+            self.notes.append("continuing an interrupted run")
+        elif dropped:
+            self.notes.append(f"aborted {len(dropped):,} unfinished uploads of an earlier run")
+
+    def _check_destination(self, *, is_interrupted: bool) -> None:
+        """Raise if the destination exists and must not be replaced.
+
+        Raises:
+            UsageError: it exists, or replacing it would remove a path that must be kept.
+        """
+        if self._old and not self._force:
+            part = "; an interrupted run has published part of it" if is_interrupted else ""
+            raise UsageError(
+                "the destination exists" + part,
+                file=str(self.dst),
+                hint="choose another one, or pass --force",
+            )
+        if self._old and self._verify:
+            raise UsageError(
+                "--verify cannot be combined with --force where a checkpoint would be replaced: "
+                "objects can be read back only when they have replaced the old ones",
+                file=str(self.dst),
+                hint="write to another URL, or run ckpt validate --against SRC afterwards",
+            )
+        for path in self._keep if self._old else ():
+            if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
+                raise UsageError(
+                    f"replacing the destination would remove {path}", file=str(self.dst)
+                )
+
+    def _names_at_destination(self) -> list[str]:
+        """Return the names of the objects that would be replaced, relative to the base.
+
+        Raises:
+            UsageError: there is an object where the output would be a prefix.
+        """
+        if self._is_file:
+            names = (self.dst.name, manifest_name(self.dst.name))
+            return [name for name in names if (self._base / name).is_file()]
+        if self.dst.is_file():
+            raise UsageError(
+                "the destination is an object, but the output would be a prefix",
+                file=str(self.dst),
+                hint="choose another one",
+            )
+        store = RemoteStore(self.dst)
+        try:
+            return [*list_files_below(store)]
+        finally:
+            store.close()
+
+    def _unfinished_uploads(self) -> list[tuple[str, ObjectUpload]]:
+        """Return the unfinished uploads at the destination by name; a name may have several."""
+        try:
+            uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
+        except AccessDeniedError:
+            note = "unfinished uploads of earlier runs may not be listed, and stay"
+            if note not in self.notes:
+                self.notes.append(note)
+            return []
+        of_file = {self.dst.name, manifest_name(self.dst.name)}
+        named = [(upload.path.relative_to(self._base).as_posix(), upload) for upload in uploads]
+        return [(name, upload) for name, upload in named if not self._is_file or name in of_file]
+
+    def _delete_unverified(
+        self, record: PublicationRecord, unfinished: Mapping[str, ObjectUpload]
+    ) -> None:
+        """Delete the objects that a killed run of the same job has made visible to verify them."""
+        if record.replaced:  # none of them was visible yet
+            return
+        published = {*record.uploads, *record.empty} - unfinished.keys()
+        delete_objects([self._base / name for name in self._old if name in published])
+        self._old = [name for name in self._old if name not in published]
+
+    def _finish_earlier(
+        self, record: PublicationRecord, unfinished: dict[str, ObjectUpload]
+    ) -> None:
+        """Finish the publication of an earlier run of the same job."""
+        self._publish(
+            record,
+            {name: partial(unfinished[name].finish, replaces=False) for name in unfinished},
+        )
+        self._state.is_committed = True
+        self._tidy_up()
+        self.published = record.report
+
+    def begin_literals(self, images: Sequence[FileImage], places: Places) -> EarlyLiterals:
+        """Create the objects, and return what writes the bytes around arrays in them early.
+
+        Args:
+            images: the objects.
+            places: positions of the arrays in them.
+        """
+        for image in images:
+            self.store.create(image.path, image.size)
+        return EarlyLiterals(images, places, self.store)
+
+    def write_manifest(self, name: str, write: Callable[[WriteStore], None]) -> None:
+        """Write the manifest.
+
+        Args:
+            name: its name.
+            write: writes it to a store.
+        """
+        with SpooledFile() as file:
+            write(file)
+            file.copy_to(self.store, name)
+
+    def share_uploads(self) -> SharedUploads:
+        """Begin the uploads of all objects, so that several workers can send their parts.
+
+        Raises:
+            UsageError: the store's client does not let several processes send parts.
+            StorageError: the store refuses, or cannot be reached.
+        """
+        check_shareable(self.dst)
+        return SharedUploads(self._base, self.store.begin_uploads(), self._n_threads)
+
+    @property
+    def stage_dir(self) -> RemotePath:
+        """Prefix of what runs note beside the destination."""
+        return record_url_of(self.dst).parent
+
+    @property
+    def journal_identity(self) -> None:
+        """None: there is no journal."""
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Number of bytes that an earlier run had sent."""
+        return self.store.resumed_bytes
+
+    @property
+    def written_path(self) -> RemotePath:
+        """URL of the destination, which can be read after ``make_readable``."""
+        return self.dst
+
+    @property
+    def inode(self) -> int:
+        """0: an object has no inode; a publication is recognised by its record."""
+        return 0
+
+    def make_readable(self, *, from_disk: bool = False, progress: OnProgress | None = None) -> None:
+        """Make data and metadata visible, to read them back; manifest and tracker file follow.
+
+        Args:
+            from_disk: not used; the store reads what it has stored.
+            progress: called with the phase.
+
+        Raises:
+            CorruptError: bytes of an object were never written.
+            UsageError: another process has written to the destination in the meantime.
+            StorageError: the store refuses, or cannot be reached.
+        """
+        begin_phase(progress, Phase.PUBLISHING)
+        self._make_visible(self._objects.metadata, report=None)
+
+    def commit(self, report: Mapping[str, Any], *, progress: OnProgress | None = None) -> None:
+        """Publish the destination.
+
+        Args:
+            report: the report of this run.
+            progress: called with the phase.
+
+        Raises:
+            CorruptError: bytes of an object were never written.
+            UsageError: another process has written to the destination in the meantime.
+            StorageError: the store refuses, or cannot be reached.
+        """
+        begin_phase(progress, Phase.PUBLISHING)
+        self._make_visible((*self._objects.metadata, *self._objects.last), report=report)
+        self._state.is_committed = True
+        self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """After the commit, remove what was needed for it; what cannot be removed does no harm."""
+        with suppress(CheckpointingException):
+            # If an answer was lost, the client may have begun an upload twice.
+            _abort([upload for _, upload in self._unfinished_uploads()])
+        try:
+            self._delete_notes()
+        except CheckpointingException as err:
+            self.notes.append(f"{self.stage_dir} could not be deleted: {err.message}")
+
+    def _delete_notes(self) -> None:
+        """Delete the record, and what workers have noted beside it."""
+        store = RemoteStore(self.stage_dir)
+        try:
+            names = [name for name in list_files_below(store) if not is_of_lock(name)]
+            delete_objects([self.stage_dir / name for name in names])
+        finally:
+            store.close()
+
+    def _make_visible(self, metadata: Sequence[str], *, report: Mapping[str, Any] | None) -> None:
+        """Wait for all parts, write the record, and make objects visible."""
+        self.store.finish()
+        self._lock.check()
+        uploads, state = self.store.uploads, self._state
+        held_back = {*self._objects.metadata, *self._objects.last}
+        record = PublicationRecord(
+            self._identity,
+            {name: upload.upload_id for name, upload in uploads.items() if name not in held_back},
+            {name: uploads[name].upload_id for name in metadata if name in uploads},
+            tuple(self.store.empty_names()),
+            () if state.has_replaced else tuple(self._old),
+            report or {},
+        )
+        record.write(self.dst)
+        state.has_record, state.is_final = True, report is not None
+        self._publish(
+            record,
+            {
+                name: partial(self.store.publish, name)
+                for name in record.uploads
+                if name not in state.visible
+            },
+        )
+
+    def _publish(
+        self, record: PublicationRecord, finish_upload: Mapping[str, Callable[[], None]]
+    ) -> None:
+        """Delete what is replaced, then finish uploads: data at the same time, metadata in order.
+
+        Args:
+            record: the record, which is in the store.
+            finish_upload: name → finishes the upload, of every object that is not visible.
+
+        Raises:
+            UsageError: another process has written to the destination in the meantime.
+            StorageError: the store refuses, or cannot be reached.
+        """
+        # Delete the old checkpoint, its last objects first: without them it is none. The record
+        # says that this was done before new objects have the old names.
+        if record.replaced:
+            last = (*self._objects.last, *self._objects.metadata)
+            old = sorted(record.replaced, key=lambda name: name not in last)
+            delete_objects([self._base / name for name in old])
+            record = replace(record, replaced=())
+            record.write(self.dst)
+        self._state.has_replaced = True
+
+        def finish(name: str) -> None:
+            try:
+                unseen[name]()
+            except FileExistsError:
+                raise UsageError(
+                    "another process has created the object in the meantime",
+                    file=str(self._base / name),
+                ) from None
+            self._state.visible.append(name)
+
+        unseen = {**finish_upload}
+        for name in record.empty:  # without bytes there is no upload
+            if name not in self._state.visible:
+                unseen[name] = partial(put_object, self._base / name, b"", replace=False)
+        with ThreadPoolExecutor(N_REQUESTS) as pool:
+            list(pool.map(finish, [n for n in (*record.data, *record.empty) if n in unseen]))
+        for name in record.metadata:
+            if name in unseen:
+                finish(name)
+        forget_listings()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for _ in range(_PATIENCE):
+            with suppress(KeyboardInterrupt):
+                self.store.close()
+                if not self._state.is_committed:
+                    self._clean_up()
+                self._lock.release()
+                return
+
+    def _clean_up(self) -> None:
+        """Abort the uploads and delete the objects of a failed run, as far as the store lets."""
+        state = self._state
+        # What another run that has taken over the lock has made visible is not deleted.
+        with suppress(CheckpointingException):
+            if not self._lock.is_own():
+                _abort([*self.store.uploads.values()])
+                return
+        # What another run can finish stays if it has replaced something, or is to be resumed. No
+        # other run can continue uploads that are sent in order.
+        keeps = self._resume and self._client.takes_any_order
+        has_replaced = bool(self._old) and state.has_replaced
+        if state.is_final and self._client.takes_any_order and (keeps or has_replaced):
+            return
+        with suppress(CheckpointingException):
+            # The record goes first: what it lists must exist.
+            if state.has_record:
+                self._delete_notes()
+            delete_objects([self._base / name for name in state.visible])
+            if not keeps:
+                _abort([*self.store.uploads.values(), *self._earlier.values()])
+
+
+def _abort(uploads: Sequence[ObjectUpload]) -> None:
+    """Abort uploads; the error of a run matters more than one of its end."""
+
+    def abort(upload: ObjectUpload) -> None:
+        with suppress(CheckpointingException):
+            upload.abort()
+
+    with ThreadPoolExecutor(N_REQUESTS) as pool:
+        list(pool.map(abort, uploads))

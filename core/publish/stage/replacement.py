@@ -1,0 +1,138 @@
+"""Replace an old destination by a new one, and undo a replacement that stopped half-way.
+
+If the kernel can swap two names, a directory is replaced in one step. Otherwise, and for a single
+file (whose manifest is a separate file), the old one is first moved into the staging directory::
+
+    .out.ckpt-stage/
+    ├── data/    the new destination, until it is renamed
+    └── old/     the old destination under its name, or the manifest of the old file
+
+So a process that is killed between two renames leaves everything that ``undo_replacement`` needs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.errors import UsageError
+from core.files.syscalls import exchange, rename_new
+from core.publish.manifest.of_copy import manifest_name
+
+_OLD = "old"
+
+
+def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
+    """Raise unless an existing destination may be replaced.
+
+    Args:
+        dst: the destination, which exists.
+        is_file: the output is a single file.
+        keep: paths that the destination must not contain, and must not be inside of.
+
+    Raises:
+        UsageError: the destination and the output are not both files or both directories, or the
+            replacement would remove a path that must be kept.
+    """
+    # The name must be a plain file or directory, of the same kind as the output.
+    if dst.is_symlink():
+        raise UsageError("the destination is a symbolic link", file=str(dst), hint="remove it")
+    if dst.is_dir() == is_file:
+        existing, output = ("a directory", "a file") if is_file else ("a file", "a directory")
+        raise UsageError(
+            f"the destination is {existing}, but the output would be {output}",
+            file=str(dst),
+            hint="remove it",
+        )
+
+    # Nothing that must be kept may disappear with it, nor the place from which the user works.
+    target = dst.resolve()
+    for path in (*keep, Path.cwd(), Path.home()):
+        if path.resolve().is_relative_to(target):
+            raise UsageError(f"replacing the destination would remove {path}", file=str(dst))
+    for path in keep:
+        if target.is_relative_to(path.resolve()):
+            raise UsageError(
+                f"the destination is inside {path}, so it cannot be replaced",
+                file=str(dst),
+                hint="choose another destination",
+            )
+
+    # The kernel cannot rename a mount point.
+    if os.path.ismount(dst):
+        raise UsageError(
+            "the destination is a mount point", file=str(dst), hint="write to a directory inside it"
+        )
+
+
+def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
+    """Rename a finished directory to its final name.
+
+    Args:
+        data_dir: the directory, in the staging directory; with ``force`` the old destination may be
+            there afterwards.
+        dst: the final name.
+        force: replace a directory that has this name.
+
+    Raises:
+        FileExistsError: the name is taken, and ``force`` is not given.
+        OSError: the system refuses; the caller must call ``undo_replacement``.
+    """
+    if not os.path.lexists(dst):
+        rename_new(data_dir, dst)
+    elif not force:
+        raise FileExistsError
+    elif not exchange(data_dir, dst):
+        _set_aside(dst, data_dir.parent)
+        rename_new(data_dir, dst)
+
+
+def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
+    """Rename a finished file to its final name.
+
+    The manifest of an old file is moved aside first; the caller adds the manifest of the new one.
+
+    Raises:
+        FileExistsError: the name is taken, and ``force`` is not given.
+        OSError: the system refuses; the caller must call ``undo_replacement``.
+    """
+    if not force:
+        rename_new(data_dir / dst.name, dst)
+        return
+    # The old manifest must never be next to the new file: it would report damage.
+    manifest_path = dst.parent / manifest_name(dst.name)
+    if os.path.lexists(manifest_path):
+        _set_aside(manifest_path, data_dir.parent)
+    os.replace(data_dir / dst.name, dst)
+
+
+def undo_replacement(stage_dir: Path, dst: Path) -> bool:
+    """Restore what an interrupted replacement has moved aside, unless the new destination exists.
+
+    Returns:
+        True if anything was restored.
+
+    Raises:
+        OSError: the system refuses; the staging directory must then be kept.
+    """
+    # An old directory, or an old single file.
+    aside = stage_dir / _OLD / dst.name
+    if os.path.lexists(aside) and not os.path.lexists(dst):
+        rename_new(aside, dst)
+        return True
+
+    # The manifest of an old single file, as long as the new file is still in the staging directory.
+    manifest = manifest_name(dst.name)
+    aside = stage_dir / _OLD / manifest
+    is_unplaced = os.path.lexists(stage_dir / "data" / dst.name)
+    if is_unplaced and os.path.lexists(aside) and not os.path.lexists(dst.parent / manifest):
+        rename_new(aside, dst.parent / manifest)
+        return True
+    return False
+
+
+def _set_aside(path: Path, stage_dir: Path) -> None:
+    """Move a file or directory of the old destination into the staging directory."""
+    (stage_dir / _OLD).mkdir(exist_ok=True)
+    os.rename(path, stage_dir / _OLD / path.name)

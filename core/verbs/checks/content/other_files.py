@@ -1,0 +1,39 @@
+"""CK607: other files next to the weights that Python would unpickle or NumPy would load.
+
+NumPy's object arrays, joblib files and compressed pickles are inspected as far as Python's standard
+library allows (``core.formats.torch.other_pickles``), whatever their names;
+``core.verbs.checks.metadata.unsafe`` judges their calls. Files of the checkpoint itself are
+inspected by other checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from core.verbs.checks.check import Check, Code
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.checks.subject import Subject
+
+NOT_INSPECTED = Code(
+    "CK607",
+    Severity.NOTE,
+    "a pickle that was not inspected",
+    "load the file only if you know and trust who wrote it",
+    Level.DEEP,
+)
+
+CODES = (NOT_INSPECTED,)
+
+
+def report_uninspected(subject: Subject) -> Iterator[Finding]:
+    """Report files with a pickle that is too large, or packed in an unsupported way (CK607)."""
+    for (file, key), content in subject.other_pickles.items():
+        if content.unread:
+            n_more = len(content.unread) - 1
+            suffix = f"; nor were {n_more} other parts" if n_more else ""
+            message = f"not inspected: {content.unread[0][:200]}{suffix}"
+            yield NOT_INSPECTED.finding(message, file=file, key=key)
+
+
+CHECKS = (Check(report_uninspected, Level.DEEP),)

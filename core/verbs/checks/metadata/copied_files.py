@@ -1,0 +1,54 @@
+"""CK508: check that no rank's file is a copy of another rank's.
+
+``core.engine.catalog.copied_files`` says which equal files are copies. It is an error if the layout
+rules out equal content, and a warning if layers or experts that began as copies would look the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from core.engine.catalog.copied_files import COPIED_HINT
+from core.formats.torch.zip.identical import identical_files
+from core.opening.canonical import copied_files_of
+from core.verbs.checks.check import Check, Code
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.level import Level
+from core.verbs.checks.subject import Subject
+
+COPIED = Code(
+    "CK508",
+    Severity.ERROR,
+    "a rank's file is a copy of another rank's",
+    COPIED_HINT,
+    Level.HEADERS,
+)
+
+CODES = (COPIED,)
+
+_SUSPICION_HINT = (
+    "if the model did not begin with equal layers or experts (upcycling, depth up-scaling), "
+    + COPIED_HINT
+)
+
+
+def check_copied_files(subject: Subject) -> Iterator[Finding]:
+    """Compare files of equal content with the parts of tensors that they should hold."""
+    groups = identical_files(subject.store, subject.files)
+    if not groups:
+        return  # building the canonical form takes time
+    stored, form = subject.catalog, subject.canonical
+    if stored is None or form is None:
+        return
+    for copied in copied_files_of(form, stored, subject.store, groups):
+        yield COPIED.finding(
+            copied.message,
+            file=copied.file,
+            key=copied.key,
+            hint=None if copied.is_proven else _SUSPICION_HINT,
+            severity=None if copied.is_proven else Severity.WARNING,
+        )
+
+
+CHECKS = (Check(check_copied_files, Level.HEADERS, formats=("megatron", "deepspeed")),)

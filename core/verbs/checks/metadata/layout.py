@@ -1,0 +1,247 @@
+"""CK30x, CK31x: check that the tensors form the model that the training arguments describe.
+
+These checks cover checkpoints with Megatron's names: rank files, torch_dist, zarr, and DCP or torch
+files of such models. Consequences of a missing rank or of unreadable metadata are not reported
+again.
+
+Source: ``core.megatron.reshard.problems``, and the sources cited there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from core.errors import (
+    CheckpointingException,
+    CorruptError,
+    MissingShardError,
+    UnknownTensorError,
+    UnsupportedError,
+)
+from core.verbs.checks.check import Check, Code
+from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.subject import Subject
+
+if TYPE_CHECKING:
+    from core.megatron.reshard.problems import Understood
+
+_MIXED = (
+    "the rank directories come from different checkpoints, or one is damaged: use an older"
+    " checkpoint"
+)
+_LOST = "use an older checkpoint: this one is incomplete"
+ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree on the training arguments", _MIXED)
+NOT_SAVED = Code(
+    "CK302", Severity.ERROR, "shards that no rank saved", "save again with a newer Megatron-LM"
+)
+NAMES = Code("CK303", Severity.ERROR, "ranks of a pipeline stage hold different tensors", _MIXED)
+LAYERS = Code("CK304", Severity.ERROR, "missing or surplus layers", _LOST)
+DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of a tensor", _MIXED)
+TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or has a different shape", _LOST)
+CHUNKS = Code("CK307", Severity.ERROR, "a rank's model is missing or malformed", _LOST)
+ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
+PLACE = Code(
+    "CK309",
+    Severity.ERROR,
+    "a tensor is in another pipeline stage than its own",
+    "rename the directories if they were exchanged",
+)
+TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
+EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)
+SHAPE = Code(
+    "CK314",
+    Severity.ERROR,
+    "a shape does not match the training arguments",
+    "use the arguments of this checkpoint, not of another",
+)
+UNKNOWN = Code(
+    "CK315",
+    Severity.NOTE,
+    "a tensor with an unknown layout",
+    "to reshard it, describe its layout with --rules FILE",
+)
+VOCABULARY = Code(
+    "CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting"
+)
+WHOLE = Code(
+    "CK317",
+    Severity.ERROR,
+    "ranks hold the same values of a tensor that is cut",
+    "if every rank holds the complete tensor, say so with --rules FILE",
+)
+ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
+NOT_HANDLED = Code(
+    "CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout"
+)
+
+CODES = (
+    *(ARGUMENTS, NOT_SAVED, NAMES, LAYERS, DIFFERS, TIED, CHUNKS, ENTRY, PLACE),
+    *(TENSOR, EXPERTS, SHAPE, UNKNOWN, VOCABULARY, WHOLE, ARGS, NOT_HANDLED),
+)
+
+_BY_RULE = {
+    "ranks.arguments": ARGUMENTS,
+    "layout.ranks": NOT_SAVED,
+    "layout.names": NAMES,
+    "layout.layers": LAYERS,
+    "layout.ranks_differ": DIFFERS,
+    "layout.places": PLACE,
+    "layout.tied": TIED,
+    "layout.chunks": CHUNKS,
+    "layout.entries": ENTRY,
+    "layout.tensor": TENSOR,
+    "layout.experts": EXPERTS,
+    "layout.stacks": LAYERS,
+    "layout.shapes": SHAPE,
+    "layout.args": ARGS,
+}
+_MOST_MISSING = 1000
+"""Maximum number of a tower's tensors to report: a damaged configuration may describe any."""
+_FOLLOWS = frozenset({NOT_SAVED, LAYERS, TIED, TENSOR, EXPERTS})
+"""Codes that a missing rank or an unreadable entry would also cause."""
+_CAUSES = frozenset({"ranks.folders", "ranks.files", "dcp.entries", "dcp.no_item", "dcp.items"})
+
+
+def report_argument_differences(subject: Subject) -> Iterator[Finding]:
+    """Report training arguments that differ between ranks (CK301)."""
+    for err in subject.salvaged.problems:
+        if err.rule == "ranks.arguments":
+            yield _layout_finding(ARGUMENTS, err)
+
+
+def check_model_layout(subject: Subject) -> Iterator[Finding]:
+    """Report the problems that ``core.megatron.reshard.problems`` finds in the model."""
+    is_incomplete = any(err.rule in _CAUSES for err in subject.salvaged.problems)
+    has_full_model = subject.format is not None and subject.format.has_layout
+    reported: set[tuple[object, ...]] = set()
+    missing: set[str | None] = set()
+    for err in chain(subject.model.problems, _find_missing_in_towers(subject)):
+        code = _BY_RULE.get(err.rule or "", ENTRY)
+        if (is_incomplete and code in _FOLLOWS) or (code is TENSOR and err.key in missing):
+            continue
+        if code is TENSOR:
+            missing.add(err.key)
+        # Many ranks report the same problem. In messages about names ("NAME is in RANK …") only the
+        # rank that has the tensor differs.
+        text = err.message.partition(" is in ")[0] if code is NAMES else err.message
+        identity = (code.code, err.key, err.rank, text)
+        if identity in reported:
+            continue
+        reported.add(identity)
+        # Formats other than Megatron's own may hold part of a model on purpose.
+        is_note = code in _FOLLOWS and not has_full_model
+        yield _layout_finding(code, err, severity=Severity.NOTE if is_note else None)
+
+
+def _find_missing_in_towers(subject: Subject) -> Iterator[CheckpointingException]:
+    """Yield an error for each tensor that the towers of Megatron-Bridge's models lack."""
+    model = subject.model.understood
+    if model is None:
+        return
+    from core.megatron.extras.common_state import EXTRA_STATE
+    from core.megatron.model.args import fields_of
+    from core.megatron.model.checks import ADAPTER
+
+    names = {
+        name
+        for name in model.shapes
+        if name.startswith(subject.rules.towers) and not name.endswith(EXTRA_STATE)
+    }
+    if not names or any(ADAPTER in name for name in names):
+        return
+    from core.hf.config_json.origin import origin_of
+    from core.hf.towers.completeness import find_missing_megatron_tensors
+
+    try:
+        origin = origin_of(fields_of(subject.model.args))
+        config = None if origin is None else origin.config
+        for name in islice(find_missing_megatron_tensors(names, config), _MOST_MISSING):
+            problem = "the tensor is not in the checkpoint"
+            yield MissingShardError(problem, key=name, rule="layout.tensor")
+    except CorruptError as err:
+        yield err.breaking("layout.args")
+
+
+def _layout_finding(
+    code: Code, err: CheckpointingException, *, severity: Severity | None = None
+) -> Finding:
+    """Convert an error to a finding; its class may override the code."""
+    if isinstance(err, UnknownTensorError):
+        code = UNKNOWN
+    elif isinstance(err, UnsupportedError):
+        code = NOT_HANDLED
+    hint = None if isinstance(err, UnknownTensorError) else err.hint
+    return code.finding(
+        err.message, file=err.file, key=err.key, rank=err.rank, hint=hint, severity=severity
+    )
+
+
+def check_vocabulary(subject: Subject) -> Iterator[Finding]:
+    """Compare the rows of vocabulary tensors with the sizes in the arguments (CK316)."""
+    model = subject.model.understood
+    if model is None:
+        return
+    from core.megatron.model.args import fields_of, size_in
+    from core.megatron.model.vocabulary import explains
+
+    fields = fields_of(subject.model.args)
+    n_padded, n_rows = size_in(fields, "padded_vocab_size"), model.facts.vocab_size
+    # Outside rank files, other software may have padded the vocabulary anew.
+    has_free_rows = subject.format is None or not subject.format.is_rank_local
+    # Report at most one problem for each tensor: too few rows, or not as many as recorded, or odd
+    # padding.
+    for name, rows in _vocabulary_tensors(subject, model):
+        is_plausible = n_rows is None or explains(model.facts, n_rows, rows)
+        if n_rows is not None and rows < n_rows:
+            yield VOCABULARY.finding(
+                "the tensor has fewer rows than the vocabulary",
+                key=name,
+                expected=f"at least {n_rows} rows (vocab_size)",
+                found=f"{rows} rows",
+                severity=Severity.ERROR,
+            )
+        elif n_padded not in (None, rows) and not (has_free_rows and is_plausible):
+            yield VOCABULARY.finding(
+                "the number of rows does not match the training arguments",
+                key=name,
+                expected=f"{n_padded} rows (padded_vocab_size)",
+                found=f"{rows} rows",
+            )
+        elif n_padded is None and not is_plausible:
+            yield VOCABULARY.finding(
+                f"no tensor parallel size pads {n_rows} rows to {rows}",
+                key=name,
+                expected=f"a multiple of {model.facts.divisible_by}, next to {n_rows} (vocab_size)",
+                found=f"{rows} rows",
+            )
+
+
+def _vocabulary_tensors(subject: Subject, model: Understood) -> Iterator[tuple[str, int]]:
+    """Yield (name, number of rows) of the tensors with one row per token."""
+    for name, shape in model.shapes.items():
+        tensor = model.held.get(name)
+        rule = subject.rules.rule_of(name) if tensor is None else tensor.rule
+        if shape and rule.for_shape(shape).kind == "vocab":
+            yield name, shape[0]
+
+
+def check_equal_shards(subject: Subject) -> Iterator[Finding]:
+    """Report tensors that are the same on several ranks although their rule cuts them (CK317).
+
+    At the lowest level, one tensor of each kind is compared.
+    """
+    from core.megatron.reshard.equal_shards import suggest_rules
+
+    model = subject.model.understood
+    for item in () if model is None else model.equal:
+        yield WHOLE.finding(str(item), key=item.name, hint=suggest_rules([item]))
+
+
+CHECKS = (
+    Check(report_argument_differences, formats=("megatron",)),
+    Check(check_model_layout),
+    Check(check_vocabulary),
+    Check(check_equal_shards, formats=("megatron",)),
+)

@@ -1,0 +1,35 @@
+"""What a run would find at its destination, for ``--dry-run``; nothing is touched."""
+
+from __future__ import annotations
+
+from core.errors import UsageError
+from core.files.remote_path import is_remote
+from core.publish.stage.existing import check_replaceable
+from core.publish.stage.replacement import check_may_replace
+from core.values import dataclass
+from core.verbs.convert.prepared import Prepared
+
+
+@dataclass(frozen=True, slots=True)
+class ExistingDestination:
+    """The file or directory that has the name of the destination.
+
+    Args:
+        refusal: the error with which ``--force`` would end; None if it would replace it.
+    """
+
+    refusal: UsageError | None = None
+
+
+def existing_destination(prepared: Prepared) -> ExistingDestination | None:
+    """Return what exists at the destination of a job; None if nothing does."""
+    dst = prepared.dst
+    if not (dst.exists() or dst.is_symlink()):
+        return None
+    try:
+        check_replaceable(prepared.dst, [image.path for image in prepared.images])
+        if not is_remote(dst):
+            check_may_replace(dst, is_file=prepared.is_file, keep=prepared.source_paths)
+    except UsageError as err:
+        return ExistingDestination(err)
+    return ExistingDestination()
