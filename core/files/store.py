@@ -549,6 +549,9 @@ class LocalStore(ReadStore):
                 _close(opened.fd)
             self._open.clear()
 
+    def __del__(self) -> None:
+        self.close()  # a store that nobody closed does not keep its files open, as file objects do
+
     @contextmanager
     def _file(self, name: str) -> Iterator[int]:
         """Yield an open descriptor of ``name``; idle ones above ``MAX_OPEN_FILES`` are closed."""

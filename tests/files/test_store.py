@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,21 @@ def test_more_files_than_descriptors_can_be_read(tmp_path: Path) -> None:
         for name in names:
             assert store.read(name, 0, len(name)) == name.encode()
     store.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_store_that_nobody_closed_leaves_no_file_open(tmp_path: Path) -> None:
+    def open_files() -> list[str]:
+        links = (Path("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd"))
+        targets = [os.readlink(link) for link in links if link.is_symlink()]
+        return [target for target in targets if target.startswith(str(tmp_path))]
+
+    (tmp_path / "a").write_bytes(b"data")
+    store = LocalStore(tmp_path)
+    store.read("a", 0, 4)
+    assert len(open_files()) == 1
+    del store
+    assert open_files() == []
 
 
 def test_listing_an_absent_folder_is_empty(tmp_path: Path) -> None:
