@@ -121,6 +121,21 @@ def test_what_the_code_cites_is_in_the_documents() -> None:
     assert missing == []
 
 
+def test_no_heading_stands_twice_on_a_page_and_no_paragraph_on_two() -> None:
+    # The reference of commands is generated: an option is on the page of each of its commands.
+    pages = [page for page in PAGES if page.name != "commands.md"]
+    pages_of: dict[str, list[str]] = {}
+    for page in pages:
+        prose = _FENCED.sub("", text_of(page))
+        headings = re.findall(r"^#+ .+$", prose, re.MULTILINE)
+        assert len(set(headings)) == len(headings), name_of(page)
+        for paragraph in re.split(r"\n\s*\n", prose):
+            words = " ".join(paragraph.split())
+            if len(words) >= 120 and not words.startswith("|"):
+                pages_of.setdefault(words, []).append(name_of(page))
+    assert [(words, names) for words, names in pages_of.items() if len(names) > 1] == []
+
+
 def test_decisions_are_numbered_and_listed() -> None:
     listed = re.findall(r"\((\d{4}-[\w-]+\.md)\)", text_of(ROOT / "docs/decisions/README.md"))
     assert listed == [path.name for path in DECISIONS]
