@@ -167,6 +167,22 @@ def suggesting(hint: str) -> Iterator[None]:
 
 
 @contextmanager
+def explain_missing_torch(what: str) -> Iterator[None]:
+    """Say what to install if PyTorch, an extra of this package, cannot be imported in the block.
+
+    Args:
+        what: what needs it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as err:
+        if err.name != "torch":
+            raise
+        text = f"{what} needs PyTorch: pip install 'ckpt-toolkit[torch]'"
+        raise ModuleNotFoundError(text, name="torch") from err
+
+
+@contextmanager
 def placing_errors(
     *, file: str | None = None, key: str | None = None, span: tuple[int, int] | None = None
 ) -> Iterator[None]:

@@ -175,10 +175,10 @@ PACKAGES = {
     "rich": ("rich", "rich"),
     "textual": ("textual", "'ckpt-toolkit[explore]'"),
     "tensorstore": ("TensorStore", "tensorstore"),
-    "torch": ("PyTorch", "torch"),
+    "torch": ("PyTorch", "'ckpt-toolkit[torch]'"),
     "typer": ("typer", "typer"),
     "xxhash": ("xxhash", "xxhash"),
-    "zarr": ("zarr", "zarr"),
+    "zarr": ("zarr", "'ckpt-toolkit[torch]'"),
     "zlib_ng": ("zlib-ng", "zlib-ng"),
     "zstandard": ("zstandard", "zstandard"),
 }

@@ -1,5 +1,10 @@
 """The documented API of Megatron-Core's distributed checkpointing, on this project's engine."""
 
+from core.errors import explain_missing_torch
+
+with explain_missing_torch("core.dist_checkpointing"):
+    import torch as _torch  # noqa: F401
+
 from core.dist_checkpointing.core import check_is_distributed_checkpoint
 from core.dist_checkpointing.import_hook import as_megatron
 from core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor

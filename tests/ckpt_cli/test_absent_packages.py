@@ -87,7 +87,8 @@ def test_what_needs_an_absent_package_names_it(
     result = run(tmp_path, absent, *command, golden / RUN)
     assert result.returncode == 4
     assert message in result.stderr
-    assert f"pip install {absent}" in result.stderr
+    package = "'ckpt-toolkit[torch]'" if absent == "torch" else absent
+    assert f"pip install {package}" in result.stderr
     assert "bug" not in result.stderr
 
 
@@ -117,3 +118,23 @@ def test_without_typer_there_is_no_traceback(tmp_path: Path) -> None:
     result = run(tmp_path, "typer", "--help")
     assert result.returncode == 4
     assert result.stderr == "error: ckpt needs typer: pip install typer\n"
+
+
+def test_what_needs_pytorch_from_python_names_the_extra(golden: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, core\n"
+        "tensor = core.open(sys.argv[1])['output_layer.weight']\n"
+        "assert tensor.numpy().shape == tensor.shape\n"
+        "for use in (tensor.torch, lambda: __import__('core.dist_checkpointing')):\n"
+        "    try:\n"
+        "        use()\n"
+        "    except ModuleNotFoundError as err:\n"
+        "        print(err)\n"
+    )
+    source = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
+    result = run(tmp_path, "torch", "-c", program, source, program=Path(sys.executable))
+    install = "needs PyTorch: pip install 'ckpt-toolkit[torch]'"
+    assert result.stdout.splitlines() == [
+        f"torch() {install}",
+        f"core.dist_checkpointing {install}",
+    ], result.stderr
