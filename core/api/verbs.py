@@ -28,14 +28,14 @@ AnyPath = str | os.PathLike[str]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) of the step that the data goes through."""
 
-_FORMAT_OF_SUFFIX = {".pt": "torch", ".pth": "torch", ".safetensors": "safetensors"}
-
 
 def implied_format(dst: Path | None, names: str | None) -> str | None:
     """Return the target format that Hugging Face's names or the suffix of a file imply, or None."""
     if names is not None and names.startswith("hf"):
         return "hf"
-    return None if dst is None else _FORMAT_OF_SUFFIX.get(dst.suffix)
+    from core.formats.registry import format_of_suffix
+
+    return None if dst is None else format_of_suffix(dst.suffix)
 
 
 def inspect(path: AnyPath, *, iteration: int | None = None) -> Summary:

@@ -96,6 +96,9 @@ class Format:
         list_indexed: returns the names of the files that an index of the checkpoint lists, as far
             as it can be read; they belong to the checkpoint wherever they lie. None if the format
             has no index, or looks for files by their names alone.
+        load_call: returns the call of the format's own library that loads what was written, given
+            the destination, the catalog and the files (``core.formats.load_calls``); None if there
+            is none, or none for these files.
         reading_once: returns a context in which metadata that several readers need is parsed once.
     """
 
@@ -134,6 +137,7 @@ class Format:
     side_folders: tuple[str, ...] = ()
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
+    load_call: Callable[[Path, TargetCatalog, Sequence[FileImage]], str | None] | None = None
     reading_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:

@@ -50,6 +50,7 @@ class BuiltIn:
         head: pattern of the first bytes of such a file, whatever its name; b"" if only the name
             counts.
         stores: what can be written in the format; None if it is only read.
+        suffixes: suffixes of a file to write that imply the format, the first for proposed names.
     """
 
     names: tuple[str, ...]
@@ -58,6 +59,7 @@ class BuiltIn:
     as_file: str = ""
     head: bytes = b""
     stores: Stores | None = None
+    suffixes: tuple[str, ...] = ()
 
     def load(self) -> Format:
         """Import the module and return its format."""
@@ -139,6 +141,7 @@ BUILT_IN = (
         r".*\.safetensors(\.index\.json)?",
         rb".{8}\{",
         stores=Stores.ANY,
+        suffixes=(".safetensors",),
     ),
     BuiltIn(
         ("torch_bin",),
@@ -161,6 +164,7 @@ BUILT_IN = (
         r"checkpoint\.pt",
         r".*",
         stores=Stores.ANY,
+        suffixes=(".pt", ".pth"),
     ),
 )
 """The built-in formats, in the order in which they are sniffed: a format whose files also look like
@@ -269,6 +273,21 @@ def format_called(name: str) -> Format:
         hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
         f"{_format_names(writable)}, hf, fsdp_dtensor",
     )
+
+
+def format_of_suffix(suffix: str) -> str | None:
+    """Return the name of the format that the suffix of a file to write implies; None if none."""
+    for row in BUILT_IN:
+        if suffix in row.suffixes:
+            return row.names[0]
+    plug_ins = _plug_ins() if suffix else ()
+    return next((format.name for format in plug_ins if suffix in format.suffixes), None)
+
+
+def suffix_of(format: Format) -> str:
+    """Return the suffix of a name that is proposed for a checkpoint in a format."""
+    rows = {row.names[0]: row.suffixes for row in BUILT_IN}
+    return next(iter(rows.get(format.name, format.suffixes)), f".{format.name}")
 
 
 def sniffed(store: ReadStore) -> Format:

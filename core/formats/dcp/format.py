@@ -284,6 +284,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "dcp_load"),
     has_text_keys=True,
     side_folders=MEGATRON_FOLDERS,
     aliases=("torch_dcp", "fsdp_dtensor"),

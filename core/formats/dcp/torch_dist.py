@@ -375,6 +375,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "dcp_load"),
     side_folders=MEGATRON_FOLDERS,
     partition="as_stored",
     salvage=salvage,

@@ -338,6 +338,7 @@ FORMAT = Format(
     sniff=sniff,
     read=read,
     lay_out=imported_on_call("ocdbt.write", "lay_out"),
+    load_call=imported_on_call("load_calls", "orbax_restore"),
     has_text_keys=True,
     keeps_attributes=True,
     aliases=("ocdbt",),

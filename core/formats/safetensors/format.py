@@ -433,6 +433,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=imported_on_call("safetensors.layout", "lay_out"),
+    load_call=imported_on_call("load_calls", "safetensors_load"),
     keeps_attributes=True,
     is_single_file=True,
     suffixes=(SUFFIX,),

@@ -41,7 +41,7 @@ from core.engine.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_ar
 from core.engine.catalog.facets import TorchFileFacts
 from core.engine.catalog.file_image import FileImage
 from core.errors import Report, UnsupportedError, raising
-from core.formats.format import Format, no_folders
+from core.formats.format import Format, imported_on_call, no_folders
 from core.formats.torch.stream import SUFFIXES
 from core.formats.torch.tree import TorchTree as TorchTree
 from core.formats.torch.tree import load_object as load_object
@@ -228,6 +228,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "torch_load"),
     is_single_file=True,
     keeps_nesting=True,
     has_live_objects=True,

@@ -57,7 +57,7 @@ from core.errors import (
     raising,
 )
 from core.files.json_object import read_json_object, read_small_file
-from core.formats.format import MEGATRON_FOLDERS, Format
+from core.formats.format import MEGATRON_FOLDERS, Format, imported_on_call
 from core.formats.mcore.common_state import (
     COMMON_FILE,
     common_image,
@@ -376,6 +376,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "zarr_open"),
     side_folders=MEGATRON_FOLDERS,
     partition="grid",
     has_common_state=True,

@@ -65,7 +65,7 @@ from core.errors import (
     raising,
 )
 from core.files.json_object import read_small_file
-from core.formats.format import Format
+from core.formats.format import Format, imported_on_call
 from core.formats.torch.side_file import (
     OBJECTS_FILE,
     objects_image,
@@ -391,6 +391,7 @@ FORMAT = Format(
     read=read,
     salvage=salvage,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "zarr3_open"),
     keeps_attributes=True,
     partition="grid",
     has_objects_beside=True,

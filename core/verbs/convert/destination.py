@@ -9,6 +9,7 @@ from pathlib import Path
 from core.engine.catalog.file_image import FileImage, literal_file
 from core.files.remote_path import absolute_location, is_remote
 from core.formats.format import Format
+from core.formats.registry import suffix_of
 from core.opening.open import RELEASE, TRACKER, Checkpoint
 from core.verbs.convert.job import Job
 from core.verbs.convert.options import HF_ALIASES
@@ -31,9 +32,6 @@ def iteration_path(path: str, iteration: object) -> str:
     if iteration == RELEASE:
         return f"{RELEASE}/{path}"
     return f"iter_{iteration:07d}/{path}" if type(iteration) is int else path
-
-
-_SUFFIXES = {"torch": ".pt"}
 
 
 def choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
@@ -59,6 +57,6 @@ def choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     elif job.to is not None and job.to.lower() in HF_ALIASES:
         path = src.parent / f"{stem}-hf"
     else:
-        path = src.parent / (stem + _SUFFIXES.get(format.name, f".{format.name}"))
+        path = src.parent / (stem + suffix_of(format))
     is_beside = job.src.is_absolute() and not is_remote(job.src)
     return path if is_beside else Path(os.path.relpath(path))

@@ -92,7 +92,7 @@ from core.formats.deepspeed.universal.parameter import (
     split_state_path,
 )
 from core.formats.deepspeed.universal.write import check, lay_out
-from core.formats.format import Format
+from core.formats.format import Format, imported_on_call
 from core.formats.torch.weights_only import aside_notes
 from core.pickle.inert import TensorLeaf
 
@@ -479,6 +479,7 @@ FORMAT = Format(
     read=read,
     read_weights=read_weights,
     lay_out=lay_out,
+    load_call=imported_on_call("load_calls", "deepspeed_load"),
     aliases=("ucp",),
     has_objects_beside=True,
     has_named_optimizer=True,

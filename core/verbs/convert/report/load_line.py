@@ -12,39 +12,37 @@
  adapter              ``PeftModel.from_pretrained(model, "DST")``; torch_dist with Megatron-Bridge's
                       ``load_peft_adapter_checkpoint``; rank files, which no library loads without
                       their model, with this project's ``ckpt.open``
- any other            the call of the library that reads the format
+ any other            the call of the library that reads the format (``Format.load_call``)
+ an object store      ``ckpt.open``: the libraries read local files
 ==================== =============================================================================
 
 Source: Megatron-LM d98e8a64 ``training/arguments.py``, ``training/checkpointing.py``
-(``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, safetensors 0.8, torch 2.13,
-zarr-python 3.1.6, tensorstore 0.1.86, orbax-checkpoint 0.12.8, DeepSpeed 0.19.8, peft 0.21.2,
-Megatron-Bridge 067f987d ``peft/utils.py``, ``training/checkpointing.py``.
+(``load_checkpoint``); transformers 5.23, huggingface_hub 2.4, peft 0.21.2, Megatron-Bridge
+067f987d ``peft/utils.py``, ``training/checkpointing.py``.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from core.engine.catalog.catalog import AnyCatalog, TargetCatalog
-from core.engine.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts, WeightFileFacts
+from core.engine.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts
 from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException
+from core.files.remote_path import is_remote
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
+from core.formats.load_calls import quoted
 from core.megatron.model.topology import Topology
 from core.opening.open import RELEASE, TRACKER
-from core.pickle.inert import Global, as_mapping
-from core.pickle.names import globals_of
+from core.pickle.inert import as_mapping
 from core.values import dataclass
 
 _KINDS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
-_NOT_IN_ZARR_PYTHON = ("bfloat16", "float8")
-_WINDOWS_PATH = Global("pathlib", "WindowsPath")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +78,7 @@ def load_line(result: WrittenResult) -> str:
     is_bridged = result.format.has_common_state and result.format.lists_chunks
     if is_bridged and is_adapter(result.target):
         metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
-        return f"load_peft_adapter_checkpoint(model, {_quoted(result.dst / metadata.parent)}, peft)"
+        return f"load_peft_adapter_checkpoint(model, {quoted(result.dst / metadata.parent)}, peft)"
     if is_bridged and _has_towers(result.target):
         return f"checkpoint.pretrained_checkpoint={shlex.quote(str(result.dst))}"
     # Megatron's training script loads an adapter only as a part of its model.
@@ -100,77 +98,34 @@ def _has_towers(target: TargetCatalog) -> bool:
 
 def _library_call(result: WrittenResult) -> str:
     """Return the call that loads a result without Megatron's training script."""
-    from core.formats.torch.weights_only import find_refused
-
-    name, dst = result.format.name, _quoted(result.dst)
-    if name == "safetensors":
-        return _safetensors_call(result)
-    if name == "torch":
-        file = dst if result.target.write.is_file else _quoted(result.dst / result.images[0].path)
-        objects = [] if result.target.write.weights_only else find_refused(result.target.skeleton)
-        line = f"torch.load({file}, weights_only={not objects})"
-        # Python refuses to make the paths of another system.
-        if any(_WINDOWS_PATH in globals_of(value) for _, value in objects):
-            return f"{line} on Windows; elsewhere convert again with --weights-only"
-        return line
-    if name in ("dcp", "torch_dist"):  # without Megatron's arguments, torch_dist is a DCP
-        metadata = next(Path(image.path) for image in result.images if ".metadata" in image.path)
-        folder = _quoted(result.dst / metadata.parent)
-        return f"dcp.load(state_dict, checkpoint_id={folder})"
-    if name == "deepspeed_universal":
-        return f'engine.load_checkpoint({dst})  # config: "checkpoint": {{"load_universal": true}}'
-    if name == "orbax":
-        # Orbax wants absolute paths.
-        parent = _quoted(Path(os.path.abspath(result.dst.parent)))
-        if result.target.write.is_step:
-            step = int(result.dst.name)
-            return (
-                f"ocp.CheckpointManager({parent}).restore({step}, args=ocp.args.StandardRestore())"
-            )
-        return f"ocp.StandardCheckpointer().restore({_quoted(Path(os.path.abspath(result.dst)))})"
-    if name == "zarr3":
-        dtypes = [tensor.dtype for tensor in result.target.tensors.values()]
-        if not any(dtype.startswith(_NOT_IN_ZARR_PYTHON) for dtype in dtypes):
-            return f'zarr.open_group({dst}, mode="r")'
-    if name in ("zarr", "zarr3"):
-        # The directory of the first tensor stands for that of any.
-        suffix, driver = (".zarray", "zarr") if name == "zarr" else ("/zarr.json", "zarr3")
-        paths = [image.path for image in result.images if image.path.endswith(suffix)]
-        if paths:
-            store = {"driver": "file", "path": str(result.dst / Path(paths[0]).parent)}
-            return f"tensorstore.open({json.dumps({'driver': driver, 'kvstore': store})}).result()"
-    return f"ckpt.open({dst})"
+    line = _hugging_face_call(result)
+    call = result.format.load_call
+    # Libraries read the local file system; ckpt reads URLs as well.
+    if line is None and call is not None and not is_remote(result.dst):
+        line = call(result.dst, result.target, result.images)
+    return line or f"ckpt.open({quoted(result.dst)})"
 
 
-def _safetensors_call(result: WrittenResult) -> str:
-    """Return the call that loads safetensors: a model, one file, or several files."""
-    from core.engine.catalog.files_beside import ADAPTER_CONFIG
-
-    dst = result.dst
-    if result.target.write.is_file:
-        return f"load_file({_quoted(dst)})"
+def _hugging_face_call(result: WrittenResult) -> str | None:
+    """Return the call that loads a directory of a Hugging Face library; None for other results."""
+    if not result.format.has_hf_config or result.target.write.is_file or is_remote(result.dst):
+        return None
+    dst, paths = quoted(result.dst), {image.path for image in result.images}
     if result.target.facet(PipelineFacts) is not None:
-        return f"DiffusionPipeline.from_pretrained({_quoted(dst)})"
-    paths = [image.path for image in result.images if image.path.endswith(".safetensors")]
-    if ADAPTER_CONFIG in {image.path for image in result.images}:
-        return f"PeftModel.from_pretrained(model, {_quoted(dst)})"
-    if result.config is not None and CONFIG in {image.path for image in result.images}:
-        from core.hf.towers.models import composite_models
+        return f"DiffusionPipeline.from_pretrained({dst})"
+    if ADAPTER_CONFIG in paths:
+        return f"PeftModel.from_pretrained(model, {dst})"
+    if result.config is None or CONFIG not in paths:
+        return None
+    from core.hf.towers.models import composite_models
 
-        names = result.config.get("architectures")
-        composite = composite_models().get(str(result.config.get("model_type")))
-        if composite is not None:
-            return f"{composite.architecture}.from_pretrained({_quoted(dst)})"
-        stated = [str(name) for name in names] if isinstance(names, list) else []
-        kind = next((kind for kind in _KINDS for name in stated if name.endswith(kind)), "")
-        return f"AutoModel{kind}.from_pretrained({_quoted(dst)})"
-    if len(paths) == 1:
-        return f"load_file({_quoted(dst / paths[0])})"
-    facts = result.target.facet(WeightFileFacts)
-    if facts is not None and facts.further_models:  # their tensors may have the same names
-        return ", ".join(f"load_file({_quoted(dst / path)})" for path in paths)
-    pattern = _quoted(dst / "*.safetensors")
-    return f"{{k: v for file in glob.glob({pattern}) for k, v in load_file(file).items()}}"
+    names = result.config.get("architectures")
+    composite = composite_models().get(str(result.config.get("model_type")))
+    if composite is not None:
+        return f"{composite.architecture}.from_pretrained({dst})"
+    stated = [str(name) for name in names] if isinstance(names, list) else []
+    kind = next((kind for kind in _KINDS for name in stated if name.endswith(kind)), "")
+    return f"AutoModel{kind}.from_pretrained({dst})"
 
 
 def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str]:
@@ -276,8 +231,3 @@ def _has_random_states(catalog: AnyCatalog) -> bool:
     if ranks is None:
         return any(key.partition("/")[0] == RNG for key in catalog.objects)
     return any(RNG in (as_mapping(files) or {}) for _, files in ranks.ranks.values())
-
-
-def _quoted(path: Path) -> str:
-    """Return a path as a string of Python's syntax."""
-    return json.dumps(str(path), ensure_ascii=False)
