@@ -30,6 +30,7 @@ from core.files.requests.client_settings import sort_options, unusable_setting
 from core.files.requests.failure import CODE, METADATA_SERVICES, STATUS, ask_retry_after
 from core.files.requests.repeat import RequestLimiter, with_retries
 from core.files.requests.waiting import call_interruptibly
+from core.files.store_kinds import store_kind
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -93,45 +94,14 @@ _TRANSPORT = (
     ("Could not connect", "it could not be reached"),
 )
 """Part of a message of an HTTP client → what happened."""
-_PERMISSIONS: Mapping[str, Mapping[str, str]] = {
-    "s3": {
-        "list": "s3:ListBucket",
-        "list uploads": "s3:ListBucketMultipartUploads",
-        "list parts": "s3:ListMultipartUploadParts",
-        "read": "s3:GetObject",
-        "write": "s3:PutObject",
-    },
-    "gs": {
-        "list": "storage.objects.list",
-        "read": "storage.objects.get",
-        "write": "storage.objects.create",
-    },
-    "az": {
-        "list": "Storage Blob Data Reader",
-        "read": "Storage Blob Data Reader",
-        "write": "Storage Blob Data Contributor",
-    },
-}
 _WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
 """The credentials are good, but do not allow the request."""
 _DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
-_NETWORK_HINTS = {
-    "s3": "check the endpoint (AWS_ENDPOINT_URL, --storage-option endpoint=URL) and the proxy",
-    "gs": "check the network and the proxy",
-    "az": "check the endpoint (--storage-option endpoint=URL) and the proxy",
-    "https": "check the host and the port of the URL, and the proxy",
-}
 _CERTIFICATE_HINT = (
     "let SSL_CERT_FILE name a file with the certificate of its authority, or check the endpoint"
 )
-_HINTS: Mapping[str, str] = {
-    "s3": "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_SESSION_TOKEN or AWS_PROFILE",
-    "gs": "check GOOGLE_APPLICATION_CREDENTIALS, or run: gcloud auth application-default login",
-    "az": "check AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or run: az login",
-    "https": "check whether the address needs a login",
-}
 
 
 def set_storage_options(options: Mapping[str, str]) -> None:
@@ -294,12 +264,12 @@ def _settings(scheme: str, bucket: str) -> dict[str, Any]:
     settings: dict[str, Any] = {"client_options": client_options}
     if scheme not in ("http", "https"):
         settings["config"] = options.config
-    if scheme in ("s3", "s3a") and _reads_profile():
+    if store_kind(scheme).is_s3 and _reads_profile():
         from obstore.auth.boto3 import Boto3CredentialProvider
 
         settings["credential_provider"] = Boto3CredentialProvider()
     is_asked = (
-        scheme in ("s3", "s3a")
+        store_kind(scheme).is_s3
         and "credential_provider" not in settings
         and not any("skip_signature" in name.lower() for name in _options)
     )
@@ -495,7 +465,7 @@ def store_error(
 def no_credentials(path: Address) -> StorageError:
     """Return the error for credentials that were found nowhere."""
     return StorageError(
-        "no credentials found", file=str(path), hint=_HINTS[_canonical_scheme(path)]
+        "no credentials found", file=str(path), hint=store_kind(path.scheme).credentials
     )
 
 
@@ -508,28 +478,23 @@ def no_conditional_writes(path: Address) -> StorageError:
     )
 
 
-def _canonical_scheme(path: Address) -> str:
-    """Return ``s3``, ``gs``, ``az`` or ``https``."""
-    return {"s3a": "s3", "abfs": "az", "abfss": "az", "http": "https"}.get(path.scheme, path.scheme)
-
-
 def _refused(
     path: Address, name: str, status: str, code: str, doing: str
 ) -> tuple[str, str | None] | None:
     """Return message and hint if the store knows neither the user nor the region; else None."""
-    scheme = _canonical_scheme(path)
+    kind = store_kind(path.scheme)
     if code == "RequestTimeTooSkewed":
         return "the clock of this machine is wrong", "set it, for example by NTP"
     if code in _EXPIRED:
         return "the credentials have expired", "renew them, and run again"
     if code in _WRONG_REGION or status in ("301", "307"):
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
-    if code in _WITHOUT_PERMISSION and scheme in _PERMISSIONS:
-        permission = _PERMISSIONS[scheme][doing]
+    if code in _WITHOUT_PERMISSION and doing in kind.permissions:
+        permission = kind.permissions[doing]
         verb = doing.partition(" ")[0]
         return f"{_NO_PERMISSION} to {verb} this", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
-        return _DENIED, _HINTS[scheme]
+        return _DENIED, kind.credentials
     return None
 
 
@@ -539,9 +504,9 @@ def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
         return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
     for part, happened in _TRANSPORT:
         if part in text:
-            scheme = _canonical_scheme(path)
-            whom = "server" if scheme == "https" else "store"
-            hint = _CERTIFICATE_HINT if "certificate" in happened else _NETWORK_HINTS[scheme]
+            kind = store_kind(path.scheme)
+            whom = "store" if kind.is_writable else "server"
+            hint = _CERTIFICATE_HINT if "certificate" in happened else kind.network
             return f"no answer from the {whom}: {happened}", hint
     return None
 

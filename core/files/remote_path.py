@@ -20,8 +20,7 @@ from core.files.store import override
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
 
-SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https")
-_URL = re.compile(rf"({'|'.join(SCHEMES)}):/+([^/].*)", re.DOTALL | re.IGNORECASE)
+_URL = re.compile(r"([a-z][a-z0-9]+):/+([^/].*)", re.DOTALL | re.IGNORECASE)
 """``pathlib`` reduces the two slashes to one."""
 _FILE_URL = re.compile(r"file:/+(?:localhost/)?(.*)", re.DOTALL | re.IGNORECASE)
 
@@ -117,6 +116,13 @@ class RemotePath(PosixPath):
             yield self / name
 
 
+def is_known_scheme(scheme: str) -> bool:
+    """Return whether URLs of a scheme are remote paths."""
+    from core.files.store_kinds import SCHEMES  # late: most paths are local
+
+    return scheme.lower() in SCHEMES
+
+
 def is_remote(place: object) -> TypeIs[RemotePath]:
     """Return whether a place, as ``location_of`` gave it, is in an object store or a web server."""
     return isinstance(place, RemotePath)
@@ -142,18 +148,20 @@ def location_of(path: str | PathLike[str]) -> Path:
         return path
     text = fspath(path)
     url = _URL.fullmatch(text)
-    if url is not None:
+    if url is not None and is_known_scheme(url[1]):
         # An address of a web server may have parts that no message may show: a password, or a
         # query, which may be a signature.
         scheme = url[1]
         host, slash, key = url[2].partition("/")
         name, has_query, query = key.partition("?")
         has_password = "@" in host
+        from core.files.store_kinds import WRITABLE_STORES
+
         if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
             raise UsageError(
                 f"URLs of web servers with a {'password' if has_password else 'query'} are refused",
                 file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
-                hint="messages would show it; use s3://, gs:// or az:// with credentials in the "
+                hint=f"messages would show it; use {WRITABLE_STORES} with credentials in the "
                 "environment, or download the file",
             )
         remote = RemotePath(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from core.errors import UsageError
-from core.files.remote_path import SCHEMES, is_remote, location_of
+from core.files.remote_path import is_known_scheme, is_remote, location_of
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 """A scheme has at least two characters, unlike ``C:/``; ``pathlib`` reduces ``//`` to ``/``."""
@@ -70,7 +70,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
             f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}"
         )
     readable = "s3://, gs://, az:// and https://"
-    if scheme in SCHEMES:
+    if is_known_scheme(scheme):
         message = f"is a URL, and a local path is needed; only checkpoints can be at {readable}"
     else:
         message = f"is a URL that cannot be read; checkpoints are read from {readable}"

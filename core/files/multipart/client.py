@@ -9,6 +9,7 @@ from core.files.multipart.ordered import OrderedUploads
 from core.files.multipart.protocol import UploadClient
 from core.files.multipart.s3 import S3Uploads
 from core.files.remote_path import RemotePath
+from core.files.store_kinds import WRITABLE_STORES, store_kind
 
 
 def upload_client(path: RemotePath) -> UploadClient:
@@ -18,12 +19,13 @@ def upload_client(path: RemotePath) -> UploadClient:
         UsageError: nothing can be written there.
         StorageError: the store cannot be used with these settings.
     """
-    if path.scheme in ("http", "https"):
+    kind = store_kind(path.scheme)
+    if not kind.is_writable:
         raise UsageError(
             "a web server can be read only",
             file=str(path),
-            hint="write to a local path, s3://, gs:// or az://",
+            hint=f"write to a local path, {WRITABLE_STORES}",
         )
-    if path.scheme in ("s3", "s3a") and importlib.util.find_spec("boto3") is not None:
+    if kind.is_s3 and importlib.util.find_spec("boto3") is not None:
         return S3Uploads(path)
     return OrderedUploads(path)

@@ -43,6 +43,7 @@ from core.files.stated.checksum import (
     decode_sum,
     whole_checksum,
 )
+from core.files.store_kinds import store_kind
 
 _N_ASKED = 2 * N_REQUESTS
 """Up to this number of objects, S3 is not asked first which of them have the needed checksum."""
@@ -66,7 +67,7 @@ def look_up_checksums(
     scheme = store.root.scheme
     if scheme in ("http", "https") or not names:
         return StatedChecksums()
-    if scheme not in ("s3", "s3a"):
+    if not store_kind(scheme).is_s3:
         return _ask_about_all(store, names, ask_by_signed_url)
     if importlib.util.find_spec("boto3") is None:
         return StatedChecksums(failure="boto3 is not installed: pip install boto3")
@@ -115,7 +116,7 @@ def _ask_about_all(
             return with_retries(
                 limiter_of(path),
                 lambda: ask(path, n_bytes=n_bytes, e_tag=e_tag),
-                is_counted=path.scheme not in ("s3", "s3a"),
+                is_counted=not store_kind(path.scheme).is_s3,
             )
         except SourceChangedError:
             raise

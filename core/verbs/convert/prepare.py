@@ -226,11 +226,13 @@ def _check_bucket(job: Job, dst: RemotePath) -> None:
     Raises:
         UsageError: it is that of a web server, or the job needs a file system.
     """
-    if dst.scheme in ("http", "https"):
+    from core.files.store_kinds import WRITABLE_STORES, store_kind
+
+    if not store_kind(dst.scheme).is_writable:
         raise UsageError(
             "a web server cannot be written to",
             file=f"{dst.scheme}://{dst.bucket}",  # its path may end with a signature
-            hint="write to a local directory, or to s3://, gs:// or az://",
+            hint=f"write to a local directory, or to {WRITABLE_STORES}",
         )
     if not dst.key:
         raise UsageError(

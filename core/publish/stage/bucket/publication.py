@@ -67,12 +67,10 @@ class PublicationRecord:
             CorruptError: the record cannot be understood.
             StorageError: the store refuses, or cannot be reached.
         """
-        import obstore
-
         path = record_url_of(dst)
         try:
             with translate_store_errors(path):
-                data = bytes(obstore.get(client_of(path), path.key).bytes())
+                data = bytes(client_of(path).get(path.key).bytes())
         except MissingShardError:
             return None
         try:
