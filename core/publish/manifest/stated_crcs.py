@@ -16,7 +16,7 @@ from core.engine.scan.windows import StatedCrc
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.files.source_store import SourceStore, open_store
 from core.formats.dcp.reading.stored_metadata import metadata_of
-from core.formats.torch.other_pickles import damaged_member, is_checkpoint_file, is_torch_zip
+from core.formats.torch.other_pickles import damaged_member, is_torch_zip
 from core.formats.torch.zip.container import LOCAL_SIGNATURE, read_archive
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class StatedCrcReader:
             yield from self._read_items(file, n_bytes, items, report)
         elif not is_zip(self._store, file, 0, n_bytes):
             return
-        elif is_checkpoint_file(file) or is_torch_zip(self._store, file, n_bytes):
+        elif file.endswith((".pt", ".pth")) or is_torch_zip(self._store, file, n_bytes):
             yield from read_stated_crcs(self._store, file, report=report)
         else:
             # The members of another program's zip are mostly deflated: inflate and check them here.

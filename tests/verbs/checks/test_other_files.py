@@ -227,3 +227,17 @@ def test_inspect_says_what_it_does_not_look_into(weights: Path) -> None:
     assert any(
         "not examined: model.joblib" in note for note in summarize(open_checkpoint(weights)).notes
     )
+
+
+def test_an_intact_archive_of_numpy_is_no_damaged_torch_file(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    with (tmp_path / "statistics.bin").open("wb") as file:
+        np.savez(file, a=np.arange(5))
+    findings = validate(tmp_path, level=Level.DEEP).findings
+    assert findings and "statistics.bin" not in {finding.file for finding in findings}
+    # A byte of a member that changed is damage, whoever wrote the archive.
+    data = bytearray((tmp_path / "statistics.bin").read_bytes())
+    data[data.index(b"descr")] ^= 1
+    (tmp_path / "statistics.bin").write_bytes(data)
+    findings = validate(tmp_path, level=Level.DEEP).findings
+    assert "statistics.bin" in {finding.file for finding in findings}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from core.errors import CheckpointingException, Report
 from core.files.store import ReadStore
 from core.formats.torch.item import DESCRIPTOR32, DESCRIPTOR64, DESCRIPTOR_SIGNATURE
+from core.formats.torch.other_pickles import is_torch_zip
 from core.formats.torch.stream import stream_kind
 from core.formats.torch.zip.container import Archive, Record, check_kind, read_archive
 from core.formats.torch.zip.records import is_big_endian, read_record
@@ -67,7 +68,8 @@ def _is_torch(subject: Subject, name: str, size: int) -> bool:
     if _ALWAYS.search(name) or _BIN.search(name):
         return True
     try:
-        return stream_kind(subject.store, name, 0, size) in ("zip", "legacy")
+        kind = stream_kind(subject.store, name, 0, size)
+        return kind == "legacy" or (kind == "zip" and is_torch_zip(subject.store, name, size))
     except CheckpointingException:
         return True  # whoever opens the file reports the error
 
