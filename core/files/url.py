@@ -1,4 +1,4 @@
-"""Reject URLs where a local path is expected: only checkpoints to read may be URLs.
+"""Reject URLs where a local path is expected: only checkpoints may be URLs.
 
 Used as a path, a URL is a relative one: writing to ``s3:/bucket/out`` would fill a local directory
 called ``s3:``.
