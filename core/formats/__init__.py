@@ -1,7 +1,7 @@
 """The formats: a table of values, found by name or by looking at the files.
 
-A format is two functions (``read``, ``lay_out``) and a few facts. Third parties add formats through
-the entry point group ``ckpt.formats``, whose entries are ``Format`` values.
+A format is three functions (``sniff``, ``read``, ``lay_out``) and facts. Third parties add formats
+through the entry point group ``ckpt.formats``, whose entries are ``Format`` values.
 """
 
 from core.formats.format import Format

@@ -1,4 +1,4 @@
-"""The description of a checkpoint format: two functions and a few facts."""
+"""The description of a checkpoint format: three functions and facts."""
 
 from __future__ import annotations
 
