@@ -39,16 +39,19 @@ from ckpt_cli.options.shared.values import (
 )
 from core.values import dataclass
 
-TARGETS = (
-    *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
-    *("hf", "orbax", "deepspeed_universal", "fsdp_dtensor"),
+TARGETS = tuple(
+    """
+    dcp torch_dist torch megatron zarr zarr3 safetensors hf orbax deepspeed_universal
+    fsdp_dtensor
+    """.split()
 )
 """Formats that can be written, listed here so that a help page need not import all formats."""
-CONTENT_OPTIONS = (
-    *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
-    *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("param_order", "stack_layers", "unstack_layers", "layer_axis"),
-    *("dtype", "quantize", "dequantize", "dequantize_optim"),
+CONTENT_OPTIONS = tuple(
+    """
+    max_shard_size metadata_only transformer_impl no_optim include exclude strip_prefix
+    add_prefix rename untie tie param_order stack_layers unstack_layers layer_axis dtype
+    quantize dequantize dequantize_optim
+    """.split()
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 

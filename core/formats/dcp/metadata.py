@@ -273,8 +273,14 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
 
 _COLUMNS = ("offsets", "sizes", "file_index", "item_offset", "item_bytes")
 _PLAIN = (
-    *("files", "planner_data", "mcore_data", "version", "extras", "orphans"),
-    *("descriptors", "object_descriptors"),
+    "files",
+    "planner_data",
+    "mcore_data",
+    "version",
+    "extras",
+    "orphans",
+    "descriptors",
+    "object_descriptors",
 )
 
 

@@ -58,9 +58,11 @@ _STACKED = re.compile(
     r"|moe\.(?:gate|up|down)_proj\.weight)"
 )
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe|moe)\.gate\.weight")
-_BODY_PARTS = (
-    *("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f."),
-    *("wte.", "wpe.", "h.", "ln_f.", "embed_in.", "final_layer_norm."),
+_BODY_PARTS = tuple(
+    """
+    embed_tokens. layers. norm. rotary_emb. embeddings. norm_f. wte. wpe. h. ln_f. embed_in.
+    final_layer_norm.
+    """.split()
 )
 _BODY_OF_ANSWERS = "transformer."
 """The prefix of most question-answering models in place of ``model.``."""

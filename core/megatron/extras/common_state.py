@@ -69,7 +69,13 @@ EXTRA_STATE = "_extra_state"
 OLDEST = 2
 """The ``checkpoint_version`` since which the rows of query, key and value have today's order."""
 TOP_LEVEL = (
-    *("args", "checkpoint_version", "iteration", "model", OPTIMIZER, "opt_param_scheduler", RNG),
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "model",
+    OPTIMIZER,
+    "opt_param_scheduler",
+    RNG,
     "num_floating_point_operations_so_far",
 )
 """The usual entries of a rank file, in the order in which Megatron adds them."""

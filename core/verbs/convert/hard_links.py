@@ -52,11 +52,12 @@ _OPTIONS = {
 """Descriptions of the job's fields whose options have other names."""
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
-_ANY = frozenset({
-    *("src", "dst", "to", "iteration", "keeps_layout", "metadata_only"),
-    *("memory_bytes", "beside_bytes", "threads", "device", "resume", "force"),
-    *("crc", "digest", "fsync", "fingerprint"),
-})  # fmt: skip
+_ANY = frozenset(
+    """
+    src dst to iteration keeps_layout metadata_only memory_bytes beside_bytes threads device
+    resume force crc digest fsync fingerprint
+    """.split()
+)
 """Fields of a job that do not change the content of the files."""
 
 

@@ -94,7 +94,7 @@ CASES = [
     (
         DENSE / "tp1_pp1",
         "tp1_pp1",
-        [*("--pp-new", 2, "--vpp-new", 3), *COUNTED],
+        ["--pp-new", 2, "--vpp-new", 3, *COUNTED],
         [[0, 1], [1, 1], [1, 0]],
         {
             "account_for_embedding_in_pipeline_split": True,

@@ -337,10 +337,10 @@ def _is_megatron_core(subject: Subject) -> bool:
 
 
 CHECKS = (
-    *(
-        Check(check_arguments),
-        Check(check_iteration),
-        Check(check_agreement, formats=("megatron",)),
-    ),
-    *(Check(check_version), Check(check_random_states), Check(check_backend)),
+    Check(check_arguments),
+    Check(check_iteration),
+    Check(check_agreement, formats=("megatron",)),
+    Check(check_version),
+    Check(check_random_states),
+    Check(check_backend),
 )
