@@ -28,8 +28,8 @@ from ckpt_cli.options.declaration import (
 )
 from ckpt_cli.options.shared.values import (
     AUTO,
-    check_cast,
     check_dtype,
+    check_dtype_option,
     check_format,
     check_names,
     check_quantization,
@@ -282,7 +282,7 @@ class TransferOptions:
     dtype: list[str] | None = CONTENT.option(
         "--dtype, --torch-dtype [GLOB=]DTYPE",
         "Cast the model's floating-point tensors, or those matching GLOB: bf16, fp16, fp32, …",
-        parser=check_cast,
+        parser=check_dtype_option,
     )
     quantize: list[str] | None = CONTENT.option(
         "--quantize [GLOB=]KIND",

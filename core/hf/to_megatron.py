@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, left_out
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.files_beside import FILES_BESIDE
 from core.engine.catalog.optimizer_keys import is_optimizer_key
@@ -370,7 +370,7 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
         *dropped_together(files, FILES_BESIDE),
         *dropped_each(sorted(ignored), f"follows from {CONFIG}", catalog.tensors),
         *settings,
-        *left_out({key: catalog.tensors[key] for key in computed}, "in other entries"),
+        *dropped_unlisted({key: catalog.tensors[key] for key in computed}, "in other entries"),
     )
 
 

@@ -136,7 +136,9 @@ def refuse_in_ranks(
         if not _are_excluded([bare[key]], exclude)
     }
     try:
-        check_safety(replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False)
+        apply_object_policy(
+            replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False
+        )
     except UnsafeError as err:
         if err.key not in carried:
             err.hint = HINT
@@ -170,7 +172,7 @@ def refuse_hidden(
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
-    # ``check_safety`` reports the visible ones, so only the others are searched for.
+    # ``apply_object_policy`` reports the visible ones, so only the others are searched for.
     visible = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
     hidden = {use.name for use in dangerous - visible}
     if not hidden:
@@ -230,7 +232,7 @@ def _unsafe_place(
     )
 
 
-def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
+def apply_object_policy(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
     """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:

@@ -45,7 +45,7 @@ from functools import cache, partial
 from core.arrays.box import Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import left_out
+from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.catalog.removal import remove_entries
@@ -227,7 +227,7 @@ def dequantize(
     result = replace(
         remaining,
         tensors=tensors,
-        dropped=(*catalog.dropped, *left_out(unused, "scales of activations")),
+        dropped=(*catalog.dropped, *dropped_unlisted(unused, "scales of activations")),
     )
 
     # Note the float8 tensors and scales that were not used.

@@ -64,8 +64,8 @@ from core.formats.dcp.records import (
     RootRecord,
     StorageRecord,
     TensorRecord,
-    read_by_c,
-    read_by_machine,
+    parse_by_c,
+    parse_by_machine,
 )
 from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
@@ -78,7 +78,7 @@ __all__ = [
     "DcpItem",
     "DcpMetadata",
     "DcpTensor",
-    "read_metadata",
+    "parse_metadata",
     "read_once",
 ]
 
@@ -98,8 +98,8 @@ def _hint_of(class_name: str) -> str | None:
     return _OTHER_SOFTWARE.get(class_name.partition(".")[0])
 
 
-def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
-    """Read the content of a ``.metadata`` file.
+def parse_metadata(data: bytes, *, label: str) -> DcpMetadata:
+    """Parse the content of a ``.metadata`` file.
 
     Args:
         data: content of the file.
@@ -237,7 +237,7 @@ def _parse_by_machine(data: bytes, label: str) -> _Parsed:
     problems: list[_Problem] = []
     with placing_errors(file=label):
         with noting_uses() as uses:
-            root = read_by_machine(data, label=label)
+            root = parse_by_machine(data, label=label)
         metadata = _ColumnBuilder(root, report=lambda err: problems.append(_problem_of(err))).read()
     return _Parsed(metadata, tuple(problems), frozenset(uses))
 
@@ -293,7 +293,7 @@ def pack_metadata(data: bytes) -> bytes:
         ValueError: marshal cannot serialize a value.
     """
     problems: list[_Problem] = []
-    root, other_names = read_by_c(data)
+    root, other_names = parse_by_c(data)
     metadata = _ColumnBuilder(root, report=lambda err: problems.append(_problem_of(err))).read()
     return marshal.dumps(
         (

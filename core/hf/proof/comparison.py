@@ -33,9 +33,9 @@ from core.hf.proof.expected import (
     Described,
     Expected,
     declares_tie,
-    describe_model,
     expected_head,
     expected_tensors,
+    find_model_class,
     stated_experts,
 )
 from core.hf.proof.problem import Kind, Problem
@@ -78,7 +78,7 @@ def find_differences(
         config: parsed ``config.json``.
         files: names of the files in the same directory, one of which may declare the quantization.
     """
-    model = describe_model(config)
+    model = find_model_class(config)
     has_own_file = any(name in files for name in OWN_FILES)
     try:
         if model is None:

@@ -18,7 +18,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.hf.proof.comparison import find_differences
-from core.hf.proof.expected import describe_model, unchecked_text
+from core.hf.proof.expected import find_model_class, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 
@@ -101,7 +101,7 @@ def prove_model(
             hint="drop it with --no-optim",
         )
 
-    if describe_model(config) is None:
+    if find_model_class(config) is None:
         wrapper = next(
             (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
         )
@@ -184,7 +184,7 @@ def fitting_prefix(
         The prefix with its dot; None if no prefix is needed or none fits.
     """
     # Every candidate ends where the name of the embedding begins.
-    model = describe_model(config)
+    model = find_model_class(config)
     if model is None or _names_fit(problems):
         return None
     (embedding,) = model.family.first[0].hf

@@ -17,7 +17,7 @@ from itertools import product
 
 from core.arrays.box import Box, Shape
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.dropped import Dropped, dropped_unlisted
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
@@ -242,7 +242,7 @@ def record_padding(
         name: tensor.narrow(0, n_rows := metas[name].shape[0], tensor.shape[0] - n_rows)
         for name, tensor in tensors.items()
     }
-    return left_out(padding, PADDING)
+    return dropped_unlisted(padding, PADDING)
 
 
 def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:

@@ -17,8 +17,8 @@ box, which the engine compares::
 The states of an optimizer are tensors as well (``core.engine.catalog.optimizer_keys``). The objects
 are extra states, per layer, and random states.
 
-The result has the fields ``args`` (``core.megatron.model.args.read_facts`` lists the arguments that
-matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
+The result has the fields ``args`` (``core.megatron.model.args.parse_facts`` lists the arguments
+that matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
 ``core.megatron.extras.common_state``), ``optimizer``, ``notes`` and ``dropped``, and the facets
 ``MegatronModel`` and ``Topology`` (the source's).
 """
@@ -31,7 +31,7 @@ from dataclasses import field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.engine.catalog.mapping_attributes import (
     VERSIONS,
@@ -53,17 +53,17 @@ from core.megatron.extras.common_state import (
     EXTRA_STATE,
     OLDEST,
     OPTIMIZER,
+    collect_rank_extras,
+    get_checkpoint_version,
+    get_iteration,
     is_chunk,
     is_ordered,
-    read_checkpoint_version,
-    read_iteration,
-    read_rank_extras,
     record_dropped_optimizer,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
-from core.megatron.model.args import fields_of, is_multi_query, read_facts, replaced
+from core.megatron.model.args import fields_of, is_multi_query, parse_facts, replaced
 from core.megatron.model.checks import (
     check_complete,
     check_shapes,
@@ -120,8 +120,8 @@ def unshard_ranks(
     # settled and the optimizer is read, which both go through the model's tensors.
     model = merge_ranks(catalog, ranks, facts, rules)
     check_complete(model.metas(), facts, rules)
-    extras = read_rank_extras(ranks, facts.topology)
-    version = read_checkpoint_version(extras.common, has_old_names=facts.kind.is_legacy)
+    extras = collect_rank_extras(ranks, facts.topology)
+    version = get_checkpoint_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
     if store is not None:
@@ -219,10 +219,10 @@ def unshard_ranks(
         "output with its copy of the embedding",
     )
     # Of the states that hold tensors none is kept.
-    in_states = left_out(
+    in_states = dropped_unlisted(
         _tensors_where(catalog, lambda name: f"{EXTRA_STATE}." in name), "in extra states"
     )
-    unused_head = left_out(
+    unused_head = dropped_unlisted(
         {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
         "of the unused output",
     )
@@ -258,7 +258,7 @@ def unshard_ranks(
         hidden=hidden,
         files=catalog.documents,
         skeleton=None,
-        iteration=read_iteration(common),
+        iteration=get_iteration(common),
         args=args,
         common=common,
         optimizer=optimizer.optimizer,
@@ -272,7 +272,7 @@ def unshard_ranks(
             *unused,
             *unused_head,
             *optimizer.dropped,
-            *left_out(fragments.list_padding(), PADDING),
+            *dropped_unlisted(fragments.list_padding(), PADDING),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
@@ -295,9 +295,9 @@ def facts_of_ranks(
         ranks: coordinates → (directory, content of its file).
 
     Raises:
-        UnsupportedError, CorruptError: as for ``read_facts``.
+        UnsupportedError, CorruptError: as for ``parse_facts``.
     """
-    facts = read_facts(args, names=rules.model_of(_local_names(ranks, rules)))
+    facts = parse_facts(args, names=rules.model_of(_local_names(ranks, rules)))
     return with_v_shape(facts, ranks, rules)
 
 
@@ -385,7 +385,7 @@ def _read_optimizer(
     copies: tuple[Dropped, ...] = ()
     if kind == "layer-wise":
         first = _tensors_where(catalog, lambda name: name.startswith(f"{OPTIMIZER}."))
-        copies = left_out(first, "also in layer_wise_optimizer_0.pt")
+        copies = dropped_unlisted(first, "also in layer_wise_optimizer_0.pt")
     return _RankOptimizer(
         optimizer=result.optimizer,
         states=states,

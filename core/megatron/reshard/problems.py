@@ -20,7 +20,7 @@ from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER, common_entries
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.checks import check_complete, check_shapes
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
@@ -232,7 +232,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     catalog = join_parts(from_fsdp_dtensor(catalog, carries_optimizer=False), rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
-    facts = read_facts(
+    facts = parse_facts(
         common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
 

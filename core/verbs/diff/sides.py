@@ -30,7 +30,7 @@ from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import role_of
 from core.megatron.placement.implementation import with_implementation
@@ -190,7 +190,7 @@ def _model_of(side: Side) -> Side:
 
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
     """Return whether the names are those of Megatron's local implementation."""
-    return read_facts(catalog.args, names=rules.model_of(catalog.tensors)).is_local
+    return parse_facts(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
 def _with_hf(
@@ -224,7 +224,7 @@ def _with_hf(
     assert config is not None
 
     # Map the names to those of the implementation that wrote the Megatron checkpoint.
-    is_local = read_facts(form.catalog.args).is_local
+    is_local = parse_facts(form.catalog.args).is_local
     implementation = "local" if is_local else "transformer_engine"
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
 

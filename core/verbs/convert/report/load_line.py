@@ -218,7 +218,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
 
 def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str]:
     """Yield Megatron's options for the distribution of layers over stages and model chunks."""
-    from core.megatron.model.args import fields_of, read_facts
+    from core.megatron.model.args import fields_of, parse_facts
     from core.megatron.model.hybrid import NAMES as PATTERNS
     from core.megatron.model.pipeline import Pipeline, layout_text
     from core.megatron.model.pipeline_args import list_v_options
@@ -235,7 +235,7 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
     n_layers = None
     pipeline = topology.pipeline
     try:
-        facts = read_facts(target.args)
+        facts = parse_facts(target.args)
         n_layers = facts.n_layers
         pipeline = pipeline or facts.pipeline_at(topology.pp, topology.vpp)
     except CheckpointingException:  # a model that ckpt cannot reshard, copied as it was
