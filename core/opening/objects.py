@@ -67,7 +67,7 @@ def loaded(catalog: Catalog, store: ReadStore) -> Catalog:
         arrays |= inside
         objects[item.key] = replace(item, value=value, raw_key=None)
     streams = {item.raw_key for item in raw}
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
+    hidden = {key: tensor for key, tensor in catalog.hidden.items() if key not in streams}
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
@@ -446,7 +446,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
         tensors=without_ties({new: catalog.tensor(old) for new, old in old_key_of.items()}),
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
+        hidden={key: tensor for key, tensor in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)
             for entry in entries(keyed)

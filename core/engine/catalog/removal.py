@@ -57,7 +57,7 @@ def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:
         skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
     remaining = replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in keys},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in keys},
         objects={key: item for key, item in catalog.objects.items() if key not in keys},
         skeleton=skeleton,
     )
@@ -70,7 +70,7 @@ def without_unused_tensors(catalog: Catalog, before: Catalog) -> Catalog:
     A tensor to which nothing has referred before may be the optimizer's, and is kept.
     """
     unused = find_used_tensors(before) - find_used_tensors(catalog)
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in unused}
+    hidden = {key: tensor for key, tensor in catalog.hidden.items() if key not in unused}
     return replace(catalog, hidden=hidden)
 
 

@@ -431,10 +431,10 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     # Choose the matrices, and name their scales.
     matrices = [
         key
-        for key, meta in catalog.tensors.items()
-        if len(meta.shape) >= 2
-        and dtype_of(meta.dtype).kind == "float"
-        and itemsize(meta.dtype) >= 2
+        for key, tensor in catalog.tensors.items()
+        if len(tensor.shape) >= 2
+        and dtype_of(tensor.dtype).kind == "float"
+        and itemsize(tensor.dtype) >= 2
     ]
     kinds = _choose_kinds(catalog, matrices, rules)
     scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}

@@ -162,10 +162,10 @@ def _required_tensor(catalog: Catalog, key: str, *, option: str) -> Tensor:
     Raises:
         UsageError: the catalog has no such tensor.
     """
-    meta = catalog.tensors.get(key)
-    if meta is None:
+    tensor = catalog.tensors.get(key)
+    if tensor is None:
         raise UsageError(f"{option}: tensor not found", key=key, hint=LIST_THEM)
-    return meta
+    return tensor
 
 
 def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog:

@@ -83,15 +83,15 @@ class BoxReader:
             CorruptError, UnsupportedError: the fragments of the tensor contradict each other.
         """
         # Match the checkpoint with a target that is the dense tensor in memory.
-        meta = self._catalog.tensor(key)
-        array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
+        tensor = self._catalog.tensor(key)
+        array = PlannedArray(f"dense:{key}", tensor.dtype, tensor.shape)
         with in_checkpoint(self._store.label):
-            work = match(key, meta, whole_tensor(array))
+            work = match(key, tensor, whole_tensor(array))
             fragments = [
                 _AddressedFragment(box, self._source(key, fragment, box))
                 for box, fragment in work.pieces
             ]
-        return TensorReader(self._store, work.dtype, meta.shape, fragments)
+        return TensorReader(self._store, work.dtype, tensor.shape, fragments)
 
     def _source(self, key: str, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""

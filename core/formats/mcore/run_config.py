@@ -103,7 +103,9 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
 
 def find_embedding(catalog: Catalog) -> Tensor | None:
     """Return the word embeddings of a Megatron model, whatever the prefix of their name."""
-    return next((meta for key, meta in catalog.tensors.items() if key.endswith(_EMBEDDING)), None)
+    return next(
+        (tensor for key, tensor in catalog.tensors.items() if key.endswith(_EMBEDDING)), None
+    )
 
 
 def with_arguments(

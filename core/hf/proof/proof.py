@@ -68,7 +68,7 @@ def prove_model(
     """
     model_type = str(config.get("model_type"))[:80]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
-    weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    weights = {key: tensor for key, tensor in catalog.tensors.items() if not is_optimizer_key(key)}
 
     # A surplus prefix explains most other problems, so it is reported first.
     problems = find_differences(weights, config, files=files)
@@ -206,4 +206,4 @@ def _names_fit(problems: Collection[Problem]) -> bool:
 
 def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors with a prefix removed from their names."""
-    return {key.removeprefix(prefix): meta for key, meta in tensors.items()}
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

@@ -228,7 +228,7 @@ def separate_towers(
     text = replace(
         catalog,
         tensors={
-            k: meta for k, meta in catalog.tensors.items() if not k.startswith(wrapper.towers)
+            k: tensor for k, tensor in catalog.tensors.items() if not k.startswith(wrapper.towers)
         },
         objects={
             k: item for k, item in catalog.objects.items() if not k.startswith(wrapper.towers)

@@ -192,7 +192,7 @@ def adapt_expert_states(
     objects = {key: item for key, item in catalog.objects.items() if key not in new_keys}
     return replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in new_keys},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in new_keys},
         objects={**objects, **empty_states},
         dropped=(*catalog.dropped, *dropped),
     )

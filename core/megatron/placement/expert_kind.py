@@ -187,7 +187,7 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
     objects = {key: item for key, item in catalog.objects.items() if key not in packed}
     return replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in packed},
         objects={**objects, **single},
         dropped=(
             *catalog.dropped,

@@ -236,7 +236,7 @@ def record_padding(
 ) -> tuple[Dropped, ...]:
     """Record the rows that ``place_tensors`` leaves out: padding of the vocabulary."""
     stored = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
-    padded = {name: meta for name, meta in stored.items() if meta.shape != metas[name].shape}
+    padded = {name: tensor for name, tensor in stored.items() if tensor.shape != metas[name].shape}
     tensors = place_tensors(catalog, {name: origins[name] for name in padded}, padded)
     padding = {
         name: tensor.narrow(0, n_rows := metas[name].shape[0], tensor.shape[0] - n_rows)

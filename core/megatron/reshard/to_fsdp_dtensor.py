@@ -86,7 +86,7 @@ def to_fsdp_dtensor(
     # Megatron-FSDP has no pipeline stages: layers are numbered over the whole model.
     topology = replace(topology, pp=1, vpp=1, pipeline=None)
     facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
-    facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
+    facts = with_gate(facts, {key: tensor.shape for key, tensor in catalog.tensors.items()})
     check_parallel_sizes(topology, facts)
     _check_model(catalog, facts)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
@@ -211,7 +211,7 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
     if RERUN in (catalog.common or {}):
         dropped.append(Dropped((RERUN,), OF_RANKS))
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
-    filled += [key for key, meta in catalog.tensors.items() if meta.n_elements]
+    filled += [key for key, tensor in catalog.tensors.items() if tensor.n_elements]
     states = [key for key in filled if key.endswith(EXTRA_STATE)]
     dropped += dropped_each(states, "Megatron-FSDP stores no extra states", catalog.tensors)
     copies = {

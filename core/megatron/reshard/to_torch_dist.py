@@ -248,7 +248,7 @@ def to_torch_dist(
     # Mamba's and similar parameters are one tensor per part in torch_dist.
     facts = with_sizes(
         facts,
-        {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
+        {key: tensor.shape for key, tensor in catalog.tensors.items() if param_of(key) == key},
         rules,
     )
     return Stacked(

@@ -334,7 +334,7 @@ class _Comparison:
     def _by_name(self) -> dict[str, TensorDiff]:
         """Judge every tensor of either side by name, shape, type and fingerprint."""
         tensors_a, tensors_b = (
-            {key: meta for key, meta in side.catalog.tensors.items() if self._is_wanted(key)}
+            {key: tensor for key, tensor in side.catalog.tensors.items() if self._is_wanted(key)}
             for side in (self._a, self._b)
         )
         diffs: dict[str, TensorDiff] = {}

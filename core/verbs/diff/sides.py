@@ -183,7 +183,7 @@ def _of_one_implementation(
 def _model_of(side: Side) -> Side:
     """Drop the optimizer from a side."""
     catalog = side.catalog
-    tensors = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    tensors = {key: tensor for key, tensor in catalog.tensors.items() if not is_optimizer_key(key)}
     entries = {name: value for name, value in side.entries.items() if name != OPTIMIZER}
     return replace(side, catalog=replace(catalog, tensors=tensors), entries=entries)
 
@@ -230,7 +230,7 @@ def _with_hf(
 
     # Keep only the model: a Hugging Face checkpoint has neither an optimizer nor arguments.
     model, mapped_model = (
-        {key: meta for key, meta in tensors.items() if role_of(key) == "model"}
+        {key: tensor for key, tensor in tensors.items() if role_of(key) == "model"}
         for tensors in (form.catalog.tensors, mapped.tensors)
     )
     n_dropped = len(form.catalog.tensors) - len(model)

@@ -197,7 +197,9 @@ def _count_parameters(
         return None
     skipped = {key for weight in weights for key in (*weight.scales, *weight.others)}
     skipped |= _second_copies(view, is_tied=is_tied)
-    return _sum_elements({key: meta for key, meta in view.tensors.items() if key not in skipped})
+    return _sum_elements(
+        {key: tensor for key, tensor in view.tensors.items() if key not in skipped}
+    )
 
 
 def _sum_elements(tensors: Mapping[str, Tensor], vocab_size: int | None = None) -> int | None:

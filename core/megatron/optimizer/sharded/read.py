@@ -169,7 +169,8 @@ def _read_by_parameter(
         of_state = origins_of(catalog, names, facts, rules)
         origins |= {state_key(state, name): origin for name, origin in of_state.items()}
     metas = {
-        key: _meta(key, meta_of(catalog, key, origin), model) for key, origin in origins.items()
+        key: _with_parameter_shape(key, meta_of(catalog, key, origin), model)
+        for key, origin in origins.items()
     }
 
     # The number of steps may be a tensor, with copies of equal content.
@@ -196,8 +197,8 @@ def _leaf_keys(tree: object) -> list[str]:
     return [leaf.key for leaf in walk(tree) if isinstance(leaf, TensorLeaf)]
 
 
-def _meta(key: str, stored: Tensor, model: Catalog) -> Tensor:
-    """Return a state's meta data with its parameter's shape, which may have fewer padding rows.
+def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
+    """Return a state's tensor with its parameter's shape, which may have fewer padding rows.
 
     Raises:
         CorruptError: the model does not have the parameter, or has it in another shape.

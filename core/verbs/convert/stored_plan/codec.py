@@ -197,7 +197,7 @@ class Encoder:
         """Encode an array; a value that equals the tensor's is written as 0.
 
         Args:
-            key, meta: the tensor.
+            key, tensor: the tensor.
             array: one of its arrays.
             encodings: the encodings of the tensor's arrays so far; a new one is added.
             encoding_numbers: index in ``encodings`` by the id of an encoding.
