@@ -31,7 +31,7 @@ from core.files.source_store import (
 from core.files.store import list_files_below
 from core.formats.huggingface.files import CONFIG, carried_files, read_config_json
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
+from core.opening.locate import NAMING_TRACKERS, RELEASE, TRACKER
 
 if TYPE_CHECKING:
     from core.files.walk import Tree

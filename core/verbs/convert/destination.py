@@ -13,7 +13,8 @@ from core.errors import UsageError
 from core.files.remote_path import RemotePath, absolute_location, is_remote
 from core.formats.format import Format
 from core.formats.huggingface.files import file_images
-from core.opening.open import RELEASE, TRACKER, Checkpoint
+from core.opening.locate import RELEASE, TRACKER
+from core.opening.open import Checkpoint
 from core.verbs.convert.job import Job
 from core.verbs.convert.options import HF_ALIASES
 from core.verbs.convert.sizes import target_topology

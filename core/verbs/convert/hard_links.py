@@ -27,8 +27,9 @@ from core.formats.dcp.reading.stored_metadata import metadata_files
 from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE
 from core.megatron.optimizer.form import TITLES, optim_format_of
+from core.opening.locate import RELEASE
 from core.opening.objects import apply_object_policy, loaded
-from core.opening.open import RELEASE, Checkpoint
+from core.opening.open import Checkpoint
 from core.opening.source_files import unread_files
 from core.values import dataclass
 from core.verbs.convert.account import check_account

@@ -37,7 +37,7 @@ from core.errors import CheckpointingException
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.megatron.model.topology import Topology
-from core.opening.open import RELEASE, TRACKER
+from core.opening.locate import RELEASE, TRACKER
 from core.pickle.inert import Global, as_mapping
 from core.pickle.names import globals_of
 from core.values import dataclass
