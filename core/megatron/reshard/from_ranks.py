@@ -160,46 +160,11 @@ def unshard_ranks(
             "the arguments do not say it"
         )
 
-    # Rows that an old checkpoint stores in another order are put in order by their fragments.
+    # Rows that are stored in another order are put in order by their fragments.
     tensors = {**model.tensors, **optimizer.states}
-    common = extras.common
-    if version < OLDEST:
-        from core.megatron.placement.qkv_order import CURRENT, old_rows
-
-        for key, tensor in tensors.items():
-            shape = tensor.parts[0].array.shape
-            tensor.old_rows = old_rows(
-                param_of(key), shape[0] if shape else 0, version, true_shapes.facts
-            )
-        common = {**common, "checkpoint_version": CURRENT}
-        notes.append(
-            "rows of query, key and value are now in the order of checkpoint_version "
-            f"{CURRENT}, not {version}"
-        )
-
-    args = catalog.args
-    if facts.kind.is_legacy and is_multi_query(fields_of(args)):
-        from core.megatron.placement.qkv_order import rows_by_part
-
-        for key, tensor in tensors.items():
-            shape = tensor.parts[0].array.shape
-            tensor.old_rows = rows_by_part(
-                param_of(key), shape[0] if shape else 0, true_shapes.facts
-            )
-        args = replaced(
-            args,
-            {},
-            added={
-                "multi_query_attention": False,
-                "group_query_attention": True,
-                "num_query_groups": facts.n_groups,
-            },
-        )
-        common = {**common, "args": args}
-        notes.append(
-            "rows of query, key and value are now in Megatron's order, by group "
-            "(group_query_attention), not in that of multi_query_attention"
-        )
+    row_order = _order_rows(tensors, true_shapes.facts, version, catalog.args, extras.common)
+    args, common = row_order.args, row_order.common
+    notes += row_order.notes
 
     # Keep the tensors to which objects refer, and those of the optimizer that are not states.
     objects = extras.objects | {
@@ -581,6 +546,70 @@ def _join_shapes(
         shapes[key] = shapes[param_of(key)]
     notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowOrder:
+    """What the result records about rows that are no longer in the order of the files.
+
+    Args:
+        args: the training arguments.
+        common: the other entries.
+        notes: notes for the user.
+    """
+
+    args: object
+    common: Mapping[object, object]
+    notes: Sequence[str]
+
+
+def _order_rows(
+    tensors: Mapping[str, RankTensor],
+    facts: ModelFacts,
+    version: float,
+    args: object,
+    common: Mapping[object, object],
+) -> _RowOrder:
+    """Set the order of the rows of query, key and value where it is not today's.
+
+    Args:
+        tensors: parameters and states by name.
+        facts: facts about the model, with the sizes that shapes show.
+        version: ``checkpoint_version`` of the files.
+        args: the training arguments.
+        common: the common state, with the arguments.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``old_rows`` and ``rows_by_part``.
+    """
+    notes: list[str] = []
+    if version < OLDEST:
+        from core.megatron.placement.qkv_order import CURRENT, old_rows
+
+        for key, tensor in tensors.items():
+            tensor.old_rows = old_rows(param_of(key), tensor.n_rows, version, facts)
+        common = {**common, "checkpoint_version": CURRENT}
+        notes.append(
+            "rows of query, key and value are now in the order of checkpoint_version "
+            f"{CURRENT}, not {version}"
+        )
+    if facts.kind.is_legacy and is_multi_query(fields_of(args)):
+        from core.megatron.placement.qkv_order import rows_by_part
+
+        for key, tensor in tensors.items():
+            tensor.old_rows = rows_by_part(param_of(key), tensor.n_rows, facts)
+        added = {
+            "multi_query_attention": False,
+            "group_query_attention": True,
+            "num_query_groups": facts.n_groups,
+        }
+        args = replaced(args, {}, added=added)
+        common = {**common, "args": args}
+        notes.append(
+            "rows of query, key and value are now in Megatron's order, by group "
+            "(group_query_attention), not in that of multi_query_attention"
+        )
+    return _RowOrder(args, common, notes)
 
 
 @dataclass(frozen=True, slots=True)
