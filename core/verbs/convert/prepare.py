@@ -45,7 +45,7 @@ from core.verbs.convert.prepared import Prepared
 from core.verbs.convert.report.load_line import WrittenResult, load_line
 from core.verbs.convert.report.training_state import without_training_state
 from core.verbs.convert.sizes import written_topology
-from core.verbs.convert.source_notes import check_emptied, compare_copies
+from core.verbs.convert.source_notes import check_empty_parameters, compare_copies
 from core.verbs.convert.target_form import (
     cut_form,
     describe_loader_states,
@@ -158,7 +158,9 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     """
     format = _choose_format(job, source)
     emptied_notes = [
-        note for checkpoint in (source, *others) for note in check_emptied(job, checkpoint, format)
+        note
+        for checkpoint in (source, *others)
+        for note in check_empty_parameters(job, checkpoint, format)
     ]
     opened = source
     # State without a place is left out before its files are read further: they may be damaged.

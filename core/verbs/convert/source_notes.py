@@ -44,7 +44,7 @@ def compare_copies(source: Checkpoint) -> Checkpoint:
     return replace(source, notes=(*source.notes, note))
 
 
-def check_emptied(job: Job, checkpoint: Checkpoint, format: Format) -> list[str]:
+def check_empty_parameters(job: Job, checkpoint: Checkpoint, format: Format) -> list[str]:
     """Return a note on parameters without elements, unless the result would be a broken model.
 
     Raises:
