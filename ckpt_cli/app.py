@@ -58,8 +58,14 @@ _TRANSFER_EPILOG = (
 )
 
 _NOT_IN_MERGE = (
-    *("src", "dst", "iteration", "metadata_only", "no_optim"),
-    *("dequantize", "dequantize_optim", "param_order"),
+    "src",
+    "dst",
+    "iteration",
+    "metadata_only",
+    "no_optim",
+    "dequantize",
+    "dequantize_optim",
+    "param_order",
 )
 """Fields of ``TransferOptions`` that merge does not take: they move data, or concern one source."""
 

@@ -504,11 +504,11 @@ def _lines(
         rows = [
             [
                 Cell(escaped(key)),
-                Cell(meta.dtype, ("cyan",)),
-                Cell(shape_text(meta.shape)),
-                Cell(bytes_text(meta.n_bytes), ("dim",)),
+                Cell(tensor.dtype, ("cyan",)),
+                Cell(shape_text(tensor.shape)),
+                Cell(bytes_text(tensor.n_bytes), ("dim",)),
             ]
-            for key, meta in _in_order(tensors, options.sort)
+            for key, tensor in _in_order(tensors, options.sort)
         ]
         object_keys = sorted(objects) if options.sort else objects
         # Objects that only KEY selects are shown by their values, if nothing has to be read.

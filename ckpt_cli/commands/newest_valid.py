@@ -54,13 +54,13 @@ def run_newest_valid(options: ValidateOptions) -> int:
     # All workers check one iteration together; their figures are added up over the iterations.
     figures: list[tuple[Figures, ...]] = []
 
-    def check_iteration(path: Path) -> tuple[bool, Validation]:
+    def validate_iteration(path: Path) -> tuple[bool, Validation]:
         validation = examine_path(path, options, progress=progress)
         figures.append(validation.figures)
         return acceptance.judge(validation.findings).is_valid, validation
 
     with show_progress(progress_form(options.progress, is_quiet=options.quiet)) as progress:
-        newest = find_newest_valid(root, check_iteration, team=workers)
+        newest = find_newest_valid(root, validate_iteration, team=workers)
     if is_lead(workers):
         _report(newest, root, options, sum_figures(figures))
     return 1 if newest.path is None else 0

@@ -114,11 +114,11 @@ def _checkpoint_paths(options: ValidateOptions) -> dict[Path, UsageError | None]
 
 def _write_baseline(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
     """Write all findings to the file of ``--write-baseline``, including accepted ones."""
-    from ckpt_cli.screen.output_file import write_lines
+    from ckpt_cli.screen.output_file import write_output
 
     assert options.write_baseline is not None
     findings = [finding for verdict in verdicts for finding in verdict.validation.findings]
-    write_lines(options.write_baseline, [baseline_text(findings).rstrip("\n")])
+    write_output(options.write_baseline, [baseline_text(findings).rstrip("\n")])
     if not options.quiet:
         count = n_text(len(findings), "finding")
         print(f"wrote {escaped(str(options.write_baseline))}: {count}", file=sys.stderr)
@@ -190,16 +190,16 @@ def _report(verdicts: Sequence[Verdict], options: ValidateOptions) -> None:
 
             write_report(path, validate_html(verdicts), is_quiet=options.quiet)
         else:
-            from ckpt_cli.screen.output_file import write_lines
+            from ckpt_cli.screen.output_file import write_output
 
-            write_lines(path, _report_lines(format, verdicts, options, Screen()))
+            write_output(path, _report_lines(format, verdicts, options, Screen()))
     # With -o, the requested format goes to its file, and text to stdout.
     stdout_format = "json" if options.json else options.format
     if options.output is not None:
-        from ckpt_cli.screen.output_file import write_lines
+        from ckpt_cli.screen.output_file import write_output
 
         format = stdout_format or _SUFFIXES.get(options.output.suffix.lower(), "text")
-        write_lines(options.output, _report_lines(format, verdicts, options, Screen()))
+        write_output(options.output, _report_lines(format, verdicts, options, Screen()))
         stdout_format = "text"
     is_paged = stdout_format in (None, "text") and not options.no_pager
     lines = _report_lines(stdout_format or "text", verdicts, options, screen_of(sys.stdout))

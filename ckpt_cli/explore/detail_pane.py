@@ -85,8 +85,8 @@ class DetailPane(VerticalScroll):
             is_root: the entry is the checkpoint.
         """
         self._source = source
-        meta = entry.branch.meta if entry.kind == "tensor" else None
-        self._shown = None if meta is None else TensorDetails(entry.branch.first_key, meta)
+        tensor = entry.branch.meta if entry.kind == "tensor" else None
+        self._shown = None if tensor is None else TensorDetails(entry.branch.first_key, tensor)
         # What was begun for the last entry is of no use.
         cancellation = self._begin()
         if is_root:

@@ -85,8 +85,8 @@ class NamedBranch:
             yield self.meta
         rows = self._rows
         if rows:
-            for _, meta, _ in rows:
-                yield meta
+            for _, tensor, _ in rows:
+                yield tensor
             return
         for branch in self._below.values():
             yield from branch.tensors()

@@ -55,8 +55,8 @@ def diff_html(result: Diff) -> str:
 def _tensor_row(tensor: TensorDiff) -> dict[str, str]:
     """Return what the table shows of one tensor that differs."""
     a, b, values = tensor.a, tensor.b, tensor.values
-    shapes = dict.fromkeys(shape_text(meta.shape) for meta in (a, b) if meta is not None)
-    dtypes = dict.fromkeys(meta.dtype for meta in (a, b) if meta is not None)
+    shapes = dict.fromkeys(shape_text(tensor.shape) for tensor in (a, b) if tensor is not None)
+    dtypes = dict.fromkeys(tensor.dtype for tensor in (a, b) if tensor is not None)
     row = {
         "key": tensor.key,
         "kind": COLUMNS[tensor.kind],

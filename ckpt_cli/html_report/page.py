@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import Cell, bytes_text, count_text, n_text, shape_text
-from ckpt_cli.screen.output_file import check_report_path, write_lines
+from ckpt_cli.screen.output_file import check_report_path, write_output
 from ckpt_cli.screen.terminal import escaped
 from core.errors import UsageError
 from core.version import __version__
@@ -58,7 +58,7 @@ def write_report(path: Path, html: str, *, is_quiet: bool = False) -> None:
         CapacityError: the disk is full.
         StorageError: permission denied, or an I/O error.
     """
-    write_lines(path, [html.rstrip("\n")])
+    write_output(path, [html.rstrip("\n")])
     if not is_quiet:
         announce_report(path)
 

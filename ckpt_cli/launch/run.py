@@ -180,7 +180,8 @@ def _launch(
             program=sys.executable,
             arguments=(
                 *(("-P",) if is_installed else ()),
-                *("-m", "ckpt_cli.worker"),
+                "-m",
+                "ckpt_cli.worker",
                 *workers.as_arguments(),
                 *command,
             ),

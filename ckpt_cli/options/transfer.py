@@ -28,8 +28,8 @@ from ckpt_cli.options.declaration import (
 )
 from ckpt_cli.options.shared.values import (
     AUTO,
-    check_cast,
     check_dtype,
+    check_dtype_option,
     check_format,
     check_names,
     check_quantization,
@@ -39,16 +39,19 @@ from ckpt_cli.options.shared.values import (
 )
 from core.values import dataclass
 
-TARGETS = (
-    *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
-    *("hf", "orbax", "deepspeed_universal", "fsdp_dtensor"),
+TARGETS = tuple(
+    """
+    dcp torch_dist torch megatron zarr zarr3 safetensors hf orbax deepspeed_universal
+    fsdp_dtensor
+    """.split()
 )
 """Formats that can be written, listed here so that a help page need not import all formats."""
-CONTENT_OPTIONS = (
-    *("max_shard_size", "metadata_only", "transformer_impl", "no_optim"),
-    *("include", "exclude", "strip_prefix", "add_prefix", "rename", "untie", "tie"),
-    *("param_order", "stack_layers", "unstack_layers", "layer_axis"),
-    *("dtype", "quantize", "dequantize", "dequantize_optim"),
+CONTENT_OPTIONS = tuple(
+    """
+    max_shard_size metadata_only transformer_impl no_optim include exclude strip_prefix
+    add_prefix rename untie tie param_order stack_layers unstack_layers layer_axis dtype
+    quantize dequantize dequantize_optim
+    """.split()
 )
 """Fields of ``TransferOptions`` that change the content; each of them makes ``--to`` optional."""
 
@@ -279,7 +282,7 @@ class TransferOptions:
     dtype: list[str] | None = CONTENT.option(
         "--dtype, --torch-dtype [GLOB=]DTYPE",
         "Cast the model's floating-point tensors, or those matching GLOB: bf16, fp16, fp32, …",
-        parser=check_cast,
+        parser=check_dtype_option,
     )
     quantize: list[str] | None = CONTENT.option(
         "--quantize [GLOB=]KIND",

@@ -218,7 +218,7 @@ def _total_lines(
     read = [tensor for key, tensor in tensors.items() if statistics[key] is not None]
     parts = [part for part in statistics.values() if part is not None]
     n_bad = sum(1 for part in parts if part.n_nan or part.n_infinite)
-    n_bytes = sum(meta.n_bytes for meta in read)
+    n_bytes = sum(tensor.n_bytes for tensor in read)
     verdict = (
         screen.styled(
             f"{n_text(n_bad, 'tensor')} with NaN or Inf, which min, max, mean and std leave out",

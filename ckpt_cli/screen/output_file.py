@@ -56,7 +56,7 @@ def check_report_path(path: Path) -> None:
                 )
 
 
-def write_lines(path: Path, lines: Iterable[str]) -> None:
+def write_output(path: Path, lines: Iterable[str]) -> None:
     """Write lines to a file, which is replaced if it exists, or to a pipe or device.
 
     Raises:

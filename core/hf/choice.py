@@ -25,7 +25,7 @@ from core.errors import UnsupportedError
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
 from core.megatron.model.blocks import TEXT
-from core.megatron.model.hybrid import read_pattern
+from core.megatron.model.hybrid import parse_pattern
 
 _OFF = [
     "activation_func_clamp_value",
@@ -249,7 +249,7 @@ def _misfitting_arguments(fields: Mapping[str, object], family: Family) -> dict[
 
 def _without_effect(fields: Mapping[str, object]) -> frozenset[str]:
     """Return the arguments that no layer of a hybrid model depends on."""
-    pattern = read_pattern(fields)
+    pattern = parse_pattern(fields)
     layers = "" if pattern is None else pattern.layers
     names = set()
     if "*" not in layers:

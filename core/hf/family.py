@@ -20,34 +20,12 @@ from core.values import dataclass
 
 _TABLES = Path(__file__).parent / "tables"
 _FIELDS = frozenset(
-    (
-        *(
-            "model_type",
-            "aliases",
-            "architecture",
-            "classifiers",
-            "body",
-            "layers",
-            "inner",
-            "rows_of",
-            "without",
-            "requires",
-            "allows",
-        ),
-        *(
-            "ignored",
-            "absent",
-            "rope",
-            "detected",
-            "implementation",
-            "builder",
-            "differs",
-            "checked",
-            "caution",
-        ),
-        *("config", "mtp_names", "reasons", "inert"),
-        *("settings", "switches", "experts", "fixed", "defaults", "first", "layer", "mtp", "last"),
-    )
+    """
+    model_type aliases architecture classifiers body layers inner rows_of without
+    requires allows ignored absent rope detected implementation builder differs
+    checked caution config mtp_names reasons inert settings switches experts fixed
+    defaults first layer mtp last
+    """.split()
 )
 SECTIONS = ("first", "layer", "mtp", "last")
 """Lists of rows in a table."""

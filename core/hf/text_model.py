@@ -38,7 +38,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import dropped_each, left_out
+from core.engine.catalog.dropped import dropped_each, dropped_unlisted
 from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.hf.config_json.config import document
@@ -148,7 +148,9 @@ def text_model_of(
         dropped=(
             *catalog.dropped,
             *dropped_each((f"{tower}.*" for tower in towers), "not part of the text model"),
-            *left_out({key: catalog.tensors[key] for key in others}, "not part of the text model"),
+            *dropped_unlisted(
+                {key: catalog.tensors[key] for key in others}, "not part of the text model"
+            ),
         ),
         files={**catalog.files, CONFIG: document(text_config)},
     )

@@ -52,10 +52,10 @@ def find_tie_pair(
     Returns:
         None if no tensor, or more than one, can be the embedding or the output layer.
     """
-    from core.hf.proof.expected import describe_model
+    from core.hf.proof.expected import find_model_class
     from core.hf.tensors.spelling import match_names
 
-    described = None if config is None else describe_model(config)
+    described = None if config is None else find_model_class(config)
     if described is not None:
         (embedding,) = described.family.first[0].hf
         names = (embedding, described.family.head)
@@ -88,7 +88,7 @@ def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
         has_head: the output layer is stored; without it, a model whose defaults are unknown is
             tied.
     """
-    from core.hf.proof.expected import describe_model
+    from core.hf.proof.expected import find_model_class
 
     text = config.get(TEXT_CONFIG)
     stated = [
@@ -98,7 +98,7 @@ def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
     ]
     if stated:
         return any(value is True for value in stated)
-    described = describe_model(config)
+    described = find_model_class(config)
     return not has_head if described is None else bool(described.family.defaults.get(TIE, False))
 
 

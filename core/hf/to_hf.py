@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
 from core.engine.catalog.key_patterns import natural_order
 from core.engine.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
@@ -30,7 +30,7 @@ from core.hf.towers.to_hf import separate_towers
 from core.hf.traits import Model, model_of
 from core.hf.value_head import ValueHead, choose_value_head
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
-from core.megatron.extras.common_state import common_of
+from core.megatron.extras.common_state import get_common_state
 from core.megatron.model.args import fields_of
 from core.megatron.model.vocabulary import PADDING
 
@@ -130,7 +130,7 @@ def to_hf(
         iteration=None if catalog.optimizer is None else catalog.iteration,
         files=files,
         notes=tuple(notes),
-        dropped=(*_dropped(catalog, has_config=has_config), *left_out(padding, PADDING)),
+        dropped=(*_dropped(catalog, has_config=has_config), *dropped_unlisted(padding, PADDING)),
     ).with_facet(HuggingFaceModel(family.model_type))
     return result if towers is None else towers.joined(result)
 
@@ -242,7 +242,7 @@ def _dropped(catalog: Catalog, *, has_config: bool) -> list[Dropped]:
     # The shards of one object share the name before the slash.
     objects = dict.fromkeys(key.partition("/")[0] for key in catalog.objects if _EXTRA not in key)
     names = [*extra_states, *objects]
-    names = names + [str(name) for name in common_of(catalog) if name not in names]
+    names = names + [str(name) for name in get_common_state(catalog) if name not in names]
     if has_config and "args" in names:
         names.remove("args")
         dropped += dropped_each(("args",), f"{CONFIG} describes the model")

@@ -12,12 +12,11 @@ The result has the fields and facets of ``core.megatron.reshard.from_ranks``: on
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
-from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, left_out
+from core.engine.catalog.catalog import Catalog
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.files_beside import FILES_BESIDE
 from core.engine.catalog.optimizer_keys import is_optimizer_key
@@ -27,31 +26,28 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
     UsageError,
-    list_some,
 )
 from core.hf.config_json.config import build_arguments
 from core.hf.config_json.hybrid import completed, count_predictions
 from core.hf.config_json.origin import choose_config_text
-from core.hf.config_json.rope import unsaid_rope
 from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
-from core.hf.notes import list_model_notes
+from core.hf.notes import list_megatron_notes
 from core.hf.optimizer.states import (
     carrying_option,
     named_state_of,
     states_by_name,
 )
 from core.hf.optimizer.to_global import NO_STATES, convert_states
-from core.hf.tensors.global_tensor import GlobalTensor, global_tensor
+from core.hf.tensors.global_tensor import global_tensor
 from core.hf.text_model import is_composite
 from core.hf.ties import with_embedding
-from core.hf.traits import Model, model_of
+from core.hf.traits import model_of
 from core.hf.value_head import NOTE as HEAD_NOTE
 from core.hf.value_head import find_value_head
-from core.hf.values import ARGUMENT, CONFIG, UNUSED_WEIGHT_HINT, count_of
-from core.megatron.extras.common_state import EXTRA_STATE
-from core.megatron.extras.extra_states import states_of_rank_files
+from core.hf.values import ARGUMENT, CONFIG, UNUSED_WEIGHT_HINT
+from core.megatron.extras.extra_states import list_extra_states
 from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.values import dataclass
@@ -62,16 +58,6 @@ if TYPE_CHECKING:
 _ITERATION = 1
 """Iteration of the result: Megatron does not load a checkpoint of iteration 0."""
 _EXPERTS_BY_IMPL = {"transformer_engine": "te_grouped", "local": "sequential"}
-_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
-_ENGINE_ONLY = frozenset({"hybrid", "parallel_mamba", "linear_attention", "latent"})
-"""Features of layers that Megatron builds of Transformer Engine's modules alone.
-
-So are RMSNorms that store their weights minus one; and the local attention core takes no
-``k_channels``, which latent attention gives it (megatron-core 0.12 to 0.19 and d98e8a64).
-"""
-_LINEAR = re.compile(
-    r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj|self_attention|mlp)\.weight$"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +109,10 @@ def to_megatron(
             f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'"
         )
     _refuse_quantized(catalog, config)
-    note = None
     text = choose_config_text(config, catalog.documents.get(CONFIG))
-    separated = None
+
+    # Choose the family of the text model, towers aside.
+    note = separated = None
     if family is None and is_composite(config):
         from core.hf.towers.to_megatron import separate_model
 
@@ -134,7 +121,6 @@ def to_megatron(
     catalog = with_embedding(catalog, config)
     if family is None:
         family, note = detect_family(catalog.tensors, config)
-
     head = find_value_head(catalog.tensors, family)
     if head is not None:
         family = head.add_to(family)
@@ -172,7 +158,7 @@ def to_megatron(
         key for key in catalog.tensors if any(pattern.search(key) for pattern in family.ignored)
     }
     used = {key for tensor in tensors.values() for key in tensor.used} | ignored
-    objects, order = _extra_states(
+    objects, order = list_extra_states(
         tensors, is_local=model.is_local, has_value_head=head is not None
     )
 
@@ -185,7 +171,10 @@ def to_megatron(
         used |= states.used
         restored = restored_optimizer(
             catalog,
-            {name: _trained_facts(tensors[name]) for name in states.params},
+            {
+                name: (len(tensors[name].tensor.shape), tensors[name].used[0])
+                for name in states.params
+            },
             names=list(dict.fromkeys(k for n in states.params for k in tensors[n].used)),
             states=states.names,
             dtypes=[tensors[name].tensor.dtype for name in states.params],
@@ -218,15 +207,15 @@ def to_megatron(
         expert_names=_EXPERTS_BY_IMPL["local" if model.is_local else "transformer_engine"],
         order=tuple(order),
     )
-    n_mtp = count_of(fields, "mtp_num_layers", default=0, least=0)
-    declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     notes = [
-        *_notes(tensors, declared_mtp=declared_mtp or 0, n_mtp=n_mtp),
-        *_shift_notes(tensors),
-        *_building_notes(family, config, model),
-        *list_model_notes(family, fields),
-        *_names_notes(
-            family, model, is_composite=separated is not None, requested=transformer_impl
+        *list_megatron_notes(
+            tensors,
+            family,
+            config,
+            fields,
+            model,
+            is_composite=separated is not None,
+            transformer_impl=transformer_impl,
         ),
         *(() if note is None else (note,)),
         *(() if head is None else (HEAD_NOTE,)),
@@ -249,98 +238,11 @@ def to_megatron(
     return result if separated is None else separated.joined(result)
 
 
-def _trained_facts(tensor: GlobalTensor) -> tuple[int, str]:
-    """Return the number of axes of a parameter, and the Hugging Face name of its first part."""
-    return len(tensor.tensor.shape), tensor.used[0]
-
-
 def _is_of_states(catalog: Catalog, key: str) -> bool:
     """Return whether an object is a setting of a parameter group, or a state of a parameter."""
     from core.hf.optimizer.groups import PARAM_GROUPS
 
     return key.startswith(PARAM_GROUPS) or named_state_of(catalog, key) is not None
-
-
-def _notes(
-    tensors: Mapping[str, GlobalTensor], *, declared_mtp: object, n_mtp: int
-) -> Iterator[str]:
-    """Yield the notes about a conversion for the user.
-
-    Args:
-        declared_mtp, n_mtp: number of multi-token prediction layers in the configuration, and
-            number of those with tensors.
-    """
-    if declared_mtp != n_mtp:
-        yield (
-            f"{CONFIG} declares {declared_mtp} multi-token prediction layers, "
-            f"but {n_mtp} have tensors and are used"
-        )
-    copies = [key for tensor in tensors.values() for key in tensor.copies]
-    if copies:
-        yield f"{list_some(copies, 3)}: copies of other tensors, not stored twice"
-
-
-def _names_notes(
-    family: Family, model: Model, *, is_composite: bool, requested: str | None
-) -> Iterator[str]:
-    """Yield the note about the implementation whose module names are written.
-
-    Args:
-        family: family of the model.
-        model: the text model.
-        is_composite: the model has towers besides.
-        requested: the implementation that the user named; None for the default.
-    """
-    args = family.fixed_args
-    is_minus_one = (
-        args.get("layernorm_zero_centered_gamma") is True and args.get("normalization") == "RMSNorm"
-    )
-    has_local = not (
-        is_composite or family.builder or _ENGINE_ONLY & family.requires or is_minus_one
-    )
-    if requested == "local" and not has_local:
-        yield (
-            "module names are for --transformer-impl local, of which Megatron builds no "
-            f"{family.model_type} models: omit it for Transformer Engine's names"
-        )
-    elif requested is None and model.is_local:
-        yield "module names are for --transformer-impl local"
-    elif requested is None:
-        note = "module names are for Transformer Engine, Megatron's default"
-        yield f"{note}; for --transformer-impl local, add that option" if has_local else note
-
-
-def _shift_notes(tensors: Mapping[str, GlobalTensor]) -> Iterator[str]:
-    """Yield the note about tensors whose numbers are others in Megatron."""
-    shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
-    if shifted:
-        from core.hf.tensors.shifted import SHIFT_NOTE
-
-        more = f" and {len(shifted) - 1} others" if shifted[1:] else ""
-        yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
-
-
-def _building_notes(family: Family, config: Mapping[str, object], model: Model) -> Iterator[str]:
-    """Yield notes about what a Megatron run needs besides the arguments to be the same model."""
-    if family.builder is not None:
-        yield (
-            f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
-        )
-    elif model.n_mtp and family.mtp_names.dense and "moe" in model.kinds_of(model.n_layers - 1):
-        yield (
-            "Megatron's training script gives the layers of multi-token prediction experts, as the "
-            f"decoder's last layer has them, and those of {family.model_type} models have none: "
-            "Megatron-Bridge builds them"
-        )
-    if model.unindexed:
-        yield (
-            f"{len(model.unindexed)} layers use the choice of an earlier layer's indexer: Megatron "
-            "builds them since megatron-core 0.19, and every pipeline stage must begin with a "
-            "layer that has an indexer"
-        )
-    unsaid = unsaid_rope(config, family)
-    if unsaid is not None:
-        yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
 
 
 def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tuple[Dropped, ...]:
@@ -370,7 +272,7 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
         *dropped_together(files, FILES_BESIDE),
         *dropped_each(sorted(ignored), f"follows from {CONFIG}", catalog.tensors),
         *settings,
-        *left_out({key: catalog.tensors[key] for key in computed}, "in other entries"),
+        *dropped_unlisted({key: catalog.tensors[key] for key in computed}, "in other entries"),
     )
 
 
@@ -439,38 +341,3 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
         key=keys[0],
         hint=UNUSED_WEIGHT_HINT,
     )
-
-
-def _extra_states(
-    tensors: Mapping[str, GlobalTensor], *, is_local: bool, has_value_head: bool
-) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
-    """Return the extra states of modules, which are empty, and the order of entries in a rank file.
-
-    Those of the local implementation are those of its linear modules. A value head has none.
-    """
-    objects: dict[str, StoredObject] = {}
-    order: dict[str, None] = {}
-    for name in tensors:
-        module, _, last = name.rpartition(".")
-        if last in _FUSED_NORM:
-            continue  # added below, before the weight of its module
-        order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in tensors}
-        order[name] = None
-        if has_value_head and module == "output_layer":
-            states = []  # a module of torch's own
-        elif is_local:
-            states = [f"{module}.{EXTRA_STATE}"] if _LINEAR.search(name) else []
-        else:
-            states = list(states_of_rank_files([name]))
-        for state in states:
-            # torch writes a module's extra state after all of its parameters: the bias moves up.
-            bias = name.removesuffix("weight") + "bias"
-            if bias in tensors:
-                order[bias] = None
-            objects[state] = StoredObject(state)
-            order[state] = None
-    if is_local and not has_value_head:
-        state = f"output_layer.{EXTRA_STATE}"  # exists even if the weight is the embedding's
-        objects.setdefault(state, StoredObject(state))
-        order[state] = None
-    return objects, tuple(order)

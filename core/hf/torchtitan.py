@@ -212,7 +212,7 @@ def _shape_of_parameter(
     """Return the shape of the parameter that a state of the optimizer belongs to.
 
     Args:
-        key, meta: the state.
+        key, tensor: the state.
         name: name of the parameter.
         shapes: shapes of all tensors.
 

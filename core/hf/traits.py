@@ -194,7 +194,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         CorruptError: an argument is invalid.
     """
     from core.megatron.model.args import find_layers_without_indexer, linear_layers
-    from core.megatron.model.hybrid import read_pattern
+    from core.megatron.model.hybrid import parse_pattern
 
     if fields.get("noop_layers"):
         raise UnsupportedError(
@@ -218,7 +218,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     n_experts = size_of(fields, "num_experts", default=0)
     # Megatron-Bridge writes 0 for a model without these layers.
     n_mtp = size_of(fields, "mtp_num_layers") if fields.get("mtp_num_layers") else 0
-    pattern = read_pattern(fields)
+    pattern = parse_pattern(fields)
     kinds = None if pattern is None else kinds_of(pattern.layers)
     prediction = None
     if pattern is not None and (n_mtp := n_mtp or pattern.n_predictions):

@@ -25,7 +25,7 @@ from dataclasses import replace
 from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
-from core.hf.proof.expected import count_labels, describe_model
+from core.hf.proof.expected import count_labels, find_model_class
 from core.megatron.rules.rules import GPT, has_value_head
 from core.values import dataclass
 
@@ -97,7 +97,7 @@ def choose_value_head(
     for name in family.classifiers:
         config = {"model_type": family.model_type, "architectures": [name]}
         for extra in ({}, _WITHOUT_BIAS):
-            described = describe_model({**config, **extra})
+            described = find_model_class({**config, **extra})
             tensors = () if described is None else tuple(described.head)
             if len(tensors) == 1 + has_bias:
                 heads.setdefault(name, ValueHead(tensors[0], (*tensors, None)[1], name))

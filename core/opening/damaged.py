@@ -21,7 +21,8 @@ from core.errors import (
 )
 from core.files.source_store import SourceStore
 from core.opening.code_in_pickles import raise_if_code
-from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
+from core.opening.locate import locate_checkpoint
+from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.pickle.noted import gc_paused, noting_uses
 
 

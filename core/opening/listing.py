@@ -15,7 +15,7 @@ from core.files.store import list_files_below
 from core.formats.format import Format
 from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.open import NAMING_TRACKERS, locate_checkpoint, store_of_file
+from core.opening.locate import NAMING_TRACKERS, locate_checkpoint, store_of_file
 from core.opening.unrecognised import loose_files, search_below
 from core.values import dataclass
 

@@ -67,7 +67,7 @@ def loaded(catalog: Catalog, store: ReadStore) -> Catalog:
         arrays |= inside
         objects[item.key] = replace(item, value=value, raw_key=None)
     streams = {item.raw_key for item in raw}
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in streams}
+    hidden = {key: tensor for key, tensor in catalog.hidden.items() if key not in streams}
     return replace(catalog, objects=objects, hidden=hidden).with_hidden(arrays)
 
 
@@ -136,7 +136,9 @@ def refuse_in_ranks(
         if not _are_excluded([bare[key]], exclude)
     }
     try:
-        check_safety(replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False)
+        apply_object_policy(
+            replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False
+        )
     except UnsafeError as err:
         if err.key not in carried:
             err.hint = HINT
@@ -170,7 +172,7 @@ def refuse_hidden(
     dangerous = dangerous_uses(with_nested(uses))
     if not dangerous:
         return
-    # ``check_safety`` reports the visible ones, so only the others are searched for.
+    # ``apply_object_policy`` reports the visible ones, so only the others are searched for.
     visible = uses_in([[item.value for item in catalog.objects.values()], catalog.common])
     hidden = {use.name for use in dangerous - visible}
     if not hidden:
@@ -230,7 +232,7 @@ def _unsafe_place(
     )
 
 
-def check_safety(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
+def apply_object_policy(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
     """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:
@@ -444,7 +446,7 @@ def _keyed_by_path(catalog: Catalog, skeleton: object) -> Catalog:
     return replace(
         catalog.without_facets(MegatronModel, HuggingFaceModel),
         tensors=without_ties({new: catalog.tensor(old) for new, old in old_key_of.items()}),
-        hidden={key: meta for key, meta in catalog.hidden.items() if key not in visible},
+        hidden={key: tensor for key, tensor in catalog.hidden.items() if key not in visible},
         objects={
             entry.key: StoredObject(entry.key, value=entry.leaf)
             for entry in entries(keyed)

@@ -31,7 +31,7 @@ from core.files.source_store import (
 from core.files.store import list_files_below
 from core.formats.huggingface.files import CONFIG, carried_files, read_config_json
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
-from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
+from core.opening.locate import NAMING_TRACKERS, RELEASE, TRACKER
 
 if TYPE_CHECKING:
     from core.files.walk import Tree
@@ -89,14 +89,14 @@ def unread_files(source: Checkpoint, *, linked: Collection[str] = ()) -> list[st
     # DCP's reader opened a ``meta.pt`` that is not Lightning's, but ignored it.
     dcp = catalog.facet(DcpFacts)
     unread |= set(() if dcp is None else dcp.unread)
-    # Likewise files with an optimizer's name; those that were left out are listed elsewhere.
+    # Likewise files with an optimizer's name; those that are not carried are listed elsewhere.
     state = catalog.facet(TrainingState)
     if state is not None:
-        unread = (unread | {*state.unread}) - {*state.left_out}
+        unread = (unread | {*state.unread}) - {*state.dropped}
     above = list(_files_above(source, carried=catalog.documents))
     # The names of the state above DeepSpeed's directory begin with that of its own.
     if state is not None:
-        above = [name for name in above if name not in {*state.files.values(), *state.left_out}]
+        above = [name for name in above if name not in {*state.files.values(), *state.dropped}]
     return [*_folded(unread), *source.below, *_empty_folders(store), *above]
 
 

@@ -31,7 +31,7 @@ from core.engine.catalog.stored import PlannedArray, StoredArray
 from core.files.store import LocalStore
 from core.formats.torch.format import parse
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
-from core.megatron.model.args import fields_of, read_facts, topology_of
+from core.megatron.model.args import fields_of, parse_facts, topology_of
 from core.megatron.model.pipeline import Stages
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, make_ordered_dict
@@ -485,7 +485,7 @@ def make(model: Model, root: Path, *, optimizer: str = "none") -> None:
     """The rank files of a training root."""
     found = golden()
     args = args_of(model, found)
-    facts = read_facts(args)
+    facts = parse_facts(args)
     topology = topology_of(args)
     stages = facts.stages(topology.pp)
     iteration_dir = root / f"iter_{ITERATION:07d}"

@@ -40,8 +40,11 @@ def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -
     assert not found.intersection(HEAVY)
     assert not found.intersection(
         {
-            *("core.verbs.convert.run", "core.opening.open", "core.formats"),
-            *("ckpt_cli.commands.inspect", "ckpt_cli.completion"),
+            "core.verbs.convert.run",
+            "core.opening.open",
+            "core.formats",
+            "ckpt_cli.commands.inspect",
+            "ckpt_cli.completion",
         }
     )
 

@@ -49,8 +49,18 @@ def test_commands_start(
 def test_workers_start(project: Path, golden: Path) -> None:
     checkpoint = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     result = run(
-        *(CKPT, "launch", "--nproc-per-node", "2", "--max-restarts", "0", "--"),
-        *("convert", checkpoint, "out", "--to", "torch_dist"),
+        CKPT,
+        "launch",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "0",
+        "--",
+        "convert",
+        checkpoint,
+        "out",
+        "--to",
+        "torch_dist",
         cwd=project,
         python_path=project,
     )

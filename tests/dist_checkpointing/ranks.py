@@ -16,22 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOADED = [
-    *(
-        "torch",
-        "torch.distributed.checkpoint",
-        "torch.distributed.tensor",
-        "torch.distributed.fsdp",
-        "numpy",
-    ),
-    *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
-    *("core.dist_checkpointing.strategies.zarr", "core.dist_checkpointing.strategies.tensorstore"),
-    *(
-        "core.dist_checkpointing.strategies.fully_parallel",
-        "core.dist_checkpointing.strategies.two_stage",
-    ),
-    *("pytest", "hypothesis", "megatron.core.dist_checkpointing", "tests.dist_checkpointing.ranks"),
-]
+PRELOADED = """
+    torch torch.distributed.checkpoint torch.distributed.tensor torch.distributed.fsdp numpy
+    core.dist_checkpointing.storage_reader core.dist_checkpointing.storage_writer
+    core.dist_checkpointing.strategies.zarr core.dist_checkpointing.strategies.tensorstore
+    core.dist_checkpointing.strategies.fully_parallel core.dist_checkpointing.strategies.two_stage
+    pytest hypothesis megatron.core.dist_checkpointing tests.dist_checkpointing.ranks
+    """.split()
 """What cannot be imported is passed over."""
 TIMEOUT_S = 300
 """Guard against a hang, far above what any test takes."""

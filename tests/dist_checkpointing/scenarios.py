@@ -29,16 +29,12 @@ MODULES = {
     ),
     "core": ("CheckpointingException", "check_is_distributed_checkpoint"),
     "optimizer": ("get_param_id_to_sharded_param_map", "optim_state_to_sharding_state"),
-    "serialization": (
-        *(
-            "save",
-            "load",
-            "load_common_state_dict",
-            "load_tensors_metadata",
-            "load_sharded_metadata",
-        ),
-        *("load_plain_tensors", "load_content_metadata", "remove_sharded_tensors"),
-        *("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
+    "serialization": tuple(
+        """
+        save load load_common_state_dict load_tensors_metadata load_sharded_metadata
+        load_plain_tensors load_content_metadata remove_sharded_tensors
+        get_default_save_sharded_strategy get_default_load_sharded_strategy
+        """.split()
     ),
     "validation": ("StrictHandling",),
     "strategies.fully_parallel": (
@@ -233,17 +229,28 @@ def layer_state(api: Any, place: Place, number: int, *, is_filled: bool) -> dict
     extra = {"layer": number, "amax": values("amax", (3,)), "text": "x"} if is_filled else None
     return {
         "qkv": shard(
-            *(api, "decoder.qkv.weight", (N_LAYERS, 3 * HIDDEN, HIDDEN), layer, (1, tp_rank, tp)),
+            api,
+            "decoder.qkv.weight",
+            (N_LAYERS, 3 * HIDDEN, HIDDEN),
+            layer,
+            (1, tp_rank, tp),
             replica_id=split,
             **common,
         ),
         "proj": shard(
-            *(api, "decoder.proj.weight", (N_LAYERS, HIDDEN, HIDDEN), layer, (2, tp_rank, tp)),
+            api,
+            "decoder.proj.weight",
+            (N_LAYERS, HIDDEN, HIDDEN),
+            layer,
+            (2, tp_rank, tp),
             replica_id=split,
             **common,
         ),
         "norm": shard(
-            *(api, "decoder.norm.weight", (N_LAYERS, HIDDEN), layer),
+            api,
+            "decoder.norm.weight",
+            (N_LAYERS, HIDDEN),
+            layer,
             replica_id=copies,
             dtype=torch.bfloat16,
             **common,
@@ -565,7 +572,10 @@ PADDED = {1: 12, 2: 12, 4: 16, 8: 8}
 def padded_state(api: Any, place: Place, *, is_filled: bool) -> Any:
     tp, tp_rank = place.layout.tp, place.tp_rank
     made = shard(
-        *(api, "vocab", (PADDED[tp], 4), (0, tp_rank, tp)),
+        api,
+        "vocab",
+        (PADDED[tp], 4),
+        (0, tp_rank, tp),
         is_filled=is_filled,
         allow_shape_mismatch=True,
     )
@@ -730,7 +740,11 @@ MODEL = Scenario(
     save_model, load_model, ONE, (ONE, DP2, TP4, TP2PP2, TP4PP2, PP4DP2), expected_model
 )
 PARALLEL = Scenario(
-    *(save_fully_parallel, load_fully_parallel, DP2, (DP2, PP2DP2), expected_fully_parallel),
+    save_fully_parallel,
+    load_fully_parallel,
+    DP2,
+    (DP2, PP2DP2),
+    expected_fully_parallel,
     is_saved_by_both=False,
     is_loaded_by_both=False,
 )
@@ -759,7 +773,11 @@ SCENARIOS: dict[str, Scenario] = {
     "optimizer_one": OPTIMIZER,
     "optimizer_tp2pp2dp2": replace(OPTIMIZER, saved=TP2PP2DP2),
     "optimizer_removed": Scenario(
-        *(save_and_remove, load_what_remains, TP2, (ONE, TP2), expected_remains),
+        save_and_remove,
+        load_what_remains,
+        TP2,
+        (ONE, TP2),
+        expected_remains,
         # 0.16.1 removes nothing under torch 2.13: it asks for an attribute that is gone.
         is_saved_by_both=False,
     ),

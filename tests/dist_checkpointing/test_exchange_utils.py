@@ -171,24 +171,20 @@ def _tensor(key: str, n: int, dtype: torch.dtype = torch.float32, **fields: Any)
 
 
 DTYPES = [
-    *(
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-    ),
-    *(
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.uint16,
-    ),
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.uint16,
 ]
 
 

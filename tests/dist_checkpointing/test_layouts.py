@@ -172,7 +172,10 @@ def _cut(
     flat = _share(data, place)
     part = data.flatten()[flat]
     tensor = ShardedTensor.from_rank_offsets_flat(
-        *(f"{state}.{key}", _given(part, is_filled), tuple(data.shape), *offsets),
+        f"{state}.{key}",
+        _given(part, is_filled),
+        tuple(data.shape),
+        *offsets,
         flattened_range=flat,
         replica_id=(0, copies, 0),
         prepend_axis_num=stacked,
@@ -204,13 +207,11 @@ def _gated(place: Place, state: str, layer: int, dp_rank: int | None, is_filled:
     flat = None if dp_rank is not None else _share(data, place)
     value = data if flat is None else data.flatten()[flat]
     factory = ShardedTensorFactory(
-        *(
-            f"{state}.layers.fc1",
-            _given(value, is_filled),
-            _Halves(place, layer),
-            torch.cat,
-            (0, 0, dp_rank or 0),
-        ),
+        f"{state}.layers.fc1",
+        _given(value, is_filled),
+        _Halves(place, layer),
+        torch.cat,
+        (0, 0, dp_rank or 0),
         flattened_range=flat,
     )
     return (state, "layers", "fc1", layer), factory, value
@@ -262,7 +263,9 @@ def _embedding(place: Place, is_filled: bool) -> Leaf:
     whole[:VOCAB] = global_tensor("embedding", (VOCAB, HIDDEN))
     data = whole.chunk(place.layout.tp)[place.tp_rank]
     tensor = ShardedTensor.from_rank_offsets(
-        *("embedding", _given(data, is_filled), (0, place.tp_rank, place.layout.tp)),
+        "embedding",
+        _given(data, is_filled),
+        (0, place.tp_rank, place.layout.tp),
         replica_id=(0, 0, place.dp_rank),
         allow_shape_mismatch=True,
     )

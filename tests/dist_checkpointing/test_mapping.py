@@ -26,10 +26,10 @@ from core.dist_checkpointing.mapping import (
 from core.errors import CheckpointingException, CorruptError
 from tests.support.rounds import rounds
 
-FIELDS = [
-    *("key", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations"),
-    *("replica_id", "prepend_axis_num", "allow_shape_mismatch", "flattened_range"),
-]
+FIELDS = """
+    key dtype local_shape global_shape global_offset axis_fragmentations replica_id prepend_axis_num
+    allow_shape_mismatch flattened_range
+    """.split()
 MODEST = settings(max_examples=rounds(300), deadline=None)
 
 

@@ -870,7 +870,10 @@ def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(with_meg
             "content_metadata": {"kind": 1},
         }
         assert [found[index][0] if index % 4 < 2 else found[index] for index in range(8)] == [
-            *(state, state, {"kind": 1}, {"kind": 1})
+            state,
+            state,
+            {"kind": 1},
+            {"kind": 1},
         ] * 2
         assert all(found[index][1:] == (set(), set()) for index in (0, 1, 4, 5))
 

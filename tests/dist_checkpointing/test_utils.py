@@ -14,12 +14,11 @@ from core.dist_checkpointing._engine.torch_dtypes import is_float8tensor
 from core.dist_checkpointing.dict_utils import nested_values
 
 EXTRACTIONS = [
-    *(
-        "extract_sharded_tensors",
-        "extract_sharded_tensors_and_factories",
-        "extract_sharded_tensors_or_nonpersistent",
-    ),
-    *("extract_sharded_base", "extract_nonpersistent"),
+    "extract_sharded_tensors",
+    "extract_sharded_tensors_and_factories",
+    "extract_sharded_tensors_or_nonpersistent",
+    "extract_sharded_base",
+    "extract_nonpersistent",
 ]
 
 

@@ -224,8 +224,16 @@ def own_classes() -> dict[str, Any]:
 
 
 CORPUS = (
-    *(plain_training, nesting, keys, object_keys, attributes, only_tensors_and_attributes),
-    *(sharing, tensors, values, objects),
+    plain_training,
+    nesting,
+    keys,
+    object_keys,
+    attributes,
+    only_tensors_and_attributes,
+    sharing,
+    tensors,
+    values,
+    objects,
 )
 
 

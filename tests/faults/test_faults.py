@@ -39,8 +39,21 @@ def test_nothing_is_lost_whatever_happens(
     mode, targets = RUNS[run]
     ended = subprocess.run(
         [
-            *(sys.executable, "-m", "tests.faults.main", "--golden", golden, "--work", tmp_path),
-            *("--targets", *targets, "--modes", mode, "--sample", "1", "--jobs", "1"),
+            sys.executable,
+            "-m",
+            "tests.faults.main",
+            "--golden",
+            golden,
+            "--work",
+            tmp_path,
+            "--targets",
+            *targets,
+            "--modes",
+            mode,
+            "--sample",
+            "1",
+            "--jobs",
+            "1",
             *(("--faults", *IN_S3) if mode == "s3" else ()),
         ],
         capture_output=True,

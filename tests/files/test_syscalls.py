@@ -23,8 +23,11 @@ F_FULLFSYNC = 51  # its number on macOS; no command of Linux's fcntl
 @pytest.fixture
 def without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (
-        *("sched_getaffinity", "sched_setaffinity", "posix_fadvise"),
-        *("memfd_create", "fdatasync"),
+        "sched_getaffinity",
+        "sched_setaffinity",
+        "posix_fadvise",
+        "memfd_create",
+        "fdatasync",
     ):
         monkeypatch.delattr(os, name, raising=False)
 

@@ -257,9 +257,11 @@ def _ocdbt(data: bytes) -> None:
     budget = UnfoldBudget(1 << 20)
     budget.earn(len(whole))
     if kind & 1:
-        ocdbt_nodes.read_node(whole, ValueLocation("", "d/0", 0, len(whole)), kind >> 1 & 1, budget)
+        ocdbt_nodes.parse_node(
+            whole, ValueLocation("", "d/0", 0, len(whole)), kind >> 1 & 1, budget
+        )
     else:
-        ocdbt_nodes.read_newest_version(whole, budget)
+        ocdbt_nodes.parse_newest_version(whole, budget)
 
 
 def _explored(catalog: Catalog, store: MemoryStore) -> None:

@@ -152,7 +152,9 @@ PLAIN_YARN = {
 MAMBA2: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
             "intermediate_size",
         ),
         ...,
@@ -200,8 +202,12 @@ PADDED = {"pad_token_id": 0}
 GPT2: dict[str, Any] = {
     **dict.fromkeys(
         (
-            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-            *("max_position_embeddings", "intermediate_size"),
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "max_position_embeddings",
+            "intermediate_size",
         ),
         ...,
     ),

@@ -53,11 +53,11 @@ def test_rank_files_of_a_model_make_the_same_model(
 @pytest.mark.parametrize("topology", EXPERTS, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [
-        *("mixtral", "qwen2_moe", "qwen3_moe_mixed", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
-        *("qwen3_next_mixed", "qwen3_5_moe", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe"),
-        *("minimax_m2", "nemotron_h_moe", "ernie4_5_moe", "hy_v3", "exaone_moe", "dots1_moe"),
-    ],
+    """
+    mixtral qwen2_moe qwen3_moe_mixed deepseek_v2 deepseek_v3 deepseek_v32 qwen3_next_mixed
+    qwen3_5_moe glm4_moe glm4_moe_lite gpt_oss olmoe minimax_m2 nemotron_h_moe ernie4_5_moe
+    hy_v3 exaone_moe dots1_moe
+    """.split(),
 )
 def test_expert_parallel_rank_files_make_the_same_model(
     name: str, topology: Topology, tmp_path: Path

@@ -29,10 +29,12 @@ _PUBLISHED: dict[str, dict[str, Any]] = json.loads(
 )
 _SAME_NAMES = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 """Type that transformers 5.23.0 does not have → one of the same names."""
-_UNUSUAL = {
-    *("bailing_moe_v2", "mimo", "nemotron-nas", "sarvam_mla", "sarvam_moe", "step3p5"),
-    *("deepseek_v2", "dots1", "gpt_neox", "ministral", "nemotron"),
-}
+_UNUSUAL = set(
+    """
+    bailing_moe_v2 mimo nemotron-nas sarvam_mla sarvam_moe step3p5 deepseek_v2 dots1
+    gpt_neox ministral nemotron
+    """.split()
+)
 """Families without a class that builds a language model, and those whose class has defaults that
 are no model of Megatron's or none at all."""
 

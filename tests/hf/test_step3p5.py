@@ -18,7 +18,7 @@ from torch.nn.functional import silu
 
 from ckpt_cli.app import main
 from core.errors import CorruptError, UnsupportedError
-from core.formats.mcore.run_config import read_arguments as arguments_of_run_config
+from core.formats.mcore.run_config import get_arguments as arguments_of_run_config
 from core.hf.config_json.experts import expert_arguments
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.family import families

@@ -231,24 +231,19 @@ THINGS: dict[str, Callable[[Path], None]] = {
     "terabyte of nothing": _sparse,
 }
 PLACES = (
-    *(
-        ("dcp", ".metadata"),
-        ("dcp", "__0_0.distcp"),
-        ("torch", "checkpoint.pt"),
-        ("zarr", "w/.zarray"),
-        ("zarr", "w/0"),
-    ),
-    *(
-        ("safetensors", "model.safetensors.index.json"),
-        ("safetensors", "model-00001-of-00001.safetensors"),
-    ),
-    *(
-        ("zarr3", "w/zarr.json"),
-        ("zarr3", "w/c/1"),
-        ("torch_dist", "metadata.json"),
-        ("torch_dist", "common.pt"),
-    ),
-    *(("orbax", "manifest.ocdbt"), ("root", "latest_checkpointed_iteration.txt")),
+    ("dcp", ".metadata"),
+    ("dcp", "__0_0.distcp"),
+    ("torch", "checkpoint.pt"),
+    ("zarr", "w/.zarray"),
+    ("zarr", "w/0"),
+    ("safetensors", "model.safetensors.index.json"),
+    ("safetensors", "model-00001-of-00001.safetensors"),
+    ("zarr3", "w/zarr.json"),
+    ("zarr3", "w/c/1"),
+    ("torch_dist", "metadata.json"),
+    ("torch_dist", "common.pt"),
+    ("orbax", "manifest.ocdbt"),
+    ("root", "latest_checkpointed_iteration.txt"),
 )
 
 
@@ -446,12 +441,11 @@ JSONS: dict[str, bytes] = {
     "NaN": b"NaN",
 }
 JSON_PLACES = (
-    *(
-        ("safetensors", "model.safetensors.index.json"),
-        ("zarr", "w/.zarray"),
-        ("zarr3", "w/zarr.json"),
-    ),
-    *(("torch_dist", "metadata.json"), ("safetensors", "config.json")),
+    ("safetensors", "model.safetensors.index.json"),
+    ("zarr", "w/.zarray"),
+    ("zarr3", "w/zarr.json"),
+    ("torch_dist", "metadata.json"),
+    ("safetensors", "config.json"),
 )
 
 
@@ -631,10 +625,8 @@ def _sparse_zip(folder: Path) -> Path:
         file.write(b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE // 4))
         at = TERABYTE - 22 - 20 - 56 - (46 + 10 + 20)
         file.seek(at)
-        central = struct.pack(
-            "<4sHHHHHHIIIHHHHHII",
-            *(b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 10, 20, 0, 0, 0, 0, 0),
-        )
+        fields = (b"PK\1\2", 45, 45, 0, 0, 0, 0, 0, 0xFFFFFFFF, 0xFFFFFFFF, 10, 20, 0, 0, 0, 0, 0)
+        central = struct.pack("<4sHHHHHHIIIHHHHHII", *fields)
         file.write(central + name + wide)
         file.write(struct.pack("<4sQHHIIQQQQ", b"PK\6\6", 44, 45, 45, 0, 0, 1, 1, 76, at))
         file.write(struct.pack("<4sIQI", b"PK\6\7", 0, at + 76, 1))

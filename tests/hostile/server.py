@@ -25,31 +25,16 @@ from typing import NoReturn
 WALL_S = 600
 CPU_S = 40
 ADDRESS_BYTES = 2 << 30
-_PRELOADED = (
-    *(
-        "ckpt_cli.app",
-        "ckpt_cli.commands.inspect",
-        "ckpt_cli.commands.convert",
-        "ckpt_cli.commands.validate",
-        "core.verbs.convert.run",
-        "core.verbs.validate.run",
-    ),
-    *("core.formats", "core.verbs.inspect.summary", "numpy", "zstandard"),
-    *(
-        "ckpt_cli.findings.grouping",
-        "ckpt_cli.commands.diff",
-        "ckpt_cli.pages.diff_page",
-        "ckpt_cli.findings.json_report",
-        "ckpt_cli.findings.text",
-    ),
-    *(
-        "ckpt_cli.commands.manifest",
-        "core.verbs.diff.run",
-        "core.verbs.diff.tensor_pass",
-        "core.hf.to_hf",
-        "core.hf.to_megatron",
-        "core.publish.manifest.inventory",
-    ),
+_PRELOADED = tuple(
+    """
+    ckpt_cli.app ckpt_cli.commands.inspect ckpt_cli.commands.convert
+    ckpt_cli.commands.validate core.verbs.convert.run core.verbs.validate.run core.formats
+    core.verbs.inspect.summary numpy zstandard ckpt_cli.findings.grouping
+    ckpt_cli.commands.diff ckpt_cli.pages.diff_page ckpt_cli.findings.json_report
+    ckpt_cli.findings.text ckpt_cli.commands.manifest core.verbs.diff.run
+    core.verbs.diff.tensor_pass core.hf.to_hf core.hf.to_megatron
+    core.publish.manifest.inventory
+    """.split()
 )
 
 

@@ -21,7 +21,8 @@ import torch.distributed.checkpoint as dcp
 from core.errors import MissingShardError
 from core.files.object_listing import forget_listings
 from core.files.remote_path import location_of
-from core.opening.open import locate_checkpoint, open_checkpoint
+from core.opening.locate import locate_checkpoint
+from core.opening.open import open_checkpoint
 from core.opening.source_files import unread_files
 from core.publish.manifest.inventory import read_inventory
 from core.verbs.checks.finding import Severity

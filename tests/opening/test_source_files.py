@@ -318,15 +318,16 @@ def test_links_hold_the_tokenizer_too(golden: Path, tmp_path: Path) -> None:
 def test_files_of_real_trainers_are_named(golden: Path, tmp_path: Path) -> None:
     expected = {
         "accelerate/plain/checkpoint_0": {
-            *("optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"),
+            "optimizer.bin",
+            "scheduler.bin",
+            "random_states_0.pkl",
+            "custom_checkpoint_0.pkl",
         },
         "accelerate/fsdp2_dp2/checkpoint_0": {
-            *(
-                "scheduler.bin",
-                "random_states_0.pkl",
-                "random_states_1.pkl",
-                "custom_checkpoint_0.pkl",
-            ),
+            "scheduler.bin",
+            "random_states_0.pkl",
+            "random_states_1.pkl",
+            "custom_checkpoint_0.pkl",
         },
         "trainer/peft/checkpoint-2": {
             "optimizer.pt",
@@ -335,8 +336,10 @@ def test_files_of_real_trainers_are_named(golden: Path, tmp_path: Path) -> None:
             "training_args.bin",
         },
         "trainer/zero3_dp2": {
-            *("checkpoint-2/rng_state.pth", "checkpoint-2/training_args.bin"),
-            *("checkpoint-2/zero_to_fp32.py", "checkpoint-2/zero_to_torch.py"),
+            "checkpoint-2/rng_state.pth",
+            "checkpoint-2/training_args.bin",
+            "checkpoint-2/zero_to_fp32.py",
+            "checkpoint-2/zero_to_torch.py",
         },
     }
     for name, files in expected.items():

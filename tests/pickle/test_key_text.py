@@ -60,7 +60,8 @@ NUMBERS = [
         for kind in ("float16", "float32", "float64")
         for value in (0.1, 3.0, -1e-5, 65504)
     ),
-    *(np.bool_(True), np.bool_(False)),
+    np.bool_(True),
+    np.bool_(False),
 ]
 
 

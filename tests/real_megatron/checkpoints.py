@@ -101,24 +101,14 @@ def _check_args(stored: Any, training: Training) -> None:
     layout.
     """
     wanted = arguments(training.run)
-    names = (
-        *(
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "padded_vocab_size",
-            "tensor_model_parallel_size",
-        ),
-        *(
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "expert_model_parallel_size",
-        ),
-        *(
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "pipeline_model_parallel_layout",
-        ),
+    names = tuple(
+        """
+        num_layers hidden_size num_attention_heads padded_vocab_size
+        tensor_model_parallel_size pipeline_model_parallel_size
+        virtual_pipeline_model_parallel_size expert_model_parallel_size
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        pipeline_model_parallel_layout
+        """.split()
     )
     for name in names:
         found, expected = getattr(stored, name), getattr(wanted, name)

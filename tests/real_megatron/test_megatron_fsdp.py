@@ -47,8 +47,13 @@ def loaded(run: Run, folder: Path, *, out: Path, optim: bool = True) -> dict[str
     script = ROOT / "tests/golden/frameworks/megatron_fsdp_load.py"
     subprocess.run(
         [
-            *(PYTHON or sys.executable, "-W", "ignore", str(script)),
-            *(str(run_file), str(folder), str(result)),
+            PYTHON or sys.executable,
+            "-W",
+            "ignore",
+            str(script),
+            str(run_file),
+            str(folder),
+            str(result),
             *([] if optim else ["--no-optim"]),
         ],
         check=True,

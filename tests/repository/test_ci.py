@@ -249,16 +249,15 @@ def test_the_hooks_look_at_files_of_checkpoints_only(repo_dir: Path) -> None:
     for hook in document(repo_dir / HOOKS):
         wanted = re.compile(hook["files"])
         for name in (
-            *(
-                "a/.metadata",
-                ".metadata",
-                "a/__0_0.distcp",
-                "model.safetensors",
-                "x/model_optim_rng.pt",
-                "m.pth",
-                "m.ckpt",
-            ),
-            *("pytorch_model-00001-of-00002.bin", "model.safetensors.index.json"),
+            "a/.metadata",
+            ".metadata",
+            "a/__0_0.distcp",
+            "model.safetensors",
+            "x/model_optim_rng.pt",
+            "m.pth",
+            "m.ckpt",
+            "pytorch_model-00001-of-00002.bin",
+            "model.safetensors.index.json",
         ):
             assert wanted.search(name), name
         for name in ("README.md", "a.py", "config.json", "data.bin", "metadata", "x.pt.txt"):

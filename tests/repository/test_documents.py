@@ -22,7 +22,10 @@ GUIDES = [
     page for folder in ("guide", "howto", "adding") for page in sorted((DOCS / folder).glob("*.md"))
 ]
 START_MANY = {
-    *("launch.md", "ci.md", "megatron-rank-files.md", "torch-dist-and-zarr.md"),
+    "launch.md",
+    "ci.md",
+    "megatron-rank-files.md",
+    "torch-dist-and-zarr.md",
     "first-steps.md",
 }
 """Pages whose commands start processes, or go through many checkpoints."""

@@ -9,42 +9,20 @@ from importlib import import_module
 import pytest
 
 FACES = {
-    "core": {
-        *(
-            "Catalog",
-            "Checkpoint",
-            "CheckpointingException",
-            "Format",
-            "Job",
-            "LazyTensor",
-            "OpenCheckpoint",
-            "Report",
-            "TopologyChange",
-        ),
-        *("__version__", "open_checkpoint"),
-        *("convert", "diff", "inspect", "merge", "open", "prune", "reshard", "validate"),
-    },
-    "core.catalog": {
-        *(
-            "Catalog",
-            "Encoding",
-            "Extent",
-            "FileImage",
-            "Fragment",
-            "JoinedArray",
-            "Literal",
-            "PlacedArray",
-        ),
-        *(
-            "PlannedArray",
-            "StoredArray",
-            "StoredObject",
-            "TargetCatalog",
-            "TargetFragment",
-            "Tensor",
-        ),
-        *("catalog_of_arrays", "literal_file", "whole_fragment"),
-    },
+    "core": set(
+        """
+        Catalog Checkpoint CheckpointingException Format Job LazyTensor OpenCheckpoint
+        Report TopologyChange __version__ open_checkpoint convert diff inspect merge
+        open prune reshard validate
+        """.split()
+    ),
+    "core.catalog": set(
+        """
+        Catalog Encoding Extent FileImage Fragment JoinedArray Literal PlacedArray
+        PlannedArray StoredArray StoredObject TargetCatalog TargetFragment Tensor
+        catalog_of_arrays literal_file whole_fragment
+        """.split()
+    ),
     "core.formats": {"Format", "format_called", "formats", "sniffed"},
 }
 

@@ -20,7 +20,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 HEAVY = frozenset(
     {
-        *("ml_dtypes", "numpy", "rich", "safetensors", "tensorstore", "textual", "torch", "zarr"),
+        "ml_dtypes",
+        "numpy",
+        "rich",
+        "safetensors",
+        "tensorstore",
+        "textual",
+        "torch",
+        "zarr",
         "zstandard",
     }
 )

@@ -133,7 +133,9 @@ def test_the_distribution_holds_what_is_no_python_file(repo_dir: Path) -> None:
     assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"] == ["core", "ckpt_cli"]
     templates = "ckpt_cli/html_report/templates"
     for name in (
-        *("core/py.typed", "ckpt_cli/py.typed", "core/megatron/rules/megatron.toml"),
+        "core/py.typed",
+        "ckpt_cli/py.typed",
+        "core/megatron/rules/megatron.toml",
         *(f"{templates}/{file}" for file in ("base.html.j2", "report.css", "report.js")),
     ):
         assert (repo_dir / name).is_file()

@@ -129,9 +129,15 @@ def chromium(profile_dir: Path) -> Iterator[Tab]:
     commands_in, commands = os.pipe()
     answers, answers_out = os.pipe()
     arguments = [
-        *("--headless=new", "--remote-debugging-pipe", f"--user-data-dir={profile_dir}"),
-        *("--no-first-run", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"),
-        *("--disable-background-networking", "--no-default-browser-check"),
+        "--headless=new",
+        "--remote-debugging-pipe",
+        f"--user-data-dir={profile_dir}",
+        "--no-first-run",
+        "--disable-gpu",
+        "--disable-dev-shm-usage",
+        "--hide-scrollbars",
+        "--disable-background-networking",
+        "--no-default-browser-check",
         # Containers rarely allow the sandbox; the pages are our own.
         "--no-sandbox",
         "about:blank",

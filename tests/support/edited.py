@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from core.formats.dcp.metadata import read_metadata
+from core.formats.dcp.metadata import parse_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.level import Level
@@ -54,7 +54,7 @@ def counted(findings: list[Finding]) -> dict[str, int]:
 def edit_rows(folder: Path, change: Callable[[Rows], None]) -> None:
     """Changes what ``.metadata`` says of tensors, chunks and objects."""
     path = folder / ".metadata"
-    found = read_metadata(path.read_bytes(), label=path.name)
+    found = parse_metadata(path.read_bytes(), label=path.name)
     rows: Rows = {}
     for key, tensor in found.tensors.items():
         chunks = [ChunkRow(box.offset, box.shape, *item) for box, item in found.chunks(key)]

@@ -10,16 +10,10 @@ from core.engine.catalog.facets import RankFacts
 from core.engine.catalog.stored import Coords
 
 FacetT = TypeVar("FacetT")
-_FACTS = (
-    *(
-        "iteration",
-        "args",
-        "common",
-        "optimizer",
-        "attributes",
-        "files",
-    ),
-    *("notes", "dropped", "write", "facets"),
+_FACTS = tuple(
+    """
+    iteration args common optimizer attributes files notes dropped write facets
+    """.split()
 )
 """The fields of a catalog that are not its tensors, its objects and where they lie."""
 

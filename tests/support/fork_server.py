@@ -26,13 +26,14 @@ import types
 import warnings
 from typing import Any, NoReturn
 
-PRELOADED = (
-    *("numpy", "torch", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
-    *("torch.distributed.tensor", "torch._inductor.compile_fx", "torch._dynamo.testing"),
-    *("safetensors.numpy", "safetensors.torch", "tensorstore"),
-    *("core.dist_checkpointing.storage_reader", "core.dist_checkpointing.storage_writer"),
-    *("core.dist_checkpointing.strategies.fully_parallel", "core.verbs.convert.run"),
-    *("ckpt_cli.app", "ckpt_cli.completion.answer", "core.formats.registry"),
+PRELOADED = tuple(
+    """
+    numpy torch torch.distributed.checkpoint torch.distributed.fsdp torch.distributed.tensor
+    torch._inductor.compile_fx torch._dynamo.testing safetensors.numpy safetensors.torch
+    tensorstore core.dist_checkpointing.storage_reader
+    core.dist_checkpointing.storage_writer core.dist_checkpointing.strategies.fully_parallel
+    core.verbs.convert.run ckpt_cli.app ckpt_cli.completion.answer core.formats.registry
+    """.split()
 )
 """What cannot be imported is passed over."""
 MESSAGE_BYTES = 1 << 17

@@ -13,12 +13,14 @@ import time
 from types import SimpleNamespace
 
 LINUX_ONLY = {
-    "os": (
-        *("sched_getaffinity", "sched_setaffinity", "posix_fadvise", "POSIX_FADV_DONTNEED"),
-        *("memfd_create", "MFD_CLOEXEC", "fdatasync", "posix_fallocate", "copy_file_range"),
-        *("splice", "eventfd", "pidfd_open", "getrandom", "pipe2", "getxattr", "listxattr"),
-        *("setxattr", "O_DIRECT", "O_PATH", "O_TMPFILE", "O_NOATIME", "O_RSYNC", "SCHED_BATCH"),
-        *("setresuid", "getresuid", "unshare", "setns", "RWF_NOWAIT", "P_PIDFD", "waitid"),
+    "os": tuple(
+        """
+        sched_getaffinity sched_setaffinity posix_fadvise POSIX_FADV_DONTNEED
+        memfd_create MFD_CLOEXEC fdatasync posix_fallocate copy_file_range splice
+        eventfd pidfd_open getrandom pipe2 getxattr listxattr setxattr O_DIRECT O_PATH
+        O_TMPFILE O_NOATIME O_RSYNC SCHED_BATCH setresuid getresuid unshare setns
+        RWF_NOWAIT P_PIDFD waitid
+        """.split()
     ),
     "fcntl": ("F_ADD_SEALS", "F_OFD_SETLK", "F_SETPIPE_SZ", "F_NOTIFY", "F_SETSIG"),
     "signal": ("SIGRTMIN", "SIGRTMAX", "SIGPWR", "SIGSTKFLT", "SIGPOLL", "sigtimedwait"),

@@ -66,7 +66,7 @@ def check_dtype(text: str) -> str:
     return text
 
 
-def check_cast(text: str) -> str:
+def check_dtype_option(text: str) -> str:
     """Return a value of ``--dtype`` if its element type exists; raise UsageError if not."""
     for _, dtype in parse_casts([text]):
         check_dtype(dtype)

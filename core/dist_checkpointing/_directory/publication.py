@@ -137,7 +137,9 @@ class DirectoryPublication:
         if names:
             logger.warning(
                 "%s contains %s (%s): a checkpoint in it is replaced once the save is complete",
-                *(self.checkpoint_dir, content, examples),
+                self.checkpoint_dir,
+                content,
+                examples,
             )
         with translate_os_errors(str(self.data_dir), doing="create"):
             self.data_dir.mkdir()

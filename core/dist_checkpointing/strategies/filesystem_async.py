@@ -227,7 +227,12 @@ class FileSystemWriterAsync(FileSystemWriter):
                 pending.put(number)
                 pool.submit(
                     FileSystemWriterAsync.write_preloaded_data,
-                    *(transform_list, number, bucket, results, pending, True),
+                    transform_list,
+                    number,
+                    bucket,
+                    results,
+                    pending,
+                    True,
                 )
         # Report the results of all files, or the first error.
         outcomes = dict(results.get() for _ in write_buckets)

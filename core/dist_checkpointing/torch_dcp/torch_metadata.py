@@ -38,7 +38,7 @@ from core.errors import UnsupportedError
 from core.files.source_store import open_store
 from core.files.url import find_location
 from core.formats.dcp.columns import DcpMetadata
-from core.formats.dcp.plans import PlanRow, read_plans
+from core.formats.dcp.plans import PlanRow, parse_plans
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.dcp.reading.stored_metadata import metadata_of
 
@@ -57,7 +57,7 @@ def read_torch_metadata(checkpoint_dir: str | Path) -> Metadata:
         metadata = torch_metadata(columns)
         if "all_local_plans" in columns.extras and store.exists(METADATA):
             data = store.read(METADATA, 0, store.size(METADATA))
-            plans = read_plans(data, label=METADATA)
+            plans = parse_plans(data, label=METADATA)
             if plans is not None:
                 metadata.all_local_plans = [*map(_torch_plan, plans)]
         return metadata

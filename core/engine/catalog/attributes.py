@@ -55,7 +55,9 @@ AttributesByPath = Mapping[str, Attributes]
 def collect_attributes(catalog: AnyCatalog) -> dict[str, Attributes]:
     """Return the attributes of all containers and tensors that have any, by path or key."""
     by_path = {path: values for path, values in catalog.attributes.items() if values}
-    by_path |= {key: meta.attributes for key, meta in catalog.tensors.items() if meta.attributes}
+    by_path |= {
+        key: tensor.attributes for key, tensor in catalog.tensors.items() if tensor.attributes
+    }
     return by_path
 
 
@@ -69,10 +71,10 @@ def with_attributes(catalog: Catalog, by_path: AttributesByPath) -> Catalog:
         return catalog
     of_tensors = {path: values for path, values in by_path.items() if path in catalog.tensors}
     tensors = {
-        key: replace(meta, attributes={**(meta.attributes or {}), **of_tensors[key]})
+        key: replace(tensor, attributes={**(tensor.attributes or {}), **of_tensors[key]})
         if key in of_tensors
-        else meta
-        for key, meta in catalog.tensors.items()
+        else tensor
+        for key, tensor in catalog.tensors.items()
     }
     containers = dict(catalog.attributes)
     for path, values in by_path.items():
@@ -84,8 +86,8 @@ def with_attributes(catalog: Catalog, by_path: AttributesByPath) -> Catalog:
 def without_any_attributes(catalog: Catalog) -> Catalog:
     """Return a copy of a catalog without attributes."""
     tensors = {
-        key: replace(meta, attributes=None) if meta.attributes else meta
-        for key, meta in catalog.tensors.items()
+        key: replace(tensor, attributes=None) if tensor.attributes else tensor
+        for key, tensor in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors, attributes={})
 

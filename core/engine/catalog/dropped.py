@@ -72,7 +72,7 @@ def dropped_each(
     )
 
 
-def left_out(tensors: Mapping[str, Tensor[Any]], reason: str) -> tuple[Dropped, ...]:
+def dropped_unlisted(tensors: Mapping[str, Tensor[Any]], reason: str) -> tuple[Dropped, ...]:
     """Return the record of tensors that are not listed; none without any.
 
     Args:

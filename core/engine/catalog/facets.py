@@ -261,12 +261,12 @@ class TrainingState:
     Args:
         files: entry in the root of the state dict (``optimizer``, ``scheduler`` …) → its file.
         unread: files next to the weights that were not read; a note gives the reason.
-        left_out: files whose entries a conversion left out and listed.
+        dropped: files whose entries a conversion did not carry, and listed.
     """
 
     files: Mapping[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    dropped: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,8 @@ def without_tensors_of(catalog: Catalog, attributes: Iterable[MappingAttribute])
     removed = _tensors_in([attribute.value for attribute in attributes])
     removed -= _tensors_in([catalog.common, *(item.value for item in catalog.objects.values())])
     return replace(
-        catalog, hidden={key: meta for key, meta in catalog.hidden.items() if key not in removed}
+        catalog,
+        hidden={key: tensor for key, tensor in catalog.hidden.items() if key not in removed},
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.dropped import Dropped, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.mapping_attributes import attributes_of
 from core.pickle.inert import TensorLeaf, walk
@@ -23,13 +23,13 @@ def drop_entries(catalog: Catalog, reasons: Mapping[str, str]) -> Catalog:
         return catalog
     record = (Dropped((key,), reason) for key, reason in reasons.items())
     remaining = remove_entries(catalog, reasons.keys())
-    return record_left_out(replace(remaining, dropped=(*catalog.dropped, *record)), catalog)
+    return record_unlisted(replace(remaining, dropped=(*catalog.dropped, *record)), catalog)
 
 
-def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Catalog:
-    """Record the tensors that a catalog no longer has as left out, without listing them.
+def record_unlisted(catalog: Catalog, before: Catalog, reason: str = "") -> Catalog:
+    """Record the tensors that a catalog no longer has as not carried, without listing them.
 
-    For entries that the user left out, and those that other records list.
+    For entries that the user excluded, and those that other records list.
     """
     remaining = catalog.tensors.keys() | catalog.hidden.keys()
     removed = {
@@ -37,13 +37,13 @@ def record_left_out(catalog: Catalog, before: Catalog, reason: str = "") -> Cata
         for key, tensor in (*before.tensors.items(), *before.hidden.items())
         if key not in remaining
     }
-    return replace(catalog, dropped=(*catalog.dropped, *left_out(removed, reason)))
+    return replace(catalog, dropped=(*catalog.dropped, *dropped_unlisted(removed, reason)))
 
 
 def record_replaced(catalog: Catalog, before: Catalog, keys: Iterable[str]) -> Catalog:
     """Record that tensors are those of another checkpoint, as the user requested."""
     replaced = {key: before.tensors[key] for key in keys}
-    return replace(catalog, dropped=(*catalog.dropped, *left_out(replaced, "replaced")))
+    return replace(catalog, dropped=(*catalog.dropped, *dropped_unlisted(replaced, "replaced")))
 
 
 def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:
@@ -57,7 +57,7 @@ def remove_entries(catalog: Catalog, keys: Collection[str]) -> Catalog:
         skeleton = map_leaves(skeleton, lambda entry: REMOVED if entry.key in keys else entry.leaf)
     remaining = replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in keys},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in keys},
         objects={key: item for key, item in catalog.objects.items() if key not in keys},
         skeleton=skeleton,
     )
@@ -70,7 +70,7 @@ def without_unused_tensors(catalog: Catalog, before: Catalog) -> Catalog:
     A tensor to which nothing has referred before may be the optimizer's, and is kept.
     """
     unused = find_used_tensors(before) - find_used_tensors(catalog)
-    hidden = {key: meta for key, meta in catalog.hidden.items() if key not in unused}
+    hidden = {key: tensor for key, tensor in catalog.hidden.items() if key not in unused}
     return replace(catalog, hidden=hidden)
 
 

@@ -144,10 +144,10 @@ def _stacks(
 ) -> Iterator[_Stack]:
     """Yield the stacks of layers or experts whose names match a pattern, and can be compared."""
     stacks: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         match = pattern.fullmatch(key)
         if match is not None:
-            stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = meta
+            stacks.setdefault(match[1], {}).setdefault(int(match[2]), {})[match[3]] = tensor
     lists = [_LayerList.of(values) for values in _lists(config)] if pattern is _LAYER else []
     for prefix, layers in stacks.items():
         if len(layers) > 1 or is_uniform(prefix):

@@ -109,18 +109,18 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
         if part is not None
     }
     tensors: dict[str, Tensor] = {}
-    for name, meta in catalog.tensors.items():
+    for name, tensor in catalog.tensors.items():
         if name in key_of:
             state = states[key := key_of[name]]
             tensors[key] = (
-                meta
+                tensor
                 if state.scales is None
                 else Tensor(
                     "float32", state.shape, compute_whole(partial(dequantize_state, key, state))
                 )
             )
         elif name not in gone:
-            tensors[name] = meta
+            tensors[name] = tensor
 
     # What torchao's classes record beside the parts describes codes that are gone.
     mappings = tuple(f"{key}." for key, state in states.items() if state.codes == f"{key}.codes")

@@ -45,7 +45,7 @@ from functools import cache, partial
 from core.arrays.box import Shape
 from core.arrays.dtypes import DType, dtype_called, dtype_of, is_float8, itemsize
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import left_out
+from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.key_patterns import LIST_THEM, matcher, some_of
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.catalog.removal import remove_entries
@@ -227,7 +227,7 @@ def dequantize(
     result = replace(
         remaining,
         tensors=tensors,
-        dropped=(*catalog.dropped, *left_out(unused, "scales of activations")),
+        dropped=(*catalog.dropped, *dropped_unlisted(unused, "scales of activations")),
     )
 
     # Note the float8 tensors and scales that were not used.
@@ -431,10 +431,10 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     # Choose the matrices, and name their scales.
     matrices = [
         key
-        for key, meta in catalog.tensors.items()
-        if len(meta.shape) >= 2
-        and dtype_of(meta.dtype).kind == "float"
-        and itemsize(meta.dtype) >= 2
+        for key, tensor in catalog.tensors.items()
+        if len(tensor.shape) >= 2
+        and dtype_of(tensor.dtype).kind == "float"
+        and itemsize(tensor.dtype) >= 2
     ]
     kinds = _choose_kinds(catalog, matrices, rules)
     scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}

@@ -16,7 +16,7 @@ from core.engine.catalog.attributes import ENTRIES, drop_matching_attributes, li
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.key_patterns import LIST_THEM, matcher
 from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, split_state_key
-from core.engine.catalog.removal import find_used_tensors, record_left_out, remove_entries
+from core.engine.catalog.removal import find_used_tensors, record_unlisted, remove_entries
 from core.engine.catalog.tensor import Tensor
 from core.engine.changes.rename import add_prefix as add_prefix
 from core.engine.changes.rename import owned_entries, with_parameters
@@ -33,11 +33,11 @@ class Selection:
 
     Args:
         catalog: the chosen entries.
-        left_out: keys of the tensors and objects that were dropped, in order.
+        excluded: keys of the tensors and objects that were dropped, in order.
     """
 
     catalog: Catalog
-    left_out: tuple[str, ...]
+    excluded: tuple[str, ...]
 
 
 def select(
@@ -115,19 +115,17 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     used = find_used_tensors(remaining)
     hidden = {key: tensor for key, tensor in remaining.hidden.items() if key in used}
     remaining = replace(remaining, hidden=hidden)
-    return Selection(record_left_out(remaining, catalog, "as requested"), tuple(removed))
+    return Selection(record_unlisted(remaining, catalog, "as requested"), tuple(removed))
 
 
 def without_optimizer(catalog: Catalog) -> Selection:
     """Return the catalog without the optimizer's state."""
-    left_out = [key for key in (*catalog.tensors, *catalog.objects) if is_optimizer_key(key)]
     common = catalog.common
     if common is not None and "optimizer" in common:
         catalog = replace(
             catalog, common={name: item for name, item in common.items() if name != "optimizer"}
         )
-    keys = set(left_out)
-    return keep_entries(catalog, lambda key: key not in keys)
+    return keep_entries(catalog, lambda key: not is_optimizer_key(key))
 
 
 _KEPT_PRECISION = re.compile(

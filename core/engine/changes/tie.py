@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.key_patterns import LIST_THEM
-from core.engine.catalog.removal import record_left_out, remove_entries
+from core.engine.catalog.removal import record_unlisted, remove_entries
 from core.engine.catalog.tensor import Tensor
 from core.engine.changes.rename import nest_again, new_path, owned_entries, with_parameters
 from core.errors import UsageError
@@ -72,7 +72,7 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
     tensors = {
         key: both if tensor is second else tensor for key, tensor in remaining.tensors.items()
     }
-    return record_left_out(replace(remaining, tensors=tensors), catalog, "tied")
+    return record_unlisted(replace(remaining, tensors=tensors), catalog, "tied")
 
 
 def untie(catalog: Catalog, pairs: Sequence[Pair]) -> Catalog:
@@ -162,10 +162,10 @@ def _required_tensor(catalog: Catalog, key: str, *, option: str) -> Tensor:
     Raises:
         UsageError: the catalog has no such tensor.
     """
-    meta = catalog.tensors.get(key)
-    if meta is None:
+    tensor = catalog.tensors.get(key)
+    if tensor is None:
         raise UsageError(f"{option}: tensor not found", key=key, hint=LIST_THEM)
-    return meta
+    return tensor
 
 
 def keep_recordable_ties(catalog: Catalog, config: Mapping[str, object] | None) -> Catalog:

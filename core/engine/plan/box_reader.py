@@ -83,15 +83,15 @@ class BoxReader:
             CorruptError, UnsupportedError: the fragments of the tensor contradict each other.
         """
         # Match the checkpoint with a target that is the dense tensor in memory.
-        meta = self._catalog.tensor(key)
-        array = PlannedArray(f"dense:{key}", meta.dtype, meta.shape)
+        tensor = self._catalog.tensor(key)
+        array = PlannedArray(f"dense:{key}", tensor.dtype, tensor.shape)
         with in_checkpoint(self._store.label):
-            work = match(key, meta, whole_tensor(array))
+            work = match(key, tensor, whole_tensor(array))
             fragments = [
                 _AddressedFragment(box, self._source(key, fragment, box))
                 for box, fragment in work.pieces
             ]
-        return TensorReader(self._store, work.dtype, meta.shape, fragments)
+        return TensorReader(self._store, work.dtype, tensor.shape, fragments)
 
     def _source(self, key: str, fragment: Fragment, box: Box) -> Source:
         """Return the addresses of a part of a fragment."""
@@ -241,25 +241,48 @@ class TensorReader:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class ThreadFit:
+    """The reading threads that fit into a memory.
+
+    Args:
+        n_threads: their number; 0 if not even one fits.
+        cache_bytes: the size of each reader's cache; 0 if nothing is encoded.
+        decoder_bytes: memory of the decoders, whatever the number of threads.
+        thread_bytes: memory of a thread and the units that it decodes.
+    """
+
+    n_threads: int
+    cache_bytes: int
+    decoder_bytes: int
+    thread_bytes: int
+
+    def needed_bytes(self, n_threads: int) -> int:
+        """Return the memory that a number of threads needs."""
+        return self.decoder_bytes + n_threads * self.thread_bytes
+
+
 def fit_threads(
-    tensors: Iterable[Tensor], threads: int, memory_bytes: int, *, thread_bytes: int
-) -> tuple[int, int, int]:
+    tensors: Iterable[Tensor],
+    threads: int,
+    memory_bytes: int,
+    *,
+    thread_bytes: int,
+    n_readers: int = 1,
+) -> ThreadFit:
     """Reduce a number of reading threads until they fit into the memory.
 
     Args:
         tensors: what they read; the largest unit of it (zarr chunk, deflated record) counts.
         threads: the number of threads that is wanted.
-        memory_bytes: memory for threads, decoders and the cache of decoded units.
-        thread_bytes: memory of a thread without the unit that it decodes.
-
-    Returns:
-        The number of threads (0 if not even one fits), the size of the cache (0 if nothing is
-        encoded), and the memory that one thread needs.
+        memory_bytes: memory for threads, decoders and the caches of decoded units.
+        thread_bytes: memory of a thread without the units that it decodes.
+        n_readers: number of readers that a thread reads with; each has a cache of its own.
     """
     unit_bytes = max((decoding_bytes(tensor.fragments()) for tensor in tensors), default=0)
-    fixed_bytes = DECODER_BYTES if unit_bytes else 0
-    thread_bytes += unit_bytes
-    threads = max(0, min(threads, (memory_bytes - fixed_bytes) // thread_bytes))
-    spare_bytes = memory_bytes - fixed_bytes - threads * thread_bytes
-    cache_bytes = max(0, min(DEFAULT_CACHE_BYTES, spare_bytes)) if unit_bytes else 0
-    return threads, cache_bytes, fixed_bytes + thread_bytes
+    decoder_bytes = DECODER_BYTES if unit_bytes else 0
+    thread_bytes += n_readers * unit_bytes
+    n_threads = max(0, min(threads, (memory_bytes - decoder_bytes) // thread_bytes))
+    spare_bytes = memory_bytes - decoder_bytes - n_threads * thread_bytes
+    cache_bytes = min(DEFAULT_CACHE_BYTES, spare_bytes // n_readers) if unit_bytes else 0
+    return ThreadFit(n_threads, max(0, cache_bytes), decoder_bytes, thread_bytes)

@@ -20,8 +20,8 @@ from typing import Any, TypeVar
 from core.errors import StorageError
 from core.files.multipart.protocol import ObjectUpload, SentPart, UploadClient, checksum_of
 from core.files.multipart.s3_client import (
-    code_of,
     count_requests,
+    get_error_code,
     is_on,
     s3_client,
     s3_options,
@@ -119,7 +119,7 @@ class S3Uploads(UploadClient):
                     )
                     answer: dict[str, Any] = _call(create)
                 except ClientError as err:
-                    status, code = code_of(err)
+                    status, code = get_error_code(err)
                     is_refusal = status == 501 or code.startswith(("Invalid", "NotImplemented"))
                     if not is_refusal or n_refused + 1 == len(_CHECKSUMS):
                         raise
@@ -214,7 +214,7 @@ class _S3Upload(ObjectUpload):
                     break
                 except ClientError as err:
                     # What was damaged on its way is sent again; boto3 repeats other requests.
-                    if code_of(err)[1] != "BadDigest" or not n_left:
+                    if get_error_code(err)[1] != "BadDigest" or not n_left:
                         raise
         count_bytes(len(view))
         part = SentPart(number, len(view), answer["ETag"], checksum)
@@ -267,7 +267,7 @@ class _S3Upload(ObjectUpload):
                     MultipartUpload={"Parts": [self._described(part) for part in parts]},
                 )
             except ClientError as err:
-                status, code = code_of(err)
+                status, code = get_error_code(err)
                 if status == 501 and not replaces:
                     raise no_conditional_writes(self.path) from None
                 # The answer to the first request may have been lost, and boto3 repeated it.
@@ -325,7 +325,7 @@ class _S3Upload(ObjectUpload):
                 lambda: self._client.head_object(Bucket=self.path.bucket, Key=self.path.key)
             )
         except ClientError as err:
-            if code_of(err)[0] != 404:
+            if get_error_code(err)[0] != 404:
                 raise
             return None
         return answer
@@ -338,7 +338,7 @@ class _S3Upload(ObjectUpload):
             try:
                 _call(lambda: self._client.abort_multipart_upload(**self._names))
             except ClientError as err:
-                if code_of(err)[1] not in ("NoSuchUpload", "NoSuchBucket"):
+                if get_error_code(err)[1] not in ("NoSuchUpload", "NoSuchBucket"):
                     raise
         with self._lock:
             self._parts.clear()

@@ -243,7 +243,7 @@ def translate_s3_errors(path: RemotePath, *, doing: str = "write") -> Iterator[N
         raise _translated(path, err, doing) from None
 
 
-def code_of(err: Exception) -> tuple[int, str]:
+def get_error_code(err: Exception) -> tuple[int, str]:
     """Return the status and the code of an answer of S3; (0, "") for other errors of boto3."""
     answer = getattr(err, "response", None) or {}
     code = str(answer.get("Error", {}).get("Code", ""))
@@ -252,7 +252,7 @@ def code_of(err: Exception) -> tuple[int, str]:
 
 
 def _translated(path: RemotePath, err: Exception, doing: str) -> CheckpointingException:
-    status, code = code_of(err)
+    status, code = get_error_code(err)
     name = type(err).__name__
     if name == "NoCredentialsError" or name == "PartialCredentialsError":
         return no_credentials(path)

@@ -64,8 +64,8 @@ from core.formats.dcp.records import (
     RootRecord,
     StorageRecord,
     TensorRecord,
-    read_by_c,
-    read_by_machine,
+    parse_by_c,
+    parse_by_machine,
 )
 from core.formats.missing_entries import report_missing
 from core.pickle.inert import Global
@@ -78,7 +78,7 @@ __all__ = [
     "DcpItem",
     "DcpMetadata",
     "DcpTensor",
-    "read_metadata",
+    "parse_metadata",
     "read_once",
 ]
 
@@ -98,8 +98,8 @@ def _hint_of(class_name: str) -> str | None:
     return _OTHER_SOFTWARE.get(class_name.partition(".")[0])
 
 
-def read_metadata(data: bytes, *, label: str) -> DcpMetadata:
-    """Read the content of a ``.metadata`` file.
+def parse_metadata(data: bytes, *, label: str) -> DcpMetadata:
+    """Parse the content of a ``.metadata`` file.
 
     Args:
         data: content of the file.
@@ -237,7 +237,7 @@ def _parse_by_machine(data: bytes, label: str) -> _Parsed:
     problems: list[_Problem] = []
     with placing_errors(file=label):
         with noting_uses() as uses:
-            root = read_by_machine(data, label=label)
+            root = parse_by_machine(data, label=label)
         metadata = _ColumnBuilder(root, report=lambda err: problems.append(_problem_of(err))).read()
     return _Parsed(metadata, tuple(problems), frozenset(uses))
 
@@ -273,8 +273,14 @@ def _parse_by_c(data: bytes) -> _Parsed | None:
 
 _COLUMNS = ("offsets", "sizes", "file_index", "item_offset", "item_bytes")
 _PLAIN = (
-    *("files", "planner_data", "mcore_data", "version", "extras", "orphans"),
-    *("descriptors", "object_descriptors"),
+    "files",
+    "planner_data",
+    "mcore_data",
+    "version",
+    "extras",
+    "orphans",
+    "descriptors",
+    "object_descriptors",
 )
 
 
@@ -287,7 +293,7 @@ def pack_metadata(data: bytes) -> bytes:
         ValueError: marshal cannot serialize a value.
     """
     problems: list[_Problem] = []
-    root, other_names = read_by_c(data)
+    root, other_names = parse_by_c(data)
     metadata = _ColumnBuilder(root, report=lambda err: problems.append(_problem_of(err))).read()
     return marshal.dumps(
         (
@@ -362,7 +368,7 @@ class _ColumnBuilder:
         Raises:
             CorruptError: there is no dict of entries.
         """
-        self._read_items()
+        self._add_items()
         entries = self.state.get("state_dict_metadata")
         if type(entries) is not dict:
             raise CorruptError("Metadata has no state_dict_metadata")
@@ -370,7 +376,7 @@ class _ColumnBuilder:
         n_used = 0
         for key in list(entries):
             try:
-                n_used += self._read_entry(key, entries.pop(key))
+                n_used += self._add_entry(key, entries.pop(key))
             except CheckpointingException as err:
                 self._report_problem(key, err)
 
@@ -401,12 +407,12 @@ class _ColumnBuilder:
             object_descriptors=self.object_descriptors,
         )
 
-    def _read_entry(self, key: object, entry: object) -> int:
+    def _add_entry(self, key: object, entry: object) -> int:
         """Add a tensor or an object; return the number of distinct items that it uses."""
         if type(key) is not str:
             raise CorruptError(f"a key of state_dict_metadata is a {type(key).__name__}")
         if type(entry) is TensorRecord:
-            return self._read_tensor(key, _state(entry, key))
+            return self._add_tensor(key, _state(entry, key))
         if type(entry) is BytesRecord:
             item = self.object_items.get(key)
             if item is None:
@@ -418,7 +424,7 @@ class _ColumnBuilder:
         class_name = getattr(entry, "class_name", type(entry).__name__)
         raise UnsupportedError(f"the entry is a {class_name}, not a tensor or bytes", key=key)
 
-    def _read_items(self) -> None:
+    def _add_items(self) -> None:
         """Add the positions of all items."""
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
@@ -427,11 +433,11 @@ class _ColumnBuilder:
             return
         for index in list(storage):
             try:
-                self._read_item(index, storage.pop(index))
+                self._add_item(index, storage.pop(index))
             except CheckpointingException as err:
                 self._report(err.breaking("dcp.items"))
 
-    def _read_item(self, index: object, info: object) -> None:
+    def _add_item(self, index: object, info: object) -> None:
         """Add the position of one item."""
         key, chunk_offset, name, offset, n_bytes, descriptors = _item_fields(index, info)
         # Check every value: a name could lead outside the checkpoint, and a sum overflow a column.
@@ -465,7 +471,7 @@ class _ColumnBuilder:
         if transforms:
             self.transforms[(key, *chunk_offset)] = transforms
 
-    def _read_tensor(self, key: str, state: dict[str, Any]) -> int:
+    def _add_tensor(self, key: str, state: dict[str, Any]) -> int:
         """Add a tensor and its chunks; return the number of distinct items that it uses."""
         dtype, requires_grad = _properties(key, state.get("properties"))
         shape, chunks = state.get("size"), state.get("chunks")

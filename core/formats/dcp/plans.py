@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from core.arrays.box import Shape
-from core.formats.dcp.records import FAST_FROM_BYTES, read_by_c, read_by_machine
+from core.formats.dcp.records import FAST_FROM_BYTES, parse_by_c, parse_by_machine
 from core.pickle.inert import Global, Inert
 from core.pickle.noted import gc_paused
 from core.pickle.writer import PickleWriter
@@ -114,8 +114,8 @@ def tensor_properties(dtype: str) -> Inert:
     return record
 
 
-def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
-    """Read the plans of all ranks from a ``.metadata`` file; None if it has none of a known form.
+def parse_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
+    """Parse the plans of all ranks from a ``.metadata`` file; None if it has none of a known form.
 
     Args:
         data: content of the file, which ``core.formats.dcp.metadata`` has read without error.
@@ -137,7 +137,7 @@ def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
                 cpu_s=2 + (len(data) >> 20),
             )
         if packed is None:
-            return _plans_of(read_by_machine(data, label=label))
+            return _plans_of(parse_by_machine(data, label=label))
     plans = marshal.loads(packed)
     return plans and [
         [PlanRow(key, tensor and TensorData._make(tensor)) for key, tensor in plan]
@@ -146,8 +146,8 @@ def read_plans(data: bytes, *, label: str) -> list[list[PlanRow]] | None:
 
 
 def pack_plans(data: bytes) -> bytes:
-    """Read the plans in the child process, and serialize them for ``read_plans``."""
-    root, _ = read_by_c(data)
+    """Read the plans in the child process, and serialize them for ``parse_plans``."""
+    root, _ = parse_by_c(data)
     plans = _plans_of(root)
     # marshal preserves built-in types only.
     return marshal.dumps(

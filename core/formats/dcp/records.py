@@ -141,8 +141,8 @@ _FIND_CLASS: dict[tuple[str, str], Any] = {
 }
 
 
-def read_by_machine(data: bytes, *, label: str) -> object:
-    """Read the record tree of a pickle with the hardened reader.
+def parse_by_machine(data: bytes, *, label: str) -> object:
+    """Parse a pickle into its record tree with the hardened reader.
 
     Raises:
         CorruptError, UnsafeError: the pickle is damaged, uses persistent ids, or exceeds a limit.
@@ -207,8 +207,8 @@ class _RecordUnpickler(pickle.Unpickler):
         return OtherRecord
 
 
-def read_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
-    """Read the record tree of a pickle with the C unpickler.
+def parse_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
+    """Parse a pickle into its record tree with the C unpickler.
 
     Call it only in a sandboxed process (``core.files.sandbox``): it empties the extension registry
     of the process, and any exception may occur.

@@ -235,7 +235,8 @@ def read_partitioned(
         other_entries=head.other_entries,
         notes=[*_frozen_notes(model, weights), *unlisted_notes],
         dropped=[
-            *(*lost, *undivided),
+            *lost,
+            *undivided,
             *dict.fromkeys(entry for model in models for entry in model.dropped),
             *record_other_files(models),
         ],

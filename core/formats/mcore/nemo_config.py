@@ -125,17 +125,17 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the checkpoint in ``model_weights``.
         store: the directory of the file.
     """
-    from core.formats.mcore.run_config import find_embedding, read_arguments, with_arguments
-    from core.megatron.extras.saved_sizes import read_saved_sizes
+    from core.formats.mcore.run_config import find_embedding, get_arguments, with_arguments
+    from core.megatron.extras.saved_sizes import get_saved_sizes
 
     if catalog.args is not None or not store.exists(MODEL_CONFIG):
         return catalog
     try:
-        fields = read_arguments(_read_model(store))
+        fields = get_arguments(_read_model(store))
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
-    fields |= read_saved_sizes(catalog)
+    fields |= get_saved_sizes(catalog)
     embedding = find_embedding(catalog)
     if embedding is not None:
         fields["params_dtype"] = Global("torch", embedding.dtype)
@@ -219,8 +219,8 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog: the torch_dist checkpoint in ``weights``.
         store: the directory above.
     """
-    from core.formats.mcore.run_config import read_arguments, read_yaml, with_arguments
-    from core.megatron.extras.saved_sizes import read_saved_sizes
+    from core.formats.mcore.run_config import get_arguments, read_yaml, with_arguments
+    from core.megatron.extras.saved_sizes import get_saved_sizes
 
     if catalog.args is not None or not store.exists(MODEL_YAML):
         return catalog
@@ -233,7 +233,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         model = read_yaml(store, MODEL_YAML, allows_aliases=True).get(_CONFIG)
         if not isinstance(model, dict) or not model:
             raise CorruptError("it has no section config, so it is not NeMo's", file=MODEL_YAML)
-        fields = read_arguments({str(name): value for name, value in model.items()})
+        fields = get_arguments({str(name): value for name, value in model.items()})
         fields |= _rope_of(fields)
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {MODEL_YAML} cannot be used: {err.message}"
@@ -243,7 +243,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         "pipeline_model_parallel_size": 1,
         "expert_model_parallel_size": 1,
         "virtual_pipeline_model_parallel_size": None,
-        **read_saved_sizes(catalog),
+        **get_saved_sizes(catalog),
     }
     note = f"the training arguments were taken from {MODEL_YAML} (NeMo 2)"
     return with_arguments(catalog, {"checkpoint_version": 3.0}, fields, note=note)

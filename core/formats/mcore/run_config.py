@@ -85,7 +85,7 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
             raise CorruptError(
                 "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
             )
-        fields = read_arguments(content[_MODEL])
+        fields = get_arguments(content[_MODEL])
         fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
         note = f"no training arguments: {RUN_CONFIG} cannot be used: {err.message}"
@@ -103,7 +103,9 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
 
 def find_embedding(catalog: Catalog) -> Tensor | None:
     """Return the word embeddings of a Megatron model, whatever the prefix of their name."""
-    return next((meta for key, meta in catalog.tensors.items() if key.endswith(_EMBEDDING)), None)
+    return next(
+        (tensor for key, tensor in catalog.tensors.items() if key.endswith(_EMBEDDING)), None
+    )
 
 
 def with_arguments(
@@ -114,7 +116,7 @@ def with_arguments(
     Args:
         catalog: the checkpoint.
         common: further entries of the common state, if it does not have them.
-        fields: the arguments, from ``read_arguments``; those that the tensors tell are added.
+        fields: the arguments, from ``get_arguments``; those that the tensors tell are added.
         note: where they come from.
     """
     # The rows of the embedding tell how the vocabulary was padded; the file says only to what.
@@ -222,7 +224,7 @@ def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str,
     return {ADAPTER_ARGUMENT: json.dumps(config)}
 
 
-def read_arguments(model: Mapping[str, object]) -> dict[str, object]:
+def get_arguments(model: Mapping[str, object]) -> dict[str, object]:
     """Return the training arguments that the fields of a model provider stand for."""
     fields: dict[str, object] = {}
     for name, value in model.items():

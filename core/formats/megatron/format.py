@@ -48,7 +48,7 @@ from core.engine.catalog.stored import Coords, StoredArray
 from core.errors import CheckpointingException, MissingShardError, Report, UnsupportedError, raising
 from core.formats.format import MEGATRON_FOLDERS, Format
 from core.formats.megatron.ranks import RankContent, RankFiles
-from core.megatron.extras.common_state import OPTIMIZER, read_iteration
+from core.megatron.extras.common_state import OPTIMIZER, get_iteration
 from core.megatron.model.args import disagreements, fields_of, topology_of
 from core.megatron.model.topology import Topology, matched_dirs, rank_dirs
 from core.pickle.inert import as_mapping
@@ -400,7 +400,7 @@ class _CollectedRanks:
             objects=self._objects,
             hidden=self._hidden,
         )
-        catalog = replace(catalog, args=head.get("args"), iteration=read_iteration(head))
+        catalog = replace(catalog, args=head.get("args"), iteration=get_iteration(head))
         # Ranks with a separate optimizer file may have an optimizer in the model file, too; the
         # separate one counts.
         kinds = (

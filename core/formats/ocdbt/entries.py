@@ -30,8 +30,8 @@ from core.formats.ocdbt.nodes import (
     OcdbtManifest,
     UnfoldBudget,
     ValueLocation,
-    read_newest_version,
-    read_node,
+    parse_newest_version,
+    parse_node,
 )
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class _TreeWalk:
             )
         self._budget.earn(size)
         with placing_errors(file=name):
-            manifest = read_newest_version(self._store.read(name, 0, size), self._budget)
+            manifest = parse_newest_version(self._store.read(name, 0, size), self._budget)
             if manifest.height > _MAX_HEIGHT:
                 raise CorruptError(
                     f"the tree has {manifest.height} levels, but at most {_MAX_HEIGHT} are allowed"
@@ -134,7 +134,7 @@ class _TreeWalk:
             self._budget.earn(location.n_bytes)
         with placing_errors(file=path, span=span):
             data = self._store.read(path, location.offset, location.n_bytes)
-            entries = read_node(data, location, height, self._budget)
+            entries = parse_node(data, location, height, self._budget)
 
         # Descend, or yield the values of a leaf.
         for entry in entries:

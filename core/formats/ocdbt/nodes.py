@@ -185,8 +185,8 @@ class _Cursor:
 
 
 @suggesting(UNLIKE_ANY_WRITER)
-def read_newest_version(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
-    """Read the newest version that a manifest lists.
+def parse_newest_version(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
+    """Parse the newest version that a manifest lists.
 
     Args:
         data: content of the file.
@@ -214,22 +214,22 @@ def read_newest_version(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     cursor.take(4 * compression)
 
     # The table of versions, of which the last one is the newest. An empty tree has no root.
-    files = _read_files(cursor, base="")
+    files = _parse_files(cursor, base="")
     n_versions = cursor.count()
     if n_versions == 0:
         return OcdbtManifest(None, 0, 0)
     cursor.numbers(n_versions)
     heights = cursor.take(n_versions)
-    locations = list(_read_locations(cursor, n_versions, files, may_be_missing=True))
+    locations = list(_parse_locations(cursor, n_versions, files, may_be_missing=True))
     n_keys = cursor.numbers(n_versions)[-1]
     return OcdbtManifest(locations[-1], heights[-1], n_keys)
 
 
 @suggesting(UNLIKE_ANY_WRITER)
-def read_node(
+def parse_node(
     data: bytes, location: ValueLocation, height: int, budget: UnfoldBudget
 ) -> list[NodeEntry]:
-    """Read the entries of a B-tree node, in the order of their keys.
+    """Parse the entries of a B-tree node, in the order of their keys.
 
     Args:
         data: bytes of the node.
@@ -246,12 +246,12 @@ def read_node(
     own_height = cursor.byte()
     if own_height != height:
         raise CorruptError(f"the node has height {own_height}, but its parent requires {height}")
-    files = _read_files(cursor, base=location.base)
+    files = _parse_files(cursor, base=location.base)
     n_entries = cursor.count()
     if n_entries == 0:
         raise CorruptError("the node has no entries")
-    read_entries = _read_interior if height else _read_leaf
-    entries = list(read_entries(cursor, n_entries, files))
+    parse_entries = _parse_interior if height else _parse_leaf
+    entries = list(parse_entries(cursor, n_entries, files))
     cursor.end()
     for first, second in pairwise(entries):
         if first.key >= second.key:
@@ -261,7 +261,7 @@ def read_node(
     return entries
 
 
-def _read_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
+def _parse_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
     """Yield the ``n`` entries of a leaf; raise CorruptError if a column is invalid."""
     prefixes, suffixes = cursor.numbers(n - 1), cursor.numbers(n)
     keys = list(_read_strings(cursor, prefixes, suffixes, limit=_MAX_KEY_BYTES))
@@ -281,12 +281,12 @@ def _read_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterato
         yield NodeEntry(key, next(locations) if kind else cursor.take(length))
 
 
-def _read_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
+def _parse_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterator[NodeEntry]:
     """Yield the ``n`` entries of an interior node; raise CorruptError if a column is invalid."""
     prefixes, suffixes = cursor.numbers(n - 1), cursor.numbers(n)
     common_lengths = cursor.numbers(n)
     keys = list(_read_strings(cursor, prefixes, suffixes, limit=_MAX_KEY_BYTES))
-    locations = list(_read_locations(cursor, n, files))
+    locations = list(_parse_locations(cursor, n, files))
     # Skip the three columns of statistics.
     cursor.numbers(3 * n)
     for key, location, n_common in zip(keys, locations, common_lengths, strict=True):
@@ -319,7 +319,7 @@ def _read_strings(
         yield text
 
 
-def _read_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
+def _parse_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
     """Read the table of data files.
 
     Args:
@@ -350,7 +350,7 @@ def _read_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
     return files
 
 
-def _read_locations(
+def _parse_locations(
     cursor: _Cursor, n: int, files: list[tuple[str, str]], *, may_be_missing: bool = False
 ) -> Iterator[ValueLocation | None]:
     """Yield ``n`` locations; None for a missing one, if there may be any."""

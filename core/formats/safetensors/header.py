@@ -60,10 +60,11 @@ if TYPE_CHECKING:
 
 MAX_HEADER_BYTES = 100_000_000
 
-ORDER = (
-    *("U64", "I64", "F64", "C64", "F32", "U32", "I32"),
-    *("BF16", "F16", "U16", "I16", "F8_E5M2FNUZ", "F8_E4M3FNUZ"),
-    *("F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
+ORDER = tuple(
+    """
+    U64 I64 F64 C64 F32 U32 I32 BF16 F16 U16 I16 F8_E5M2FNUZ F8_E4M3FNUZ F8_E8M0 F8_E4M3
+    F8_E5M2 I8 U8 F4 BOOL
+    """.split()
 )
 """Dtypes in the order in which safetensors 0.8 writes them: wide ones first, for alignment."""
 

@@ -96,7 +96,7 @@ class _HeaderScanner:
                     )
                     continue
             # Of two entries with the same name the first is used.
-            name = self._read_name()
+            name = self._parse_name()
             is_first = name not in names
             if not is_first:
                 message = f"the {self._what} has two entries with the same name"
@@ -105,9 +105,9 @@ class _HeaderScanner:
                 )
             names.add(name)
             if metadata is not None and name == METADATA:
-                self._read_strings(metadata)
+                self._parse_strings(metadata)
             else:
-                fields = self._read_fields(name)
+                fields = self._parse_fields(name)
                 if fields is not None and is_first:
                     yield name, fields
             has_more = self._has_more()
@@ -125,8 +125,8 @@ class _HeaderScanner:
         self._at = match.end()
         return match[1] is None
 
-    def _read_name(self) -> str:
-        """Read a member's name and the colon after it."""
+    def _parse_name(self) -> str:
+        """Parse a member's name and the colon after it."""
         match = _NAME.match(self._data, self._at)
         if match is None:
             raise self._error("a name and a colon")
@@ -141,11 +141,11 @@ class _HeaderScanner:
         self._at = match.end()
         return match[1] == b","
 
-    def _read_strings(self, strings: dict[str, str]) -> None:
-        """Read an object of strings and add its members to a dict."""
+    def _parse_strings(self, strings: dict[str, str]) -> None:
+        """Parse an object of strings and add its members to a dict."""
         has_more = self._enter_object()
         while has_more:
-            name = self._read_name()
+            name = self._parse_name()
             value = _TEXT.match(self._data, self._at)
             if value is None:
                 raise CorruptError(
@@ -160,8 +160,8 @@ class _HeaderScanner:
             self._at = value.end()
             has_more = self._has_more()
 
-    def _read_fields(self, name: str) -> Fields | None:
-        """Read the fields of an entry.
+    def _parse_fields(self, name: str) -> Fields | None:
+        """Parse the fields of an entry.
 
         Returns:
             None if the entry is not JSON or has a field twice, which was reported.

@@ -282,9 +282,9 @@ def _read_stream(
             for at, size in tar_members(store, file, start, n_bytes).values():
                 with suppress(CorruptError, UnsupportedError):
                     data = store.read(file, at, min(size, MAX_PICKLE_BYTES))
-                    trees.extend(_read_pickles(data, file))
+                    trees.extend(_parse_pickles(data, file))
         elif n_bytes <= MAX_PICKLE_BYTES:
-            trees.extend(_read_pickles(store.read(file, start, n_bytes), file))
+            trees.extend(_parse_pickles(store.read(file, start, n_bytes), file))
     except UnsafeError:
         return _StreamPickles(tuple(trees), is_refused=True, is_complete=False)
     except CheckpointingException:
@@ -303,10 +303,10 @@ def _read_text_pickles(store: ReadStore, file: str, start: int, n_bytes: int) ->
         # Read more only if the beginning is a pickle, which goes on.
         head = store.read(file, start, min(n_bytes, _HEAD_BYTES))
         try:
-            trees += _read_pickles(head, file)
+            trees += _parse_pickles(head, file)
         except TruncatedError:
             if n_bytes > _HEAD_BYTES:
-                trees += _read_pickles(store.read(file, start, min(n_bytes, _MAX_BYTES)), file)
+                trees += _parse_pickles(store.read(file, start, min(n_bytes, _MAX_BYTES)), file)
     if all(use.how == "named" for use in uses):
         return ()
     note_uses(uses)
@@ -355,7 +355,7 @@ def _read_legacy_pickles(store: ReadStore, file: str, start: int, n_bytes: int) 
         data = store.read(file, at, end - at)
         # The pickles before the object are equal in many streams, so they are cached.
         if position < _N_PREAMBLE and len(data) <= _MAX_PREAMBLE_BYTES:
-            pickle = _read_preamble(data)
+            pickle = _parse_preamble(data)
             note_uses(pickle.uses)
             yield pickle.tree
         else:
@@ -364,7 +364,7 @@ def _read_legacy_pickles(store: ReadStore, file: str, start: int, n_bytes: int) 
 
 
 @lru_cache(maxsize=64)
-def _read_preamble(data: bytes) -> ReadPickle:
+def _parse_preamble(data: bytes) -> ReadPickle:
     """Read a pickle before the object of a legacy stream; equal in all files from one machine."""
     with noting_uses() as uses:
         tree = load(data, label=_FILE, persistent_load=_class_or_storage)
@@ -379,7 +379,7 @@ def _class_or_storage(pid: object) -> object:
     return Persistent(pid)
 
 
-def _read_pickles(data: bytes, file: str) -> Iterator[object]:
+def _parse_pickles(data: bytes, file: str) -> Iterator[object]:
     """Yield the content of the first five pickles; torch reads so many from files without a zip."""
     at = 0
     for _ in range(_N_LEGACY):

@@ -185,7 +185,7 @@ def _ranks(contents: Sequence[tuple[FileFamily, Sequence[TensorFile]]]) -> list[
 
 def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
     """Build the catalog of one or more families of files."""
-    tensors = {key: meta for family in merged for key, meta in family.tensors.items()}
+    tensors = {key: tensor for family in merged for key, tensor in family.tensors.items()}
     hidden = {key: array for family in merged for key, array in family.hidden.items()}
     skeleton: object = merged[0].skeleton
     if len(merged) > 1:

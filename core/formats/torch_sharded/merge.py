@@ -321,7 +321,7 @@ class _Merger:
             key: replace(self._objects.get(key) or StoredObject(key), refused=kind)
             for key, kind in self._unsupported.items()
         }
-        tensors = {key: meta for key, meta in self._tensors.items() if key not in unread}
+        tensors = {key: tensor for key, tensor in self._tensors.items() if key not in unread}
         return tensors, {**self._objects, **unread}
 
     def dropped(self) -> tuple[Dropped, ...]:

@@ -54,20 +54,13 @@ _SAVED = re.compile(
     r"(?P<module>.+)\.modules_to_save\.((?P<adapter>(?!weight$|bias$)[^.]+)\.)?(?P<rest>.+)"
 )
 _PLAIN_FIELDS = frozenset(
-    {
-        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "eva_config"),
-        *(
-            "ensure_weight_tying",
-            "exclude_modules",
-            "fan_in_fan_out",
-            "inference_mode",
-            "init_lora_weights",
-        ),
-        *("layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
-        *("megatron_core", "modules_to_save", "peft_type", "peft_version", "qalora_group_size"),
-        *("r", "rank_pattern", "revision", "runtime_config", "target_modules", "task_type"),
-        "use_rslora",
-    }
+    """
+    alpha_pattern auto_mapping base_model_name_or_path bias eva_config
+    ensure_weight_tying exclude_modules fan_in_fan_out inference_mode
+    init_lora_weights layers_pattern layers_to_transform lora_alpha lora_dropout
+    megatron_core modules_to_save peft_type peft_version qalora_group_size r
+    rank_pattern revision runtime_config target_modules task_type use_rslora
+    """.split()
 )
 """Entries of the configuration that plain LoRA may have; any other one must be empty or false."""
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.arrays.box import Shape, full_box
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.decoded import DecodedStore
-from core.engine.catalog.dropped import left_out
+from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.engine.catalog.tensor import Tensor
@@ -185,7 +185,7 @@ def adapter_to_megatron(
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
         notes=(*catalog.notes, note),
-        dropped=(*catalog.dropped, *left_out(copies, "equal to that of another module")),
+        dropped=(*catalog.dropped, *dropped_unlisted(copies, "equal to that of another module")),
         facets={
             MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
             Topology: Topology(),

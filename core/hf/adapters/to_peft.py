@@ -37,7 +37,7 @@ from core.hf.tensors.fuse import take_apart
 from core.hf.tensors.hf_tensor import weights_in
 from core.hf.traits import model_of
 from core.hf.values import CONFIG
-from core.megatron.extras.common_state import common_of
+from core.megatron.extras.common_state import get_common_state
 from core.megatron.model.args import ADAPTER_ARGUMENT, fields_of
 
 _STEM = "adapter_model"
@@ -135,7 +135,7 @@ def adapter_to_peft(
         of_states = tuple(tensor for entry in states for tensor in entry.tensors)
         dropped.append(Dropped(("optimizer",), NOT_IN_HF, tensors=of_states))
     objects = [key for key in catalog.objects if "_extra_state" not in key]
-    names = dict.fromkeys((*objects, *map(str, common_of(catalog))))
+    names = dict.fromkeys((*objects, *map(str, get_common_state(catalog))))
     return Catalog(
         format=catalog.format,
         version=None,

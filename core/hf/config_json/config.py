@@ -47,49 +47,37 @@ _ALIASES = {"layernorm_epsilon": "norm_epsilon"}
 _INITIAL_ARGUMENTS: Mapping[str, object] = {
     **dict.fromkeys(
         (
-            *(
-                "tensor_model_parallel_size",
-                "pipeline_model_parallel_size",
-                "transformer_pipeline_model_parallel_size",
-            ),
-            *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
-            *("world_size", "data_parallel_size"),
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "transformer_pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "world_size",
+            "data_parallel_size",
         ),
         1,
     ),
     **dict.fromkeys(
         (
-            *("virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage"),
-            *("num_virtual_stages_per_pipeline_rank", "decoder_first_pipeline_num_layers"),
-            *(
-                "decoder_last_pipeline_num_layers",
-                "pipeline_model_parallel_layout",
-                "vocab_file",
-                "merge_file",
-            ),
+            "virtual_pipeline_model_parallel_size",
+            "num_layers_per_virtual_pipeline_stage",
+            "num_virtual_stages_per_pipeline_rank",
+            "decoder_first_pipeline_num_layers",
+            "decoder_last_pipeline_num_layers",
+            "pipeline_model_parallel_layout",
+            "vocab_file",
+            "merge_file",
         ),
     ),
     **dict.fromkeys(
-        (
-            *(
-                "sequence_parallel",
-                "account_for_embedding_in_pipeline_split",
-                "use_distributed_optimizer",
-            ),
-            *(
-                "account_for_loss_in_pipeline_split",
-                "use_dist_ckpt",
-                "squared_relu",
-                "openai_gelu",
-                "quick_geglu",
-            ),
-            *(
-                "apply_query_key_layer_scaling",
-                "apply_residual_connection_post_layernorm",
-                "apply_layernorm_1p",
-            ),
-            *("layernorm_zero_centered_gamma", "multi_latent_attention"),
-        ),
+        """
+        sequence_parallel account_for_embedding_in_pipeline_split
+        use_distributed_optimizer account_for_loss_in_pipeline_split
+        use_dist_ckpt squared_relu openai_gelu quick_geglu
+        apply_query_key_layer_scaling apply_residual_connection_post_layernorm
+        apply_layernorm_1p layernorm_zero_centered_gamma multi_latent_attention
+        """.split(),
         False,
     ),
     **dict.fromkeys(

@@ -22,7 +22,7 @@ from core.hf.config_json.origin import choose_config_text
 from core.hf.family import Family, family_of
 from core.hf.text_model import is_composite, text_config_of
 from core.hf.values import ARGUMENT
-from core.megatron.extras.saved_sizes import read_saved_sizes
+from core.megatron.extras.saved_sizes import get_saved_sizes
 from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.rules.prefixes import numbered_names, prefix_of
 from core.megatron.rules.rules import GPT
@@ -74,7 +74,7 @@ def derive_arguments(
         iteration=catalog.iteration or iteration or 1,
         n_mtp=n_seen.get(PREDICTION_STACK, 0),
     )
-    n_rows, sizes = fields["vocab_size"], read_saved_sizes(catalog)
+    n_rows, sizes = fields["vocab_size"], get_saved_sizes(catalog)
     assert isinstance(n_rows, int)
     tp = sizes.get("tensor_model_parallel_size", 1)
     divisors = (

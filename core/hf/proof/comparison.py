@@ -33,9 +33,9 @@ from core.hf.proof.expected import (
     Described,
     Expected,
     declares_tie,
-    describe_model,
     expected_head,
     expected_tensors,
+    find_model_class,
     stated_experts,
 )
 from core.hf.proof.problem import Kind, Problem
@@ -58,9 +58,11 @@ _STACKED = re.compile(
     r"|moe\.(?:gate|up|down)_proj\.weight)"
 )
 _ROUTER = re.compile(r"model\.layers\.\d{1,6}\.(mlp|mixer|block_sparse_moe|moe)\.gate\.weight")
-_BODY_PARTS = (
-    *("embed_tokens.", "layers.", "norm.", "rotary_emb.", "embeddings.", "norm_f."),
-    *("wte.", "wpe.", "h.", "ln_f.", "embed_in.", "final_layer_norm."),
+_BODY_PARTS = tuple(
+    """
+    embed_tokens. layers. norm. rotary_emb. embeddings. norm_f. wte. wpe. h. ln_f. embed_in.
+    final_layer_norm.
+    """.split()
 )
 _BODY_OF_ANSWERS = "transformer."
 """The prefix of most question-answering models in place of ``model.``."""
@@ -76,7 +78,7 @@ def find_differences(
         config: parsed ``config.json``.
         files: names of the files in the same directory, one of which may declare the quantization.
     """
-    model = describe_model(config)
+    model = find_model_class(config)
     has_own_file = any(name in files for name in OWN_FILES)
     try:
         if model is None:

@@ -84,7 +84,7 @@ class Described:
     head: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def describe_model(config: Mapping[str, object]) -> Described | None:
+def find_model_class(config: Mapping[str, object]) -> Described | None:
     """Return the model class that a configuration names; None if its tensor names are unknown.
 
     A model may have another head (a classifier) or none. Other classes use their own names, such as
@@ -157,7 +157,7 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
         None if the names of the model are known.
     """
     model_type, architectures = config.get("model_type"), config.get("architectures")
-    if not isinstance(model_type, str) or describe_model(config) is not None:
+    if not isinstance(model_type, str) or find_model_class(config) is not None:
         return None
     name = (
         str(architectures[0])

@@ -18,7 +18,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.hf.proof.comparison import find_differences
-from core.hf.proof.expected import describe_model, unchecked_text
+from core.hf.proof.expected import find_model_class, unchecked_text
 from core.hf.proof.problem import Kind, Problem, more_text
 from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 
@@ -68,7 +68,7 @@ def prove_model(
     """
     model_type = str(config.get("model_type"))[:80]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
-    weights = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    weights = {key: tensor for key, tensor in catalog.tensors.items() if not is_optimizer_key(key)}
 
     # A surplus prefix explains most other problems, so it is reported first.
     problems = find_differences(weights, config, files=files)
@@ -101,7 +101,7 @@ def prove_model(
             hint="drop it with --no-optim",
         )
 
-    if describe_model(config) is None:
+    if find_model_class(config) is None:
         wrapper = next(
             (text for text in _WRAPPERS if all(key.startswith(text) for key in weights)), None
         )
@@ -184,7 +184,7 @@ def fitting_prefix(
         The prefix with its dot; None if no prefix is needed or none fits.
     """
     # Every candidate ends where the name of the embedding begins.
-    model = describe_model(config)
+    model = find_model_class(config)
     if model is None or _names_fit(problems):
         return None
     (embedding,) = model.family.first[0].hf
@@ -206,4 +206,4 @@ def _names_fit(problems: Collection[Problem]) -> bool:
 
 def _without(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors with a prefix removed from their names."""
-    return {key.removeprefix(prefix): meta for key, meta in tensors.items()}
+    return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}

@@ -20,8 +20,8 @@ _VOCAB = ("embedding.word_embeddings.", "output_layer.")
 def weights_in(catalog: Catalog[ArrayT]) -> dict[str, Tensor[ArrayT]]:
     """Return the tensors that are neither optimizer states nor extra states."""
     return {
-        key: meta
-        for key, meta in catalog.tensors.items()
+        key: tensor
+        for key, tensor in catalog.tensors.items()
         if not is_optimizer_key(key) and _EXTRA not in key
     }
 

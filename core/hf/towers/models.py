@@ -120,7 +120,7 @@ class CompositeModel:
     text_defaults: Mapping[str, object]
     has_expert_stacks: bool
     extra_states: tuple[str, ...]
-    left_out: tuple[str, ...]
+    not_built: tuple[str, ...]
     checked: str
 
 
@@ -169,7 +169,7 @@ def _parse_model(row: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) 
         text_defaults=row.get("text_defaults", {}),
         has_expert_stacks=row.get("expert_stacks", False),
         extra_states=tuple(row.get("extra_states", ())),
-        left_out=tuple(row.get("left_out", ())),
+        not_built=tuple(row.get("not_built", ())),
         checked=row["checked"],
     )
 

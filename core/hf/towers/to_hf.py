@@ -77,8 +77,8 @@ class SeparatedTowers:
         if isinstance(document, bytes):
             files[CONFIG] = self._config_document(document)
         notes = text.notes
-        if self.model.left_out and self.complete_origin.config.get(_SPEAKS) is not False:
-            parts = " and ".join(f"{start}*" for start in self.model.left_out)
+        if self.model.not_built and self.complete_origin.config.get(_SPEAKS) is not False:
+            parts = " and ".join(f"{start}*" for start in self.model.not_built)
             note = (
                 f"the result has no {parts}, and transformers would initialize them randomly: load "
                 f"it with {_SPEAKS}=False"
@@ -228,7 +228,7 @@ def separate_towers(
     text = replace(
         catalog,
         tensors={
-            k: meta for k, meta in catalog.tensors.items() if not k.startswith(wrapper.towers)
+            k: tensor for k, tensor in catalog.tensors.items() if not k.startswith(wrapper.towers)
         },
         objects={
             k: item for k, item in catalog.objects.items() if not k.startswith(wrapper.towers)

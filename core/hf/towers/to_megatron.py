@@ -173,13 +173,13 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
                 raise MissingShardError("the tensor is not in the checkpoint", key=missing)
     used = {name for tensor in towers.values() for name in tensor.names()}
     surplus = next((key for key in keys if key not in used), None)
-    if surplus is not None and surplus.startswith(model.left_out):
+    if surplus is not None and surplus.startswith(model.not_built):
         raise UnsupportedError(
             f"Megatron-Bridge's {model.name} has no tensors "
-            + " or ".join(f"{start}*" for start in model.left_out),
+            + " or ".join(f"{start}*" for start in model.not_built),
             key=surplus,
             hint="leave them behind with "
-            + " ".join(f"--exclude '{start}*'" for start in model.left_out),
+            + " ".join(f"--exclude '{start}*'" for start in model.not_built),
         )
     if surplus is not None:
         raise UnknownTensorError(

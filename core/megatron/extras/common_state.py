@@ -69,7 +69,13 @@ EXTRA_STATE = "_extra_state"
 OLDEST = 2
 """The ``checkpoint_version`` since which the rows of query, key and value have today's order."""
 TOP_LEVEL = (
-    *("args", "checkpoint_version", "iteration", "model", OPTIMIZER, "opt_param_scheduler", RNG),
+    "args",
+    "checkpoint_version",
+    "iteration",
+    "model",
+    OPTIMIZER,
+    "opt_param_scheduler",
+    RNG,
     "num_floating_point_operations_so_far",
 )
 """The usual entries of a rank file, in the order in which Megatron adds them."""
@@ -102,7 +108,7 @@ def unwrap_shard(value: object) -> object:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def read_checkpoint_version(
+def get_checkpoint_version(
     common: Mapping[object, object], *, has_old_names: bool = False
 ) -> float:
     """Return the ``checkpoint_version`` of a checkpoint, and raise if it is too old to be read.
@@ -128,7 +134,7 @@ def read_checkpoint_version(
     return version
 
 
-def read_iteration(common: Mapping[object, object]) -> int | None:
+def get_iteration(common: Mapping[object, object]) -> int | None:
     """Return the training iteration, or None if the common state has none."""
     for name in ("iteration", "total_iters"):
         value = common.get(name)
@@ -275,8 +281,8 @@ def record_dropped_optimizer(kind: str, tensors: Iterable[Tensor], *, optim: str
     return Dropped((OPTIMIZER,), reason, tensors=tuple(tensors))
 
 
-def common_of(catalog: Catalog) -> Mapping[object, object]:
-    """Return the top-level entries of a checkpoint other than its model."""
+def get_common_state(catalog: Catalog) -> Mapping[object, object]:
+    """Return the common state: the top-level entries of a checkpoint other than its model."""
     return catalog.common or {}
 
 
@@ -356,8 +362,10 @@ class RankExtras:
     dropped: tuple[Dropped, ...]
 
 
-def read_rank_extras(ranks: Mapping[Coords, tuple[str, object]], topology: Topology) -> RankExtras:
-    """Read the entries of rank files other than the model and the optimizer.
+def collect_rank_extras(
+    ranks: Mapping[Coords, tuple[str, object]], topology: Topology
+) -> RankExtras:
+    """Collect the entries of rank files other than the model and the optimizer.
 
     Args:
         ranks: coordinates → (directory, content of the file).

@@ -49,7 +49,7 @@ NVIDIA/Megatron-LM#6270 (``decoder.layers.pre_mlp_layernorm._extra_state`` absen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog, StoredObject
@@ -192,7 +192,7 @@ def adapt_expert_states(
     objects = {key: item for key, item in catalog.objects.items() if key not in new_keys}
     return replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in new_keys},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in new_keys},
         objects={**objects, **empty_states},
         dropped=(*catalog.dropped, *dropped),
     )
@@ -282,3 +282,44 @@ def without_unexpected_states(catalog: Catalog, *, is_local: bool) -> Catalog:
         or not any(pattern.fullmatch(key) for pattern in unexpected)
     }
     return catalog if len(objects) == len(catalog.objects) else replace(catalog, objects=objects)
+
+
+_FUSED_NORM = ("layer_norm_weight", "layer_norm_bias")
+_LINEAR = re.compile(
+    r"(^|\.)(linear_\w+|output_layer|eh_proj|(in|out)_proj|self_attention|mlp)\.weight$"
+)
+
+
+def list_extra_states(
+    names: Collection[str], *, is_local: bool, has_value_head: bool
+) -> tuple[dict[str, StoredObject], tuple[str, ...]]:
+    """Return the extra states of modules, which are empty, and the order of entries in a rank file.
+
+    Those of the local implementation are those of its linear modules. A value head has none.
+    """
+    objects: dict[str, StoredObject] = {}
+    order: dict[str, None] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if last in _FUSED_NORM:
+            continue  # added below, before the weight of its module
+        order |= {norm: None for each in _FUSED_NORM if (norm := f"{module}.{each}") in names}
+        order[name] = None
+        if has_value_head and module == "output_layer":
+            states = []  # a module of torch's own
+        elif is_local:
+            states = [f"{module}.{EXTRA_STATE}"] if _LINEAR.search(name) else []
+        else:
+            states = list(states_of_rank_files([name]))
+        for state in states:
+            # torch writes a module's extra state after all of its parameters: the bias moves up.
+            bias = name.removesuffix("weight") + "bias"
+            if bias in names:
+                order[bias] = None
+            objects[state] = StoredObject(state)
+            order[state] = None
+    if is_local and not has_value_head:
+        state = f"output_layer.{EXTRA_STATE}"  # exists even if the weight is the embedding's
+        objects.setdefault(state, StoredObject(state))
+        order[state] = None
+    return objects, tuple(order)

@@ -9,16 +9,23 @@ from core.megatron.extras.common_state import EXTRA_STATE
 from core.megatron.rules.rules import LLAVA_PROJECTION, Rules, tower_layer_of
 
 _FIELDS = ("layer_norm_weight", "layer_norm_bias", "weight", "bias")
-_MODULES = (
-    *("word_embeddings", "position_embeddings", "tokentype_embeddings"),
-    *("encoder_relative_pos_emb", "decoder_relative_pos_emb"),
-    *("lm_head.dense", "lm_head.layer_norm", "lm_head", "output_layer", "binary_head", "pooler"),
+_MODULES = tuple(
+    """
+    word_embeddings position_embeddings tokentype_embeddings encoder_relative_pos_emb
+    decoder_relative_pos_emb lm_head.dense lm_head.layer_norm lm_head output_layer
+    binary_head pooler
+    """.split()
 )
 _IN_TOWER = tuple(
     f"vision_model.{name}"
     for name in (
-        *("mask_token", "class_token", "ln_pre.", "ln_post.", "conv1."),
-        *("position_embeddings", "embedder."),
+        "mask_token",
+        "class_token",
+        "ln_pre.",
+        "ln_post.",
+        "conv1.",
+        "position_embeddings",
+        "embedder.",
     )
 )
 """Beginnings of names in LLaVA's tower before its layers, in the order of ``CLIPViTModel``.

@@ -50,7 +50,7 @@ def find_misplaced(ranks: Collection[tuple[str, object]]) -> list[MisplacedRank]
     Args:
         ranks: (rank directory, content of its file) of every rank.
     """
-    numbers = _read_numbers(ranks)
+    numbers = _get_numbers(ranks)
     if not have_numbers(ranks):
         return []
     counts = Counter(numbers.values())
@@ -74,7 +74,7 @@ def have_numbers(ranks: Collection[tuple[str, object]]) -> bool:
     Args:
         ranks: (rank directory, content of its file) of every rank.
     """
-    numbers = _read_numbers(ranks)
+    numbers = _get_numbers(ranks)
     return len(set(numbers.values())) > 1 and numbers.keys() == {folder for folder, _ in ranks}
 
 
@@ -106,7 +106,7 @@ def describe_misplaced(number: int) -> str:
     return f"global rank {number} wrote this file, according to its arguments"
 
 
-def _read_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
+def _get_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
     """Return rank directory → number of the rank that wrote its file, where it is recorded."""
     numbers: dict[str, int] = {}
     for folder, root in ranks:

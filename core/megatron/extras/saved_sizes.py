@@ -24,7 +24,7 @@ _EXPERT = re.compile(r"\.experts\..*linear_fc2\.weight$")
 _GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 
 
-def read_saved_sizes(catalog: Catalog) -> dict[str, int]:
+def get_saved_sizes(catalog: Catalog) -> dict[str, int]:
     """Return the arguments for the parallel sizes; {} if nothing in the checkpoint shows them.
 
     Those for experts are only returned if experts have an optimizer in buffers of their own.

@@ -1,6 +1,6 @@
 """The training arguments that a layout depends on.
 
-``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``read_facts`` reads what
+``args`` is the inert ``argparse.Namespace`` of a Megatron checkpoint. ``parse_facts`` reads what
 resharding needs from it; ``core.megatron.model.new_args`` writes it for new sizes. In torch_dist,
 only ``padded_vocab_size`` changes: such a checkpoint loads at any sizes, and Megatron loads random
 states from it exactly if its sizes equal those of the run. With new sizes, but no random states for
@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.blocks import TEXT, WINDOWS, blocks_of
 from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
-from core.megatron.model.hybrid import LayerPattern, read_pattern
+from core.megatron.model.hybrid import LayerPattern, parse_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
@@ -100,8 +100,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
     return Topology(tp=tp, pp=pp, vpp=vpp or 1, ep=ep, etp=etp)
 
 
-def read_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
-    """Read everything that resharding needs to know from the training arguments.
+def parse_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
+    """Parse everything that resharding needs to know from the training arguments.
 
     Args:
         names: facts from the tensors' names (``Rules.model_of``) that the arguments do not contain:
@@ -129,7 +129,7 @@ def read_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
     kind, n_seen = (GPT, {}) if names is None else (names.kind, names.n_seen)
 
     # Number of layers in every stack; the pattern of a hybrid model wins over num_layers.
-    hybrid = read_pattern(fields)
+    hybrid = parse_pattern(fields)
     if hybrid is not None:
         fields = {**fields, "num_layers": len(hybrid.layers)}
     stacks = _stacks(fields, kind, n_seen)
@@ -201,7 +201,7 @@ def read_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         or "hybrid_layer_pattern" in fields,
         pattern=hybrid,
         blocks=blocks,
-        noop_layers=read_noop_layers(fields),
+        noop_layers=parse_noop_layers(fields),
         n_predictions=n_predictions,
         sizes=_named_sizes(fields, n_heads, head_dim, is_mla=is_mla),
         kind=kind,
@@ -306,7 +306,7 @@ def linear_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     return frozenset(range(n_layers)) - frozenset(range(step - 1, n_layers, step))
 
 
-def read_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
+def parse_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
     """Return the numbers of the layers that MindSpeed skips, from ``noop_layers``.
 
     The argument is a text such as ``"0,47"``, or the set that MindSpeed makes of it.

@@ -79,8 +79,8 @@ def check_complete(
 
     # No argument gives the number of a tower's layers. Those that are Megatron's are all alike.
     in_towers = {
-        name: meta
-        for name, meta in tensors.items()
+        name: tensor
+        for name, tensor in tensors.items()
         if name.startswith(rules.towers) and rules.rule_of(name).kind != "opaque"
     }
     for deviation in find_deviations(

@@ -101,7 +101,7 @@ def cuts_of(
     An optimizer's states are cut like their parameters.
 
     Args:
-        key, meta: the tensor.
+        key, tensor: the tensor.
         n_rows: number of rows of the true vocabulary, or None if unknown.
 
     Raises:

@@ -1,7 +1,7 @@
 """The facts about a model and its layout on which resharding depends.
 
 These are sizes, the kinds of layers, and the stages of the layers at any number of pipeline stages.
-``core.megatron.model.args.read_facts`` reads them from the training arguments.
+``core.megatron.model.args.parse_facts`` reads them from the training arguments.
 
 Source: as in ``core.megatron.model.args``; for the distribution of layers, as in
 ``core.megatron.model.pipeline``.

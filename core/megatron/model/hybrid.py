@@ -61,7 +61,7 @@ class LayerPattern:
         return frozenset(number for number, symbol in enumerate(self.layers) if symbol == "E")
 
 
-def read_pattern(fields: Mapping[str, object]) -> LayerPattern | None:
+def parse_pattern(fields: Mapping[str, object]) -> LayerPattern | None:
     """Return the pattern in the training arguments, or None.
 
     Raises:

@@ -50,7 +50,7 @@ _OWN = frozenset(("kind", "common_step", "omits_empty", "param_groups", "state")
 
 
 @dataclass(frozen=True, slots=True)
-class ReadEntries:
+class ParsedEntries:
     """The optimizer that an entry describes.
 
     Args:
@@ -67,8 +67,8 @@ class ReadEntries:
     dropped: tuple[Dropped, ...] = ()
 
 
-def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
-    """Read the optimizer that an entry describes.
+def parse_entries(entry: object, *, states: Iterable[str]) -> ParsedEntries:
+    """Parse the optimizer that an entry describes.
 
     Args:
         entry: inert tree, in one of the forms of the module's docstring.
@@ -92,14 +92,15 @@ def read_entries(entry: object, *, states: Iterable[str]) -> ReadEntries:
             {str(name): value for name, value in mapping.items() if name not in _OWN},
             omits_empty if isinstance(omits_empty, bool) else None,
         )
-        return ReadEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
+        return ParsedEntries(optimizer, (step.key,) if isinstance(step, TensorLeaf) else ())
     chain = [
-        _read_member(member, moments, has_masters=MASTER in names) for member in _split_chain(entry)
+        _parse_member(member, moments, has_masters=MASTER in names)
+        for member in _split_chain(entry)
     ]
     return _combine_chain(chain)
 
 
-def _combine_chain(chain: Sequence[ReadEntries]) -> ReadEntries:
+def _combine_chain(chain: Sequence[ParsedEntries]) -> ParsedEntries:
     """Combine chained optimizers into one.
 
     Raises:
@@ -130,7 +131,7 @@ def _combine_chain(chain: Sequence[ReadEntries]) -> ReadEntries:
     plain_steps = (m.optimizer.step for m in chain if m.optimizer.step is not None)
     step = TensorLeaf(STEP) if steps else next(plain_steps, None)
     optimizer = replace(first, groups=groups, step=step)
-    return ReadEntries(optimizer, steps, chain[0].sharding, tuple(dropped))
+    return ParsedEntries(optimizer, steps, chain[0].sharding, tuple(dropped))
 
 
 def muon_chain_error(kinds: str) -> UnsupportedError:
@@ -172,9 +173,9 @@ def _split_chain(entry: object) -> list[Mapping[object, object]]:
     return members
 
 
-def _read_member(
+def _parse_member(
     entry: Mapping[object, object], moments: tuple[str, ...], *, has_masters: bool
-) -> ReadEntries:
+) -> ParsedEntries:
     """Read the entry that megatron-core writes for one optimizer of a chain, or for the only one.
 
     Steps that are tensors are not repeated in the optimizer's ``step``.
@@ -203,7 +204,7 @@ def _read_member(
         None if isinstance(step, TensorLeaf) else step,
         {str(name): value for name, value in entry.items() if name not in read},
     )
-    return ReadEntries(optimizer, tuple(leaves), None if sharding is None else str(sharding))
+    return ParsedEntries(optimizer, tuple(leaves), None if sharding is None else str(sharding))
 
 
 def _groups(value: object) -> Iterator[ParamGroup]:

@@ -45,9 +45,9 @@ def is_master(
     if prod(master.shape) != prod(weight.shape):
         return False
     return rounds_to(
-        sample(store, master),
+        sample_array(store, master),
         master.dtype,
-        sample(store, weight),
+        sample_array(store, weight),
         weight.dtype,
     )
 
@@ -108,7 +108,7 @@ def _samples(
     store: ReadStore,
     arrays: Sequence[StoredArray],
 ) -> list[bytes]:
-    """Return ``sample`` of every array."""
+    """Return ``sample_array`` of every array."""
     # Collect the byte ranges of plain arrays by file; read the other arrays one by one.
     samples = [b""] * len(arrays)
     spans: dict[str, list[tuple[int, int]]] = {}
@@ -116,7 +116,7 @@ def _samples(
     for number, array in enumerate(arrays):
         extent = array.extent
         if extent.is_late or extent.encoding is not None or extent.strides is not None:
-            samples[number] = sample(store, array)
+            samples[number] = sample_array(store, array)
             continue
         size, offset = itemsize(array.dtype), extent.offset
         for start, n in _runs(prod(array.shape)):
@@ -130,7 +130,7 @@ def _samples(
     return samples
 
 
-def sample(
+def sample_array(
     store: ReadStore,
     array: StoredArray,
 ) -> bytes:

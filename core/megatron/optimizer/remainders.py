@@ -52,13 +52,13 @@ def are_remainders(
     Args:
         store: store that holds the array; None to judge by the dtype alone.
     """
-    from core.megatron.optimizer.proof import sample
+    from core.megatron.optimizer.proof import sample_array
 
     if dtype_of(masters.dtype).kind == "int":
         return True
     if store is None or masters.dtype != "float32":
         return False
-    data = sample(store, masters)
+    data = sample_array(store, masters)
     values = struct.unpack(f"<{len(data) // 4}f", data)
     return min(values, default=0) < -1 < 1 < max(values, default=0) and all(
         value.is_integer() and abs(value) <= _LARGEST for value in values

@@ -28,9 +28,9 @@ from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.dropped import dropped_each
 from core.engine.catalog.facets import MegatronModel
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import EXTRA_STATE, common_of
+from core.megatron.extras.common_state import EXTRA_STATE, get_common_state
 from core.megatron.extras.nested_dicts import drop_versions
-from core.megatron.model.args import fields_of, read_facts, replaced
+from core.megatron.model.args import fields_of, parse_facts, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
@@ -65,7 +65,7 @@ def with_expert_kind(
         UsageError: the model has no experts.
         UnsupportedError: the model cannot have experts of this kind.
     """
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     model = catalog.facet(MegatronModel) or MegatronModel()
     if kind not in (None, *KINDS):
         raise UsageError(f"{OPTION}: {kind!r} is none of: {', '.join(KINDS)}")
@@ -97,7 +97,7 @@ def with_expert_kind(
         # Another implementation may need another argument for the same module.
         if implementation is None or fields_of(args) == fields_of(catalog.args):
             return catalog
-        return replace(catalog, args=args, common={**common_of(catalog), "args": args})
+        return replace(catalog, args=args, common={**get_common_state(catalog), "args": args})
 
     # The order of names and the versions of modules are those of the other kind's modules.
     catalog = drop_versions(_with_single_states(catalog, facts, rules))
@@ -108,7 +108,7 @@ def with_expert_kind(
     return replace(
         catalog,
         args=args,
-        common={**common_of(catalog), "args": args},
+        common={**get_common_state(catalog), "args": args},
         notes=(*catalog.notes, note),
     ).with_facet(
         replace(
@@ -187,7 +187,7 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
     objects = {key: item for key, item in catalog.objects.items() if key not in packed}
     return replace(
         catalog,
-        tensors={key: meta for key, meta in catalog.tensors.items() if key not in packed},
+        tensors={key: tensor for key, tensor in catalog.tensors.items() if key not in packed},
         objects={**objects, **single},
         dropped=(
             *catalog.dropped,

@@ -240,10 +240,10 @@ def _with_masters(catalog: Catalog) -> Catalog:
                 "the optimizer has a state of a parameter that the model does not have", key=key
             )
         weights[master] = weight
-        meta = catalog.tensors[weight]
-        tensors[master] = replace(meta, dtype="float32")
+        tensor = catalog.tensors[weight]
+        tensors[master] = replace(tensor, dtype="float32")
         if dtype is not None:
-            tensors[weight] = replace(meta, dtype=dtype)
+            tensors[weight] = replace(tensor, dtype=dtype)
 
     cast = [weight for weight in weights.values() if catalog.tensors[weight].dtype != dtype]
     note = (

@@ -24,10 +24,10 @@ from core.engine.catalog.dropped import dropped_each
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.optimizer_keys import Optimizer, split_state_key, state_key
 from core.errors import UnsupportedError
-from core.megatron.extras.common_state import EXTRA_STATE, common_of
+from core.megatron.extras.common_state import EXTRA_STATE, get_common_state
 from core.megatron.extras.extra_states import states_of_rank_files
 from core.megatron.extras.nested_dicts import drop_versions
-from core.megatron.model.args import read_facts, replaced
+from core.megatron.model.args import parse_facts, replaced
 from core.megatron.model.facts import ModelFacts
 from core.megatron.rules.experts import OPTION
 from core.megatron.rules.rules import Rules
@@ -53,7 +53,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         UnsupportedError: a model of megatron.legacy, or experts in a form that the other
             implementation does not have.
     """
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.is_local == (implementation == "local"):
         return catalog
     model = catalog.facet(MegatronModel) or MegatronModel()
@@ -108,7 +108,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         tensors={new: catalog.tensors[old] for old, new in new_of.items()},
         objects=objects,
         args=args,
-        common={**common_of(catalog), "args": args},
+        common={**get_common_state(catalog), "args": args},
         optimizer=None if optimizer is None else _with_names(optimizer, new_of),
         dropped=(
             *catalog.dropped,

@@ -46,11 +46,13 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
     parts_of_key: dict[str, tuple[int, dict[str, Tensor]]] = {}
     order: dict[str, tuple[str, ...]] = {}
     names = rules.part_names
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         param, _, name = key.rpartition(".")
         rule = rules.parted_rule(param_of(param), name) if name in names else None
         if rule is not None and rule.axis is not None:
-            parts_of_key.setdefault(param, (rule.axis + _n_front(param, rules), {}))[1][name] = meta
+            parts_of_key.setdefault(param, (rule.axis + _n_front(param, rules), {}))[1][name] = (
+                tensor
+            )
             order[param] = rule.names
     if not parts_of_key:
         return catalog
@@ -61,13 +63,13 @@ def join_parts(catalog: Catalog, rules: Rules) -> Catalog:
         for param, (axis, parts) in parts_of_key.items()
     }
     tensors: dict[str, Tensor] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         param = key.rpartition(".")[0]
         if param not in parts_in_order:
-            tensors[key] = meta
+            tensors[key] = tensor
         elif param not in tensors:
             whole = concat(parts_in_order[param], parts_of_key[param][0])
-            tensors[param] = replace(meta, shape=whole.shape, tiling=whole.tiling)
+            tensors[param] = replace(tensor, shape=whole.shape, tiling=whole.tiling)
     return replace(catalog, tensors=tensors)
 
 

@@ -17,7 +17,7 @@ from itertools import product
 
 from core.arrays.box import Box, Shape
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.dropped import Dropped, dropped_unlisted
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
@@ -236,13 +236,13 @@ def record_padding(
 ) -> tuple[Dropped, ...]:
     """Record the rows that ``place_tensors`` leaves out: padding of the vocabulary."""
     stored = {name: meta_of(catalog, name, origin) for name, origin in origins.items()}
-    padded = {name: meta for name, meta in stored.items() if meta.shape != metas[name].shape}
+    padded = {name: tensor for name, tensor in stored.items() if tensor.shape != metas[name].shape}
     tensors = place_tensors(catalog, {name: origins[name] for name in padded}, padded)
     padding = {
         name: tensor.narrow(0, n_rows := metas[name].shape[0], tensor.shape[0] - n_rows)
         for name, tensor in tensors.items()
     }
-    return left_out(padding, PADDING)
+    return dropped_unlisted(padding, PADDING)
 
 
 def _unstack(fragments: Iterable[Fragment], depth: int) -> dict[tuple[int, ...], list[Fragment]]:

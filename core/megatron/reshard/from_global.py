@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import filterfalse
 
 from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, left_out
+from core.engine.catalog.dropped import Dropped, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel, TorchDistFacts
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.catalog.tensor import Tensor
@@ -27,14 +27,14 @@ from core.megatron.extras.common_state import (
     OPTIMIZER,
     RNG,
     common_entries,
-    read_checkpoint_version,
-    read_iteration,
+    get_checkpoint_version,
+    get_iteration,
     record_dropped_optimizer,
     sharded_object,
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.checks import (
     check_complete,
     check_shapes,
@@ -89,7 +89,7 @@ def unshard_global(
     catalog = join_parts(catalog, rules)
     prefix = prefix_of(catalog, rules)
     entries = _separate_entries(catalog)
-    facts = read_facts(
+    facts = parse_facts(
         entries.common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
     dropped: list[Dropped] = []
@@ -103,7 +103,7 @@ def unshard_global(
     # it may be an object that is not loaded, as in a forecast.
     version = entries.common.get("checkpoint_version")
     if version is not None and not isinstance(version, ObjectLeaf):
-        read_checkpoint_version(entries.common)
+        get_checkpoint_version(entries.common)
 
     # The random states in the file of a single rank belong to no layout.
     keys = entries.model_keys(catalog)
@@ -118,7 +118,7 @@ def unshard_global(
         for key, tensor in catalog.tensors.items()
         if key not in of_model and not is_optimizer_key(key)
     }
-    dropped += left_out(in_objects, "in objects")
+    dropped += dropped_unlisted(in_objects, "in objects")
 
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(
@@ -159,7 +159,7 @@ def unshard_global(
         hidden={key: catalog.tensor(key) for key in entries.tensors | objects.hidden_keys()},
         skeleton=None,
         args=entries.common["args"],
-        iteration=read_iteration(entries.common),
+        iteration=get_iteration(entries.common),
         common=entries.common,
         optimizer=None,
         files={},
@@ -314,7 +314,7 @@ def is_one_rank(catalog: Catalog, rules: Rules) -> bool:
     }
     model = rules.model_of(names)
     try:
-        facts = read_facts(common_entries(catalog).get("args"), names=model)
+        facts = parse_facts(common_entries(catalog).get("args"), names=model)
         topology = facts.topology
         stages = facts.stages(topology.pp, topology.vpp)
     except CheckpointingException:

@@ -17,8 +17,8 @@ box, which the engine compares::
 The states of an optimizer are tensors as well (``core.engine.catalog.optimizer_keys``). The objects
 are extra states, per layer, and random states.
 
-The result has the fields ``args`` (``core.megatron.model.args.read_facts`` lists the arguments that
-matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
+The result has the fields ``args`` (``core.megatron.model.args.parse_facts`` lists the arguments
+that matter), ``iteration``, ``common`` (the other top-level entries, ``args`` among them;
 ``core.megatron.extras.common_state``), ``optimizer``, ``notes`` and ``dropped``, and the facets
 ``MegatronModel`` and ``Topology`` (the source's).
 """
@@ -31,7 +31,7 @@ from dataclasses import field, replace
 from core.arrays.box import Shape
 from core.arrays.sharding import ShardPiece, global_shape, replicated_pieces, split_axis, trim_piece
 from core.engine.catalog.catalog import Catalog, StoredObject
-from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.engine.catalog.mapping_attributes import (
     VERSIONS,
@@ -53,17 +53,17 @@ from core.megatron.extras.common_state import (
     EXTRA_STATE,
     OLDEST,
     OPTIMIZER,
+    collect_rank_extras,
+    get_checkpoint_version,
+    get_iteration,
     is_chunk,
     is_ordered,
-    read_checkpoint_version,
-    read_iteration,
-    read_rank_extras,
     record_dropped_optimizer,
 )
 from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
-from core.megatron.model.args import fields_of, is_multi_query, read_facts, replaced
+from core.megatron.model.args import fields_of, is_multi_query, parse_facts, replaced
 from core.megatron.model.checks import (
     check_complete,
     check_shapes,
@@ -120,8 +120,8 @@ def unshard_ranks(
     # settled and the optimizer is read, which both go through the model's tensors.
     model = merge_ranks(catalog, ranks, facts, rules)
     check_complete(model.metas(), facts, rules)
-    extras = read_rank_extras(ranks, facts.topology)
-    version = read_checkpoint_version(extras.common, has_old_names=facts.kind.is_legacy)
+    extras = collect_rank_extras(ranks, facts.topology)
+    version = get_checkpoint_version(extras.common, has_old_names=facts.kind.is_legacy)
     lost_states = _empty_lost_states(model, store)
     is_down_proj_cut = settle_rules(model, facts)
     if store is not None:
@@ -160,46 +160,11 @@ def unshard_ranks(
             "the arguments do not say it"
         )
 
-    # Rows that an old checkpoint stores in another order are put in order by their fragments.
+    # Rows that are stored in another order are put in order by their fragments.
     tensors = {**model.tensors, **optimizer.states}
-    common = extras.common
-    if version < OLDEST:
-        from core.megatron.placement.qkv_order import CURRENT, old_rows
-
-        for key, tensor in tensors.items():
-            shape = tensor.parts[0].array.shape
-            tensor.old_rows = old_rows(
-                param_of(key), shape[0] if shape else 0, version, true_shapes.facts
-            )
-        common = {**common, "checkpoint_version": CURRENT}
-        notes.append(
-            "rows of query, key and value are now in the order of checkpoint_version "
-            f"{CURRENT}, not {version}"
-        )
-
-    args = catalog.args
-    if facts.kind.is_legacy and is_multi_query(fields_of(args)):
-        from core.megatron.placement.qkv_order import rows_by_part
-
-        for key, tensor in tensors.items():
-            shape = tensor.parts[0].array.shape
-            tensor.old_rows = rows_by_part(
-                param_of(key), shape[0] if shape else 0, true_shapes.facts
-            )
-        args = replaced(
-            args,
-            {},
-            added={
-                "multi_query_attention": False,
-                "group_query_attention": True,
-                "num_query_groups": facts.n_groups,
-            },
-        )
-        common = {**common, "args": args}
-        notes.append(
-            "rows of query, key and value are now in Megatron's order, by group "
-            "(group_query_attention), not in that of multi_query_attention"
-        )
+    row_order = _order_rows(tensors, true_shapes.facts, version, catalog.args, extras.common)
+    args, common = row_order.args, row_order.common
+    notes += row_order.notes
 
     # Keep the tensors to which objects refer, and those of the optimizer that are not states.
     objects = extras.objects | {
@@ -219,10 +184,10 @@ def unshard_ranks(
         "output with its copy of the embedding",
     )
     # Of the states that hold tensors none is kept.
-    in_states = left_out(
+    in_states = dropped_unlisted(
         _tensors_where(catalog, lambda name: f"{EXTRA_STATE}." in name), "in extra states"
     )
-    unused_head = left_out(
+    unused_head = dropped_unlisted(
         {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
         "of the unused output",
     )
@@ -258,7 +223,7 @@ def unshard_ranks(
         hidden=hidden,
         files=catalog.documents,
         skeleton=None,
-        iteration=read_iteration(common),
+        iteration=get_iteration(common),
         args=args,
         common=common,
         optimizer=optimizer.optimizer,
@@ -266,9 +231,13 @@ def unshard_ranks(
         dropped=(
             *catalog.dropped,
             *record_attributes(_list_lost_attributes(ranks, optim=optim)),
-            *(*extras.dropped, *lost_states, *in_states),
-            *(*unused, *unused_head, *optimizer.dropped),
-            *left_out(fragments.list_padding(), PADDING),
+            *extras.dropped,
+            *lost_states,
+            *in_states,
+            *unused,
+            *unused_head,
+            *optimizer.dropped,
+            *dropped_unlisted(fragments.list_padding(), PADDING),
         ),
         facets={Topology: facts.topology, MegatronModel: megatron},
     )
@@ -291,9 +260,9 @@ def facts_of_ranks(
         ranks: coordinates → (directory, content of its file).
 
     Raises:
-        UnsupportedError, CorruptError: as for ``read_facts``.
+        UnsupportedError, CorruptError: as for ``parse_facts``.
     """
-    facts = read_facts(args, names=rules.model_of(_local_names(ranks, rules)))
+    facts = parse_facts(args, names=rules.model_of(_local_names(ranks, rules)))
     return with_v_shape(facts, ranks, rules)
 
 
@@ -381,7 +350,7 @@ def _read_optimizer(
     copies: tuple[Dropped, ...] = ()
     if kind == "layer-wise":
         first = _tensors_where(catalog, lambda name: name.startswith(f"{OPTIMIZER}."))
-        copies = left_out(first, "also in layer_wise_optimizer_0.pt")
+        copies = dropped_unlisted(first, "also in layer_wise_optimizer_0.pt")
     return _RankOptimizer(
         optimizer=result.optimizer,
         states=states,
@@ -577,6 +546,70 @@ def _join_shapes(
         shapes[key] = shapes[param_of(key)]
     notes = [*true_rows.notes, *gate_notes(facts, sized_facts), *cut.notes]
     return _JoinedShapes(shapes, true_rows.n_rows, sized_facts, notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowOrder:
+    """What the result records about rows that are no longer in the order of the files.
+
+    Args:
+        args: the training arguments.
+        common: the other entries.
+        notes: notes for the user.
+    """
+
+    args: object
+    common: Mapping[object, object]
+    notes: Sequence[str]
+
+
+def _order_rows(
+    tensors: Mapping[str, RankTensor],
+    facts: ModelFacts,
+    version: float,
+    args: object,
+    common: Mapping[object, object],
+) -> _RowOrder:
+    """Set the order of the rows of query, key and value where it is not today's.
+
+    Args:
+        tensors: parameters and states by name.
+        facts: facts about the model, with the sizes that shapes show.
+        version: ``checkpoint_version`` of the files.
+        args: the training arguments.
+        common: the common state, with the arguments.
+
+    Raises:
+        UnsupportedError, CorruptError: as for ``old_rows`` and ``rows_by_part``.
+    """
+    notes: list[str] = []
+    if version < OLDEST:
+        from core.megatron.placement.qkv_order import CURRENT, old_rows
+
+        for key, tensor in tensors.items():
+            tensor.old_rows = old_rows(param_of(key), tensor.n_rows, version, facts)
+        common = {**common, "checkpoint_version": CURRENT}
+        notes.append(
+            "rows of query, key and value are now in the order of checkpoint_version "
+            f"{CURRENT}, not {version}"
+        )
+    if facts.kind.is_legacy and is_multi_query(fields_of(args)):
+        from core.megatron.placement.qkv_order import rows_by_part
+
+        for key, tensor in tensors.items():
+            tensor.old_rows = rows_by_part(param_of(key), tensor.n_rows, facts)
+        added = {
+            "multi_query_attention": False,
+            "group_query_attention": True,
+            "num_query_groups": facts.n_groups,
+        }
+        args = replaced(args, {}, added=added)
+        common = {**common, "args": args}
+        notes.append(
+            "rows of query, key and value are now in Megatron's order, by group "
+            "(group_query_attention), not in that of multi_query_attention"
+        )
+    return _RowOrder(args, common, notes)
 
 
 @dataclass(frozen=True, slots=True)

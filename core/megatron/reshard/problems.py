@@ -20,7 +20,7 @@ from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, MissingShardError, Report
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import OPTIMIZER, common_entries
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.checks import check_complete, check_shapes
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, with_sizes
@@ -91,14 +91,14 @@ def understood(
     """
     try:
         if not catalog.is_rank_local:
-            return _read_global(catalog, rules, report)
-        return _read_ranks(catalog, rules, store, report, sample, is_quick=is_quick)
+            return _understand_global(catalog, rules, report)
+        return _understand_ranks(catalog, rules, store, report, sample, is_quick=is_quick)
     except CheckpointingException as err:
         report(err.breaking("layout.args"))
         return None
 
 
-def _read_ranks(
+def _understand_ranks(
     catalog: Catalog,
     rules: Rules,
     store: ReadStore,
@@ -221,7 +221,7 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
     return usual_parts
 
 
-def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
+def _understand_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     """Read the model of a catalog of global tensors, and report its problems."""
     from core.megatron.placement.fsdp_dtensor import from_fsdp_dtensor
     from core.megatron.placement.joined import join_parts
@@ -232,7 +232,7 @@ def _read_global(catalog: Catalog, rules: Rules, report: Report) -> Understood:
     catalog = join_parts(from_fsdp_dtensor(catalog, carries_optimizer=False), rules)
     prefix = prefix_of(catalog, rules)
     common = common_entries(catalog)
-    facts = read_facts(
+    facts = parse_facts(
         common.get("args"), names=rules.model_of(numbered_names(catalog, prefix, rules))
     )
 

@@ -65,6 +65,12 @@ class RankTensor:
     parts: list[RankPart] = field(default_factory=list)
     old_rows: OldRows | None = None
 
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of a shard; 0 for a tensor without axes."""
+        shape = self.parts[0].array.shape
+        return shape[0] if shape else 0
+
 
 @dataclass(slots=True)
 class RankModel:

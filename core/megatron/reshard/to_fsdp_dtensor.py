@@ -36,7 +36,7 @@ from dataclasses import replace
 
 from core.arrays.box import Shape
 from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
-from core.engine.catalog.dropped import Dropped, dropped_each, left_out
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import FsdpDtensorFacts, MegatronModel
 from core.engine.catalog.optimizer_keys import MASTER, param_of, split_state_key, state_key, trained
 from core.engine.catalog.stored import PlannedArray
@@ -44,7 +44,7 @@ from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import CONTENT, EXTRA_STATE, OF_RANKS, OPTIMIZER, RERUN, RNG
 from core.megatron.extras.random_states import WITHOUT
-from core.megatron.model.args import fields_of, read_facts, replaced
+from core.megatron.model.args import fields_of, parse_facts, replaced
 from core.megatron.model.checks import with_gate
 from core.megatron.model.cut import Cut, check_parallel_sizes, cuts_of
 from core.megatron.model.facts import ModelFacts
@@ -85,8 +85,8 @@ def to_fsdp_dtensor(
     """
     # Megatron-FSDP has no pipeline stages: layers are numbered over the whole model.
     topology = replace(topology, pp=1, vpp=1, pipeline=None)
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
-    facts = with_gate(facts, {key: meta.shape for key, meta in catalog.tensors.items()})
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = with_gate(facts, {key: tensor.shape for key, tensor in catalog.tensors.items()})
     check_parallel_sizes(topology, facts)
     _check_model(catalog, facts)
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
@@ -211,7 +211,7 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
     if RERUN in (catalog.common or {}):
         dropped.append(Dropped((RERUN,), OF_RANKS))
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
-    filled += [key for key, meta in catalog.tensors.items() if meta.n_elements]
+    filled += [key for key, tensor in catalog.tensors.items() if tensor.n_elements]
     states = [key for key in filled if key.endswith(EXTRA_STATE)]
     dropped += dropped_each(states, "Megatron-FSDP stores no extra states", catalog.tensors)
     copies = {
@@ -219,7 +219,7 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
         for key, tensor in catalog.tensors.items()
         if state_key(MASTER, key) in catalog.tensors
     }
-    dropped += left_out(copies, "rounded master weights, which are written")
+    dropped += dropped_unlisted(copies, "rounded master weights, which are written")
     if catalog.optimizer is not None:
         names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
         dropped += dropped_each(names, f"{FORMAT} has no place for it")

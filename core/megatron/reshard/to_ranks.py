@@ -37,7 +37,7 @@ from core.megatron.extras.common_state import (
     RERUN,
     RNG,
     TOP_LEVEL,
-    common_of,
+    get_common_state,
     plan_entry,
     sharded_object,
 )
@@ -45,7 +45,7 @@ from core.megatron.extras.extra_states import adapt_expert_states, without_unexp
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
-from core.megatron.model.args import SINCE_0_19, fields_of, read_facts
+from core.megatron.model.args import SINCE_0_19, fields_of, parse_facts
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
@@ -98,7 +98,7 @@ def shard(
         UnknownTensorError: no rule matches a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
 
     # Refuse what Megatron could not load.
     check_towers(catalog, "megatron")
@@ -416,7 +416,7 @@ def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _T
     objects = plan.model.objects
     common = {
         name: value
-        for name, value in common_of(plan.model).items()
+        for name, value in get_common_state(plan.model).items()
         if name not in (CONTENT, OPTIMIZER, RERUN)
     }
     common["args"] = args
@@ -425,7 +425,7 @@ def _top_level_entries(plan: _ShardPlan, args: object, *, rng: str | None) -> _T
     states = kept_states(plan.model, plan.facts.topology, plan.topology, rng=rng)
     dropped = list(states.dropped)
     reruns = [key for key in objects if key.startswith(f"{RERUN}_state/")]
-    if common_of(plan.model).get(RERUN) is not None or reruns:
+    if get_common_state(plan.model).get(RERUN) is not None or reruns:
         dropped.append(Dropped((RERUN,), OF_RANKS))
     others = (
         key

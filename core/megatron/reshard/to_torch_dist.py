@@ -46,9 +46,15 @@ from core.engine.catalog.tensor import (
     tensors_of,
 )
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, common_of, sharded_object
+from core.megatron.extras.common_state import (
+    EXTRA_STATE,
+    OPTIMIZER,
+    RNG,
+    get_common_state,
+    sharded_object,
+)
 from core.megatron.extras.extra_states import requested_states
-from core.megatron.model.args import read_facts, replaced
+from core.megatron.model.args import parse_facts, replaced
 from core.megatron.model.cut import (
     Cut,
     check_head_gates,
@@ -137,7 +143,7 @@ def to_torch_dist(
         UnknownTensorError: no rule matches a name.
         CorruptError: shapes and arguments contradict each other.
     """
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
         raise UnsupportedError(
             "models with the names of megatron.legacy exist only as rank files: Megatron-LM cannot "
@@ -242,7 +248,7 @@ def to_torch_dist(
     # Mamba's and similar parameters are one tensor per part in torch_dist.
     facts = with_sizes(
         facts,
-        {key: meta.shape for key, meta in catalog.tensors.items() if param_of(key) == key},
+        {key: tensor.shape for key, tensor in catalog.tensors.items() if param_of(key) == key},
         rules,
     )
     return Stacked(
@@ -577,6 +583,8 @@ def _common_state(
             changes["padded_vocab_size"] = cut.shape[0]
             break
     common = {
-        name: value for name, value in common_of(catalog).items() if name not in (OPTIMIZER, "args")
+        name: value
+        for name, value in get_common_state(catalog).items()
+        if name not in (OPTIMIZER, "args")
     }
     return {"args": replaced(catalog.args, changes), **common, **optimizer.common}

@@ -32,7 +32,8 @@ from core.files.store import ReadStore
 from core.formats.registry import sniffed
 from core.megatron.rules.rules import Rules
 from core.opening.canonical import canonical, canonical_of
-from core.opening.open import TRACKER, open_checkpoint
+from core.opening.locate import TRACKER
+from core.opening.open import open_checkpoint
 from core.progress import OnProgress, Phase, begin_phase
 from core.publish.manifest.fingerprint_feeds import Feeds
 from core.publish.manifest.fingerprint_read import read_fingerprints

@@ -312,12 +312,13 @@ class _FingerprintPass:
         self._meter = Meter(self._team, self._share.n_bytes)
         cache_bytes = DEFAULT_CACHE_BYTES
         if memory_bytes is not None:
-            threads, cache_bytes, _ = fit_threads(
+            fit = fit_threads(
                 (self._catalog.tensors[key] for key in self._share.spans),
                 threads,
                 memory_bytes - RUNTIME_BYTES - self._team.runtime_bytes,
                 thread_bytes=_THREAD_BYTES,
             )
+            threads, cache_bytes = fit.n_threads, fit.cache_bytes
         if threads:  # else the lead reports that the memory is too small
             reader = BoxReader(self._catalog, self._store, cache_bytes=cache_bytes)
             items = self._threads.share(self._items(reader))

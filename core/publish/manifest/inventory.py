@@ -48,7 +48,8 @@ from core.files.walk import sparse_files
 from core.megatron.rules.tables import load_rules
 from core.opening.canonical import Canonical, canonical
 from core.opening.code_in_pickles import warn_of_pickles
-from core.opening.open import FILL, Checkpoint, locate_checkpoint, open_checkpoint
+from core.opening.locate import locate_checkpoint
+from core.opening.open import FILL, Checkpoint, open_checkpoint
 from core.opening.source_files import list_files
 from core.progress import OnProgress, Phase, count_steps, report_bytes
 from core.publish.manifest.file import FileSum, ManifestArray, manifest_lines, manifest_name

@@ -9,7 +9,7 @@ from core.errors import CheckpointingException, UsageError
 from core.files.source_store import open_store
 from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR
-from core.opening.open import store_of_file
+from core.opening.locate import store_of_file
 from core.publish.manifest.of_copy import manifest_name
 
 

@@ -13,7 +13,7 @@ from core.engine.team.protocol import ALONE, Figures, Team, broadcast_result
 from core.errors import UsageError
 from core.files.source_store import open_store
 from core.megatron.rules.rules import Rules
-from core.opening.open import locate_checkpoint
+from core.opening.locate import locate_checkpoint
 from core.progress import OnProgress
 from core.publish.manifest.file import read_manifest
 from core.publish.manifest.fingerprint_share import fingerprints_of_directory

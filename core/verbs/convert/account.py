@@ -11,15 +11,22 @@ of an array that are in none of them must be those of a tensor in the record
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 
 from core.arrays.dtypes import itemsize
-from core.engine.catalog.catalog import AnyCatalog, Catalog
-from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
+from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.facets import MegatronModel
+from core.engine.catalog.files_beside import FILES_BESIDE
 from core.engine.catalog.stored import find_inputs, n_stored_bytes
 from core.engine.catalog.tensor import Tensor
+from core.errors import UnsupportedError
+from core.formats.format import Format
+from core.formats.huggingface.files import CONFIG
+from core.opening.objects import KEEP_OBJECTS, has_tensors
+from core.opening.open import Checkpoint
 
 
 def check_account(
@@ -45,6 +52,51 @@ def check_account(
             f"{len(lost):,} tensors of the source, or parts of them, would be neither written nor "
             f"listed as not carried, such as {lost[0]}; nothing was written"
         )
+
+
+def check_not_empty(source: Checkpoint, target: TargetCatalog, format: Format) -> None:
+    """Raise if the destination would hold no tensor although the source does.
+
+    Raises:
+        UnsupportedError: it would; numbers of the source would be lost.
+    """
+    if target.tensors or has_tensors(target.objects.values()):
+        return
+    catalog = source.catalog
+    if not (catalog.tensors or has_tensors(catalog.objects.values())):
+        return
+    raise UnsupportedError(
+        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        file=source.store.label,
+        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
+    )
+
+
+def describe_lost_files(
+    source: Checkpoint,
+    form: Catalog,
+    written: Mapping[str, Tensor | bytes],
+    dropped: Sequence[Dropped],
+) -> list[Dropped]:
+    """Describe the files beside the weights, of the source or made, that are not written.
+
+    Args:
+        form: the source's global form.
+        written: path → content of the files that are written beside the weights.
+        dropped: what is listed already.
+    """
+    files = {**source.catalog.files, **form.documents}
+    # A tokenizer of Megatron is written under other paths.
+    copied = set(map(id, written.values()))
+    described = {name for entries in dropped for name in entries.names}
+    # Of a model that becomes Megatron's, the arguments say what the configuration says.
+    described |= {CONFIG} if form.facet(MegatronModel) is not None else set()
+    lost = [
+        path
+        for path, content in files.items()
+        if path not in written and id(content) not in copied and path not in described
+    ]
+    return [*dropped_together(lost, FILES_BESIDE)]
 
 
 def _find_unaccounted(

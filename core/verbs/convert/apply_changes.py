@@ -59,14 +59,14 @@ class ChangedCatalog:
     Args:
         catalog: the changed catalog.
         renamed: (old key, new key) of each entry that prefixes and ``rename`` changed, in order.
-        left_out: keys of entries that ``include``, ``exclude`` and ``tie`` dropped.
+        excluded: keys of entries that ``include``, ``exclude`` and ``tie`` dropped.
         notes: notes for the user.
         config_notes: notes on the configuration, for destinations that store it.
     """
 
     catalog: Catalog
     renamed: tuple[tuple[str, str], ...] = ()
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     config_notes: tuple[str, ...] = ()
 
@@ -78,13 +78,13 @@ class _ChangeStep:
     Args:
         catalog: the changed catalog.
         notes: notes for the user.
-        left_out: keys of entries that the change dropped.
+        excluded: keys of entries that the change dropped.
         edits: changes of the configuration, by name; None removes an entry.
     """
 
     catalog: Catalog
     notes: Sequence[str] = ()
-    left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
     edits: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -139,8 +139,8 @@ def apply_changes(
     config_notes: tuple[str, ...] = ()
     if edits:
         catalog, config_notes = _edit_config(catalog, config, edits)
-    left_out = tuple(key for step in steps for key in step.left_out)
-    return ChangedCatalog(catalog, renamed, left_out, tuple(notes), config_notes)
+    excluded = tuple(key for step in steps for key in step.excluded)
+    return ChangedCatalog(catalog, renamed, excluded, tuple(notes), config_notes)
 
 
 def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _ChangeStep:
@@ -225,16 +225,16 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
                 if weight.scheme.dequantize is not None
                 else "keep both, or drop both",
             )
-    n_dropped = len(selection.left_out)
+    n_dropped = len(selection.excluded)
     notes = [f"{n_dropped} entries dropped by --include/--exclude"] if n_dropped else []
     # States without a name cannot follow the parameters that are dropped.
-    if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.left_out):
+    if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.excluded):
         notes += [
             f"{key} numbers its parameters, so it keeps the states of dropped ones: --param-order "
             f"model finds and drops those, --exclude {quoted_word(f'{key}.*')} drops all"
             for key in keys_of_numbered(selection.catalog)
         ]
-    return _ChangeStep(selection.catalog, notes, selection.left_out)
+    return _ChangeStep(selection.catalog, notes, selection.excluded)
 
 
 def _rename(catalog: Catalog, job: Job) -> tuple[Catalog, tuple[tuple[str, str], ...]]:

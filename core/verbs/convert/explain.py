@@ -12,7 +12,7 @@ from core.arrays.box import Shape
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.key_patterns import ranges
 from core.engine.catalog.optimizer_keys import split_state_key
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.cut import Cut, cuts_of
 from core.megatron.model.topology import Topology
 from core.megatron.model.vocabulary import rows_of
@@ -79,7 +79,7 @@ def explain_layout(
         UnsupportedError, CorruptError: a tensor cannot be cut, as in
             ``core.megatron.reshard.to_ranks.shard``.
     """
-    facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+    facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     cuts = cuts_of(catalog, topology, facts, rules, n_rows=rows_of(catalog, vocab_size))
 
     # Assign each optimizer state to its parameter: states are cut like it and have no own line.

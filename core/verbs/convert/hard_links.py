@@ -27,8 +27,9 @@ from core.formats.dcp.reading.stored_metadata import metadata_files
 from core.formats.format import Format
 from core.formats.mcore.common_state import COMMON_FILE
 from core.megatron.optimizer.form import TITLES, optim_format_of
-from core.opening.objects import check_safety, loaded
-from core.opening.open import RELEASE, Checkpoint
+from core.opening.locate import RELEASE
+from core.opening.objects import apply_object_policy, loaded
+from core.opening.open import Checkpoint
 from core.opening.source_files import unread_files
 from core.values import dataclass
 from core.verbs.convert.account import check_account
@@ -52,11 +53,12 @@ _OPTIONS = {
 """Descriptions of the job's fields whose options have other names."""
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
-_ANY = frozenset({
-    *("src", "dst", "to", "iteration", "keeps_layout", "metadata_only"),
-    *("memory_bytes", "beside_bytes", "threads", "device", "resume", "force"),
-    *("crc", "digest", "fsync", "fingerprint"),
-})  # fmt: skip
+_ANY = frozenset(
+    """
+    src dst to iteration keeps_layout metadata_only memory_bytes beside_bytes threads device
+    resume force crc digest fsync fingerprint
+    """.split()
+)
 """Fields of a job that do not change the content of the files."""
 
 
@@ -93,7 +95,9 @@ def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         if job.topology.is_change:
             planned = replace(job, metadata_only=False)
             cut_form(planned, global_form(planned, source, format).catalog, format)
-    check_safety(loaded(linked.catalog, source.store), keeps_unknown=True, drop_unknown=False)
+    apply_object_policy(
+        loaded(linked.catalog, source.store), keeps_unknown=True, drop_unknown=False
+    )
 
     # Name the links and the new metadata as in the source, in a training root if it has one.
     images = linked.images
@@ -199,7 +203,7 @@ def _link_dcp(job: Job, catalog: Catalog, beside: Sequence[str]) -> LinkedCheckp
     remaining = catalog
     if job.optim == "drop":
         weights = without_optimizer(catalog)
-        record = (record_optimizer(weights.left_out),) if weights.left_out else ()
+        record = (record_optimizer(weights.excluded),) if weights.excluded else ()
         remaining = replace(weights.catalog, dropped=(*weights.catalog.dropped, *record))
     result = apply_changes(remaining, job)
     if meta_keys(result.catalog) != meta_keys(catalog):

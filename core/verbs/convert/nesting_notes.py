@@ -16,10 +16,19 @@ from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
 from core.engine.catalog.dropped import Dropped, dropped_each
 from core.engine.catalog.facets import TorchFileFacts
-from core.engine.catalog.mapping_attributes import MappingAttribute, record_attributes
+from core.engine.catalog.mapping_attributes import (
+    MappingAttribute,
+    attributes_beside_tensors,
+    attributes_of,
+    record_attributes,
+)
 from core.errors import list_some
+from core.formats.format import Format
+from core.opening.objects import state_dict
+from core.opening.target import keeps_containers
 from core.pickle.inert import Inert, TensorLeaf, as_mapping
 from core.pickle.nesting import ListIndex, Path, containers, entries, join_path
+from core.verbs.convert.global_form.form import is_model_form
 
 if TYPE_CHECKING:
     from core.engine.catalog.catalog import Catalog
@@ -29,7 +38,51 @@ _STRING_KEYS = "non-string keys are converted to strings"
 _SEPARATE = "shared objects become separate copies"
 
 
-def nesting_notes(catalog: Catalog) -> list[str]:
+def describe_nesting(catalog: Catalog, format: Format, *, is_bare: bool) -> list[str]:
+    """Describe the containers around tensors that the destination does not keep.
+
+    Args:
+        is_bare: it has only tensors.
+    """
+    if is_model_form(catalog):
+        return []
+    sharing = _sharing_notes(catalog, keeps_ties=format.keeps_nesting or format.records_ties)
+    if keeps_containers(catalog, format) and not is_bare:
+        return sharing
+    if format.has_common_state or format.has_objects_beside:
+        return [*_flattening_notes(catalog, has_common=format.has_common_state), *sharing]
+    return [*_root_notes(catalog), *_nesting_notes(state_dict(catalog)), *sharing]
+
+
+def describe_not_stored(catalog: Catalog, format: Format, *, is_bare: bool) -> list[Dropped]:
+    """Describe each entry that the destination cannot store, with the reason."""
+    # Attributes of mappings. A mapping without tensors may be stored whole.
+    dropped: list[Dropped] = []
+    if not is_model_form(catalog) and (is_bare or not keeps_containers(catalog, format)):
+        attributes = (
+            attributes_beside_tensors(catalog.skeleton)
+            if format.has_common_state or format.has_objects_beside
+            else attributes_of(state_dict(catalog).skeleton)
+        )
+        dropped += _record_lost_attributes(attributes)
+    if format.keeps_objects and not is_bare:
+        return dropped
+
+    # Objects; those with the same first part of their names share a line.
+    from core.megatron.extras.common_state import OPTIMIZER
+
+    optimizer = [OPTIMIZER] if catalog.optimizer is not None else []
+    groups: dict[str, list[str]] = {}
+    for key in dict.fromkeys((*catalog.objects, *map(str, catalog.common or {}), *optimizer)):
+        groups.setdefault(key.partition(".")[0], []).append(key)
+    for name, keys in groups.items():
+        label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
+        line = f"{label}: not a tensor, so {format.title} cannot store it"
+        dropped.append(Dropped(tuple(keys), f"{format.title} stores only tensors", line))
+    return dropped
+
+
+def _nesting_notes(catalog: Catalog) -> list[str]:
     """Describe what a format of dicts with string keys, lists and plain tensors cannot keep."""
     names_of_note: dict[str, list[str]] = {}
 
@@ -55,7 +108,7 @@ def nesting_notes(catalog: Catalog) -> list[str]:
     return [*notes, *_tensor_notes(catalog)]
 
 
-def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
+def _flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     """Describe what a format cannot keep that names tensors by their paths, without containers.
 
     Args:
@@ -67,13 +120,13 @@ def flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     if isinstance(root, Inert) and as_mapping(root) is not None:
         notes.append(f"{_becomes_dict(root)}: the root")
     elif has_common:
-        notes += root_notes(catalog)
+        notes += _root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
         notes.append("the root is not a dict and becomes one")
     return notes + _tensor_notes(catalog)
 
 
-def record_lost_attributes(attributes: Sequence[MappingAttribute]) -> tuple[Dropped, ...]:
+def _record_lost_attributes(attributes: Sequence[MappingAttribute]) -> tuple[Dropped, ...]:
     """Return the record of dropped attributes of mappings, those with tensors one by one."""
     return (
         *dropped_each(
@@ -89,14 +142,14 @@ def n_leaves(skeleton: object) -> int:
     return sum(isinstance(entry.leaf, TensorLeaf) for entry in entries(skeleton))
 
 
-def root_notes(catalog: Catalog) -> list[str]:
+def _root_notes(catalog: Catalog) -> list[str]:
     """Write a note if the root is not a mapping, which the format needs."""
     if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
         return []
     return ["the root is not a dict; it is stored in one, under the name 'value'"]
 
 
-def sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
+def _sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
     """Describe entries that share memory in the source, but not in the destination.
 
     Args:

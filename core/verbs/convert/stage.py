@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.team.protocol import Figures
 from core.files.remote_path import RemotePath, is_remote
-from core.opening.open import TRACKER
+from core.opening.locate import TRACKER
 from core.progress import OnProgress
 from core.publish.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
 from core.publish.stage.stage import Stage

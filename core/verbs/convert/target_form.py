@@ -39,7 +39,7 @@ from core.formats.huggingface.files import is_tokenizer_file
 from core.formats.torch.stream import has_pickled_name
 from core.formats.torch.weights_only import names_importable
 from core.opening.code_in_pickles import list_dangerous_names
-from core.opening.objects import check_safety, load_attributes, refuse_in_ranks
+from core.opening.objects import apply_object_policy, load_attributes, refuse_in_ranks
 from core.opening.open import Checkpoint
 from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
@@ -106,7 +106,7 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
     if not format.keeps_unknown_classes:
         without = without_unknown_classes(form.catalog, format)
         form = replace(form, catalog=without.catalog, dropped=(*without.dropped, *form.dropped))
-    catalog = check_safety(
+    catalog = apply_object_policy(
         form.catalog, keeps_unknown=format.keeps_unknown_classes, drop_unknown=job.drop_unknown
     )
     weights_only = job.weights_only or not _has_live_objects(source)
@@ -151,10 +151,10 @@ def settle_attributes(
             load_attributes(source.catalog, source.store), job.exclude
         )
         for path, values in find_lost_attributes(before, catalog).items():
-            is_left_out = any(matches(path) for matches in exclude) or (
+            is_excluded = any(matches(path) for matches in exclude) or (
                 include and path in before.tensors and not any(matches(path) for matches in include)
             )
-            if not is_left_out:
+            if not is_excluded:
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
                 reason = "metadata and attributes without a place in the destination"

@@ -27,13 +27,12 @@ from functools import partial
 from pathlib import Path
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.decoded import DEFAULT_CACHE_BYTES, decoding_bytes
 from core.engine.catalog.key_patterns import matcher
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.catalog.tensor import without_fragments
 from core.engine.numbers.difference import Tolerance
-from core.engine.plan.box_reader import BoxReader
-from core.engine.plan.memory import DECODER_BYTES, MIB, RUNTIME_BYTES, limit_objects
+from core.engine.plan.box_reader import BoxReader, fit_threads
+from core.engine.plan.memory import MIB, RUNTIME_BYTES, limit_objects
 from core.engine.scan.share import RankShare, divide_in_order
 from core.engine.team.agreement import require_agreement
 from core.engine.team.protocol import ALONE, Figures, Team, broadcast_result, gather_results
@@ -335,7 +334,7 @@ class _Comparison:
     def _by_name(self) -> dict[str, TensorDiff]:
         """Judge every tensor of either side by name, shape, type and fingerprint."""
         tensors_a, tensors_b = (
-            {key: meta for key, meta in side.catalog.tensors.items() if self._is_wanted(key)}
+            {key: tensor for key, tensor in side.catalog.tensors.items() if self._is_wanted(key)}
             for side in (self._a, self._b)
         )
         diffs: dict[str, TensorDiff] = {}
@@ -546,28 +545,20 @@ def _cache_bytes(job: DiffJob, *catalogs: Catalog, runtime_bytes: int) -> int:
     Raises:
         CapacityError: the memory limit is too low for one unit per thread and side.
     """
-    # The largest unit of any tensor decides; a checkpoint that is not encoded needs none.
-    unit_bytes = 0
-    if job.reads:
-        unit_bytes = max(
-            (
-                decoding_bytes(catalog.fragments(key))
-                for catalog in catalogs
-                for key in catalog.tensors
-            ),
-            default=0,
-        )
-    fixed = runtime_bytes + (DECODER_BYTES if unit_bytes else 0)
-    fixed += job.threads * (_THREAD_BYTES + 2 * unit_bytes)
-    if fixed > job.memory_bytes:
-        n_mib = -(-fixed // MIB)
+    tensors = (tensor for catalog in catalogs for tensor in catalog.tensors.values())
+    fit = fit_threads(
+        tensors if job.reads else (),
+        job.threads,
+        job.memory_bytes - runtime_bytes,
+        thread_bytes=_THREAD_BYTES,
+        n_readers=2,
+    )
+    if fit.n_threads < job.threads:
+        n_mib = -(-(runtime_bytes + fit.needed_bytes(job.threads)) // MIB)
         subject = "1 thread needs" if job.threads == 1 else f"{job.threads} threads need"
-        one_thread_bytes = fixed - (job.threads - 1) * (_THREAD_BYTES + 2 * unit_bytes)
-        is_fitting_one = one_thread_bytes <= job.memory_bytes
         raise CapacityError(
             f"{subject} {n_mib:,} MiB of memory, but the limit is {job.memory_bytes // MIB:,} MiB",
             hint=f"set --memory to at least {n_mib}MiB"
-            + (", or use fewer threads" if is_fitting_one and job.threads > 1 else ""),
+            + (", or use fewer threads" if fit.n_threads else ""),
         )
-    # Half of the remaining memory for each side.
-    return min(DEFAULT_CACHE_BYTES, (job.memory_bytes - fixed) // 2) if unit_bytes else 0
+    return fit.cache_bytes

@@ -30,7 +30,7 @@ from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.json_object import read_json_object
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.form import role_of
 from core.megatron.placement.implementation import with_implementation
@@ -183,14 +183,14 @@ def _of_one_implementation(
 def _model_of(side: Side) -> Side:
     """Drop the optimizer from a side."""
     catalog = side.catalog
-    tensors = {key: meta for key, meta in catalog.tensors.items() if not is_optimizer_key(key)}
+    tensors = {key: tensor for key, tensor in catalog.tensors.items() if not is_optimizer_key(key)}
     entries = {name: value for name, value in side.entries.items() if name != OPTIMIZER}
     return replace(side, catalog=replace(catalog, tensors=tensors), entries=entries)
 
 
 def _is_local(catalog: Catalog, rules: Rules) -> bool:
     """Return whether the names are those of Megatron's local implementation."""
-    return read_facts(catalog.args, names=rules.model_of(catalog.tensors)).is_local
+    return parse_facts(catalog.args, names=rules.model_of(catalog.tensors)).is_local
 
 
 def _with_hf(
@@ -224,13 +224,13 @@ def _with_hf(
     assert config is not None
 
     # Map the names to those of the implementation that wrote the Megatron checkpoint.
-    is_local = read_facts(form.catalog.args).is_local
+    is_local = parse_facts(form.catalog.args).is_local
     implementation = "local" if is_local else "transformer_engine"
     mapped = to_megatron(catalog, config, transformer_impl=implementation)
 
     # Keep only the model: a Hugging Face checkpoint has neither an optimizer nor arguments.
     model, mapped_model = (
-        {key: meta for key, meta in tensors.items() if role_of(key) == "model"}
+        {key: tensor for key, tensor in tensors.items() if role_of(key) == "model"}
         for tensors in (form.catalog.tensors, mapped.tensors)
     )
     n_dropped = len(form.catalog.tensors) - len(model)

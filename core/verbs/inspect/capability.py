@@ -266,7 +266,7 @@ def _is_plain(catalog: Catalog) -> bool:
                 *(item.value for item in catalog.objects.values()),
                 catalog.skeleton,
                 *catalog.attributes.values(),
-                *(meta.attributes for meta in catalog.tensors.values()),
+                *(tensor.attributes for tensor in catalog.tensors.values()),
             ]
         )
         and (catalog.skeleton is None or type(catalog.skeleton) is dict)

@@ -106,11 +106,11 @@ def describe_model(
     if args:
         vocab_size = None
         if unsharded is not None:
-            from core.megatron.model.args import read_facts
+            from core.megatron.model.args import parse_facts
 
             # The number of tokens may differ from the argument (null tokenizers).
             with suppress(CheckpointingException):
-                vocab_size = read_facts(args).vocab_size
+                vocab_size = parse_facts(args).vocab_size
         sizes = _sizes(args, _IN_ARGS)
         sizes["vocab_size"] = vocab_size or sizes["vocab_size"]
         # Without grouped attention, the number of groups is only a default.
@@ -197,7 +197,9 @@ def _count_parameters(
         return None
     skipped = {key for weight in weights for key in (*weight.scales, *weight.others)}
     skipped |= _second_copies(view, is_tied=is_tied)
-    return _sum_elements({key: meta for key, meta in view.tensors.items() if key not in skipped})
+    return _sum_elements(
+        {key: tensor for key, tensor in view.tensors.items() if key not in skipped}
+    )
 
 
 def _sum_elements(tensors: Mapping[str, Tensor], vocab_size: int | None = None) -> int | None:

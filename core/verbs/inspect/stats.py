@@ -156,20 +156,20 @@ def measure_layers(
             sources.append((catalog, key, tensor))
 
     # Divide the memory, and read in threads.
-    n_threads, cache_bytes, least_bytes = fit_threads(
+    fit = fit_threads(
         (tensor for _, _, tensor in sources),
         threads or len(allowed_cores()),
         memory_bytes - RUNTIME_BYTES,
         thread_bytes=_THREAD_BYTES,
     )
-    if not n_threads:
-        n_mib = -(-(RUNTIME_BYTES + least_bytes) // MIB)
+    if not fit.n_threads:
+        n_mib = -(-(RUNTIME_BYTES + fit.needed_bytes(1)) // MIB)
         raise CapacityError(
             f"--stats needs {n_mib:,} MiB of memory, but the limit is {memory_bytes // MIB:,} MiB",
             hint=f"set --memory to at least {n_mib}MiB",
         )
     readers = {
-        id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=cache_bytes)
+        id(catalog): BoxReader(catalog, checkpoint.store, cache_bytes=fit.cache_bytes)
         for catalog in (view, checkpoint.catalog)
     }
     rules = load_rules() if checkpoint.format.has_common_state else None
@@ -178,7 +178,7 @@ def measure_layers(
         for catalog, key, tensor in sources
     )
     total_bytes = sum(tensor.n_bytes for _, _, tensor in sources)
-    statistics.update(_Measurement(jobs, total_bytes, progress).run(n_threads))
+    statistics.update(_Measurement(jobs, total_bytes, progress).run(fit.n_threads))
     return statistics
 
 

@@ -398,8 +398,8 @@ def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
     if unsharded is None or not ranks.is_rank_local:
         return ranks
     local = {
-        key: meta
-        for key, meta in ranks.tensors.items()
+        key: tensor
+        for key, tensor in ranks.tensors.items()
         if role_of(bare_key(key, ranks)) in ("moments", "masters")
     }
 

@@ -89,14 +89,14 @@ def build_tree(
         The nodes of the first level, in order of first appearance.
     """
     root = _NameBranch()
-    for key, meta in tensors.items():
+    for key, tensor in tensors.items():
         branch = root
         for name in split(key):
             child = branch.below.get(name)
             if child is None:
                 child = branch.below[name] = _NameBranch()
             branch = child
-        branch.meta = meta
+        branch.meta = tensor
     return _TreeFolder().children_of(root, folds_any=folds_roots)
 
 

@@ -24,7 +24,7 @@ from core.engine.catalog.stored import StoredArray, files_read
 from core.engine.changes.select import without_optimizer
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import is_megatron
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.placement.implementation import with_implementation
 from core.megatron.reshard.reshard import unshard
 from core.megatron.rules.rules import Rules
@@ -91,7 +91,7 @@ def form_like(
 
     # Megatron's names, of the implementation that the first one has.
     if first.facet(MegatronModel) is not None:
-        is_local = read_facts(first.args, names=rules.model_of(first.tensors)).is_local
+        is_local = parse_facts(first.args, names=rules.model_of(first.tensors)).is_local
         implementation = "local" if is_local else "transformer_engine"
         if has_layout:
             catalog = with_implementation(catalog, implementation, rules=rules)

@@ -297,7 +297,7 @@ def computed_array(key: str, tensor: Tensor, dtype: str, encoding: Encoding) -> 
     """Return the single fragment of a tensor that is computed.
 
     Args:
-        key, meta: the tensor.
+        key, tensor: the tensor.
         dtype: type of the computed numbers.
         encoding: computes them.
     """

@@ -23,7 +23,7 @@ from core.hf.ties import (
     with_own_head,
 )
 from core.opening.code_in_pickles import naming_code_first
-from core.opening.objects import check_safety, refuse_in_ranks, with_objects_loaded
+from core.opening.objects import apply_object_policy, refuse_in_ranks, with_objects_loaded
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
 from core.values import dataclass
@@ -82,7 +82,7 @@ def _with_safe_objects(other: Checkpoint) -> Checkpoint:
         with naming_code_first(other.store, catalog=other.catalog, uses=other.uses):
             other = with_objects_loaded(other)
         refuse_in_ranks(other.catalog, carried=())
-        check_safety(other.catalog, keeps_unknown=True, drop_unknown=False)
+        apply_object_policy(other.catalog, keeps_unknown=True, drop_unknown=False)
     except UnsafeError as err:
         command = "merge a copy without it: ckpt convert SRC DST --exclude"
         err.hint = re.sub("drop (it|the entry) with --exclude", command, err.hint or "")

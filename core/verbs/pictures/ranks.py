@@ -30,7 +30,7 @@ from core.engine.catalog.key_patterns import ranges
 from core.errors import CheckpointingException
 from core.files.remote_path import location_of
 from core.formats.megatron.format import possible_dirs
-from core.megatron.model.args import fields_of, read_facts, topology_of
+from core.megatron.model.args import fields_of, parse_facts, topology_of
 from core.megatron.model.facts import PREDICTION_STACK
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.reshard.from_ranks import facts_of_ranks, ranks_of
@@ -355,7 +355,7 @@ def _grid_of_torch_dist(checkpoint: Checkpoint) -> RankGrid | None:
             if file in cells and file in sizes:
                 n_bytes = fragment.box.n_elements * item_bytes
                 cells[file].add_bytes(n_bytes, is_optimizer=is_optimizer)
-    if topology.pp > 1 and not _has_expected_layers(contents, read_facts(catalog.args)):
+    if topology.pp > 1 and not _has_expected_layers(contents, parse_facts(catalog.args)):
         return None
     return _grid(topology, contents)
 

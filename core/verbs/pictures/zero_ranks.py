@@ -24,7 +24,7 @@ from core.errors import CheckpointingException
 from core.files.remote_path import location_of
 from core.formats.deepspeed.files import name_of_mp_rank, name_of_rank, parse_zero_name
 from core.formats.deepspeed.optim_states import recorded_ranks
-from core.opening.open import locate_checkpoint
+from core.opening.locate import locate_checkpoint
 from core.values import dataclass
 
 _MOST_RANKS = 1 << 17

@@ -29,7 +29,7 @@ from core.files.url import refuse_url
 from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, all_iteration_dirs, removed_name
 from core.opening.listing import runs_below
-from core.opening.open import NAMING_TRACKERS, RELEASE, TRACKER
+from core.opening.locate import NAMING_TRACKERS, RELEASE, TRACKER
 from core.publish.stage.folder_lock import stage_dir_of
 from core.values import dataclass
 

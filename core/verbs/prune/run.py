@@ -12,7 +12,7 @@ from core.errors import SourceChangedError, StorageError, UsageError, list_some
 from core.files.remote_path import is_remote
 from core.files.source_store import open_store
 from core.opening.iterations import iteration_dirs
-from core.opening.open import locate_checkpoint
+from core.opening.locate import locate_checkpoint
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.publish.stage.folder_lock import lock_folder
 from core.values import dataclass

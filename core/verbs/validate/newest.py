@@ -12,7 +12,7 @@ from core.files.source_store import open_store
 from core.opening.absent import absent
 from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.listing import runs_below
-from core.opening.open import NAMING_TRACKERS, TRACKER
+from core.opening.locate import NAMING_TRACKERS, TRACKER
 from core.values import dataclass
 from core.verbs.checks.finding import Severity
 from core.verbs.validate.run import Validation

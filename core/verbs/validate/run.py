@@ -15,7 +15,8 @@ from core.engine.team.protocol import ALONE, Figures, Team, broadcast_result
 from core.errors import CheckpointingException, UsageError, WorkerError, list_some
 from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations
-from core.opening.open import FILL, Located, locate_checkpoint
+from core.opening.locate import Located, locate_checkpoint
+from core.opening.open import FILL
 from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.values import dataclass

@@ -129,7 +129,8 @@ def test_json_needs_yes_or_a_dry_run(root: Path, capsys: pytest.CaptureFixture[s
     assert main(["prune", str(root), "--keep-every", "3", "--json", "--yes", "--deep"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["schema"], report["level"], report["newest_valid"]) == (
-        *("ckpt.prune/1", "deep"),
+        "ckpt.prune/1",
+        "deep",
         4,
     )
     assert [row["iteration"] for row in report["kept"]] == [4, 3]

@@ -285,16 +285,19 @@ def test_renames_are_listed_and_done(golden: Path, tmp_path: Path, run: Run) -> 
 
 def test_casts_and_globs_are_honoured(golden: Path, tmp_path: Path, run: Run) -> None:
     shown(
-        *(
-            "convert",
-            golden / "torch_dcp/fsdp2_dp2",
-            tmp_path / "o.pt",
-            "--to",
-            "torch",
-            "--include",
-            "app.model.*",
-        ),
-        *("--exclude", "*.norm.*", "--dtype", "bf16", "--dtype", "*embed*=fp32"),
+        "convert",
+        golden / "torch_dcp/fsdp2_dp2",
+        tmp_path / "o.pt",
+        "--to",
+        "torch",
+        "--include",
+        "app.model.*",
+        "--exclude",
+        "*.norm.*",
+        "--dtype",
+        "bf16",
+        "--dtype",
+        "*embed*=fp32",
         run=run,
     )
     dtypes = {t["key"]: t["dtype"] for t in shown("inspect", tmp_path / "o.pt", run=run)["tensors"]}

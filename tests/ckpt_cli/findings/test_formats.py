@@ -172,8 +172,15 @@ def test_junit_fails_for_errors_only_and_skips_what_is_left_out() -> None:
 # SARIF 2.1.0: the rules of the specification and of its JSON schema for the parts that are used.
 LEVELS = {"none", "note", "warning", "error"}
 RESULT = {
-    *("ruleId", "ruleIndex", "level", "message", "locations", "partialFingerprints"),
-    *("baselineState", "suppressions", "properties"),
+    "ruleId",
+    "ruleIndex",
+    "level",
+    "message",
+    "locations",
+    "partialFingerprints",
+    "baselineState",
+    "suppressions",
+    "properties",
 }
 
 

@@ -162,7 +162,7 @@ def test_reshard_shows_both_layouts_and_what_moves(
     golden: Path, tmp_path: Path, report: Callable[..., Page], capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = report(
-        *("reshard", golden / RANKS, tmp_path / "out", "--tp-new", 4, "--pp-new", 1, "--dry-run")
+        "reshard", golden / RANKS, tmp_path / "out", "--tp-new", 4, "--pp-new", 1, "--dry-run"
     )
     assert {"summary", "moves", "tensors", "files"} <= set(page.ids)
     table = page.data["table"]

@@ -134,22 +134,12 @@ def test_the_help_names_every_format_that_can_be_written() -> None:
 
 def test_changes_of_content_reach_the_job() -> None:
     options = parsed(
-        *(
-            "convert",
-            "a",
-            "b",
-            "--to",
-            "hf",
-            "--names",
-            "hf:qwen3_moe",
-            "--max-shard-size",
-            "5GB",
-            "--stack_layers",
-        ),
-        "--dequantize-optim",
-        *("--dequantize", "fp32", "--quantize", "block", "--quantize", "*.o_proj.weight=tensor"),
-        *("--strip-prefix", "module.", "--strip-prefix=model.", "--add-prefix", "net."),
-        *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
+        *"""
+        convert a b --to hf --names hf:qwen3_moe --max-shard-size 5GB --stack_layers
+        --dequantize-optim --dequantize fp32 --quantize block --quantize *.o_proj.weight=tensor
+        --strip-prefix module. --strip-prefix=model. --add-prefix net.
+        --tie lm_head.weight=embed.weight --untie a.b=c.d
+        """.split()
     )
     job = build_job(options, keeps_layout=False)
     assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")

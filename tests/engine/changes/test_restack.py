@@ -203,7 +203,9 @@ def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> No
     }
     made = stack_layers(catalog_of(tensors)[0])
     assert set(made.catalog.tensors) == {
-        *("model.layers.norm", "model.layers.0.dense", "visual.blocks.w"),
+        "model.layers.norm",
+        "model.layers.0.dense",
+        "visual.blocks.w",
         *(f"model.layers.{n}.experts" for n in (1, 2)),
         *(f"model.layers.{n}.odd" for n in range(3)),
     }
@@ -303,7 +305,9 @@ def test_globs_say_which_tensors_are_stacked() -> None:
     made = unstack_layers(catalog_of(tensors)[0], ["m.layers.a", "v.*"])
     assert made.n_groups == 2
     assert list(made.catalog.tensors) == [
-        *("m.layers.0.a", "m.layers.1.a", "m.layers.b"),
+        "m.layers.0.a",
+        "m.layers.1.a",
+        "m.layers.b",
         *(f"v.blocks.{n}.c" for n in range(4)),
     ]
 

@@ -55,7 +55,7 @@ def test_include_and_exclude_choose_tensors_and_objects_and_prune_the_skeleton()
         "model": {"a.weight": TensorLeaf("model.a.weight")},
         "note": "x",
     }
-    assert chosen.left_out == ("model.b.bias", "optim.state.0.exp_avg", "optim.lr")
+    assert chosen.excluded == ("model.b.bias", "optim.state.0.exp_avg", "optim.lr")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from core.errors import (
 )
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import format as dcp
-from core.formats.dcp.metadata import read_metadata
+from core.formats.dcp.metadata import parse_metadata
 from core.opening.objects import loaded
 from core.opening.target import partitioned
 from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, make_namespace
@@ -578,7 +578,7 @@ def test_an_array_with_fewer_axes_becomes_a_chunk_of_the_stacked_tensor() -> Non
         "layer2",
         "layer3",
     ]
-    metadata = read_metadata(literal_bytes(images[-1]), label="made")
+    metadata = parse_metadata(literal_bytes(images[-1]), label="made")
     assert [chunk.box for chunk in metadata.chunks("w")] == [
         Box((n, 0, 0), (1, 2, 3)) for n in range(4)
     ]
@@ -591,7 +591,7 @@ def test_an_array_in_several_fragments_is_one_chunk() -> None:
     target = Catalog(
         "dcp", None, with_fragments({"w": Tensor("float32", (6, 3))}, lambda key: [*rows, other])
     )
-    metadata = read_metadata(literal_bytes(laid_out(target)[-1]), label="made")
+    metadata = parse_metadata(literal_bytes(laid_out(target)[-1]), label="made")
     assert [chunk.box for chunk in metadata.chunks("w")] == [
         Box((2, 0), (4, 3)),
         Box((0, 0), (2, 3)),

@@ -28,7 +28,7 @@ from core.errors import (
     UnsupportedError,
 )
 from core.formats.dcp import metadata as dcp_metadata
-from core.formats.dcp.metadata import DcpItem, DcpMetadata, read_metadata
+from core.formats.dcp.metadata import DcpItem, DcpMetadata, parse_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
 from core.pickle.inert import Global, Inert
 from core.pickle.noted import noting_uses
@@ -202,7 +202,7 @@ def test_megatrons_additions_are_kept_or_named(golden: Path) -> None:
         paths = metadata_files(golden / family)
         assert paths
         for path in paths:
-            found = read_metadata(path.read_bytes(), label=".metadata")
+            found = parse_metadata(path.read_bytes(), label=".metadata")
             assert (found.mcore_data is not None) is has_mcore_data
             assert "all_local_plans" in found.extras
             assert found.planner_data is None
@@ -214,7 +214,7 @@ def test_the_columns_equal_what_torch_reads(golden: Path) -> None:
     paths = metadata_files(golden / "torch_dcp")
     assert paths
     for path in paths:
-        found = read_metadata(path.read_bytes(), label=".metadata")
+        found = parse_metadata(path.read_bytes(), label=".metadata")
         same_as_torch(found, checkpoint.FileSystemReader(path.parent).read_metadata())
 
 
@@ -444,7 +444,7 @@ def test_what_cannot_be_is_refused_by_both_readers(
     damage(state)
     data = pickled(state)
     with pytest.raises(error, match=match) as caught:
-        read_metadata(data, label=".metadata")
+        parse_metadata(data, label=".metadata")
     assert caught.value.file == ".metadata"
     with pytest.raises(Exception):  # noqa: B017
         by_c(data)
@@ -487,7 +487,7 @@ def test_transforms_are_told_apart_by_item() -> None:
 )
 def test_what_is_no_metadata_is_an_error(data: bytes, error: type[CheckpointingException]) -> None:
     with pytest.raises(error):
-        read_metadata(data, label=".metadata")
+        parse_metadata(data, label=".metadata")
 
 
 @settings(max_examples=rounds(800), deadline=None, suppress_health_check=list(HealthCheck))
@@ -538,7 +538,7 @@ def test_a_large_file_is_read_alike_by_both() -> None:
     found = dcp_metadata._parse_by_c(data)
     columns = by_machine(data)
     assert found is None or found.checked("x") == columns
-    assert by_c(data) == columns == read_metadata(data, label="x")
+    assert by_c(data) == columns == parse_metadata(data, label="x")
     assert len(columns.item_offset) == 24_000
 
 
@@ -552,7 +552,7 @@ def test_a_command_in_a_large_file_is_not_run_by_either_reader(tmp_path: Path) -
     )
     data = with_prefix(large(), call)
     with noting_uses() as uses:
-        assert len(read_metadata(data, label="x").tensors) == 6000
+        assert len(parse_metadata(data, label="x").tensors) == 6000
     assert Use(Global("posix", "system"), "called") in uses
     assert dcp_metadata._unpack(dcp_metadata.pack_metadata(data)) is None, (
         "a name that is no record's is left to the reader that knows what is done with it"
@@ -691,7 +691,7 @@ def test_torch_reads_what_is_written_field_by_field(tmp_path: Path) -> None:
         if not isinstance(held, BytesStorageMetadata):
             assert type(held.size) is torch.Size
             assert all(type(part.offsets) is type(part.sizes) is torch.Size for part in held.chunks)
-    same_as_torch(read_metadata(data, label="x"), wanted)
+    same_as_torch(parse_metadata(data, label="x"), wanted)
 
 
 def test_every_golden_metadata_is_rewritten_and_read_alike(golden: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.files.store import LocalStore
 from core.formats.dcp import format as dcp
-from core.formats.dcp.metadata import read_metadata
+from core.formats.dcp.metadata import parse_metadata
 from core.opening.open import open_checkpoint
 from core.pickle.inert import attributes
 from core.pickle.nesting import entries
@@ -152,7 +152,7 @@ def test_gold_skeletons_are_the_paths_of_the_planner(golden: Path, name: str) ->
 @pytest.mark.parametrize("name", GOLD)
 def test_every_optimizer_entry_of_gold_is_known_as_one(golden: Path, name: str) -> None:
     data = (golden / "torch_dcp" / name / ".metadata").read_bytes()
-    metadata = read_metadata(data, label=".metadata")
+    metadata = parse_metadata(data, label=".metadata")
     for key in (*metadata.tensors, *metadata.objects):
         assert is_optimizer_key(key) == (key.startswith(("app.optim.", "optim.", "optimizer."))), (
             key

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from core.formats.dcp import plans as dcp_plans
-from core.formats.dcp.metadata import read_metadata
+from core.formats.dcp.metadata import parse_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.formats.dcp.plans import PlanRow, TensorData, read_plans
+from core.formats.dcp.plans import PlanRow, TensorData, parse_plans
 from core.formats.dcp.records import FAST_FROM_BYTES
 
 N_RANKS = 3
@@ -36,8 +36,8 @@ def metadata_with_plans(n_keys: int) -> tuple[bytes, list[list[PlanRow]]]:
 
 def test_plans_are_read_as_written_and_change_nothing_else() -> None:
     data, plans = metadata_with_plans(4)
-    assert read_plans(data, label="x") == plans
-    metadata = read_metadata(data, label="x")
+    assert parse_plans(data, label="x") == plans
+    metadata = parse_metadata(data, label="x")
     assert metadata.extras == ("all_local_plans",)
     assert len(metadata.tensors) == 4 and not metadata.orphans
 
@@ -46,8 +46,8 @@ def test_plans_are_read_as_written_and_change_nothing_else() -> None:
 def test_large_metadata_are_read_in_a_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     data, plans = metadata_with_plans(4000)
     assert len(data) > FAST_FROM_BYTES
-    monkeypatch.setattr(dcp_plans, "read_by_machine", None)
-    assert read_plans(data, label="x") == plans
+    monkeypatch.setattr(dcp_plans, "parse_by_machine", None)
+    assert parse_plans(data, label="x") == plans
 
 
 def test_torch_reads_the_plans_as_its_own() -> None:
@@ -64,8 +64,8 @@ def test_plans_of_megatron_are_read(golden: Path) -> None:
     assert paths
     for path in paths:
         data = path.read_bytes()
-        metadata = read_metadata(data, label="x")
-        plans = read_plans(data, label="x")
+        metadata = parse_metadata(data, label="x")
+        plans = parse_plans(data, label="x")
         assert plans is not None
         planned = {row.key for plan in plans for row in plan}
         assert planned == {*metadata.tensors, *metadata.objects}
@@ -85,4 +85,4 @@ def test_missing_and_malformed_plans_are_none() -> None:
     ):
         metadata = checkpoint.Metadata({})
         metadata.all_local_plans = plans
-        assert read_plans(pickle.dumps(metadata), label="x") is None
+        assert parse_plans(pickle.dumps(metadata), label="x") is None

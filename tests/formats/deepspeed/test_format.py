@@ -120,14 +120,12 @@ def test_everything_else_is_an_object(golden: Path, case: str) -> None:
     assert found["optimizer.param_groups.0.betas"] == (0.9, 0.999)
     assert found["optimizer.param_groups.1.weight_decay"] == 0.0
     assert found["optimizer.param_groups.1.params"] == [
-        *(
-            "layers.0.0.bias",
-            "layers.0.2.bias",
-            "layers.1.0.bias",
-            "layers.1.2.bias",
-            "norm.weight",
-            "norm.bias",
-        )
+        "layers.0.0.bias",
+        "layers.0.2.bias",
+        "layers.1.0.bias",
+        "layers.1.2.bias",
+        "norm.weight",
+        "norm.bias",
     ]
     assert attributes(found["optimizer.loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
     assert isinstance(found["ds_config"], dict)

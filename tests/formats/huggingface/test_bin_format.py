@@ -30,7 +30,7 @@ from core.errors import (
 from core.files.store import LocalStore, MemoryStore
 from core.formats.huggingface.bin_format import FORMAT, read, sniff
 from core.formats.torch import format as torch_file
-from core.opening.objects import check_safety
+from core.opening.objects import apply_object_policy
 from core.opening.open import open_checkpoint
 from core.opening.target import source_and_target
 from core.pickle.inert import TensorLeaf
@@ -92,7 +92,7 @@ def contents(catalog: Catalog, store: MemoryStore | LocalStore) -> dict[str, byt
 def as_torch_file(catalog: Catalog, store: MemoryStore | LocalStore) -> Any:
     """What torch loads when the catalog is written as one torch file."""
     source, target = source_and_target(
-        check_safety(catalog, keeps_unknown=True, drop_unknown=False), torch_file.FORMAT
+        apply_object_policy(catalog, keeps_unknown=True, drop_unknown=False), torch_file.FORMAT
     )
     images = torch_file.lay_out(target)
     (data,) = materialized(images, target=target, source=source, store=store).values()

@@ -26,71 +26,38 @@ from core.formats.huggingface.files import (
 from core.opening.target import partitioned
 from tests.support.materialize import materialized
 
-CARRIED = (
-    *(
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "tokenizer.model",
-    ),
-    *(
-        "tokenizer.tiktoken",
-        "special_tokens_map.json",
-        "vocab.json",
-        "vocab.txt",
-        "vocab.bpe",
-        "merges.txt",
-        "spm.model",
-    ),
-    *(
-        "preprocessor_config.json",
-        "chat_template.json",
-        "chat_template.jinja",
-        "extra.jinja",
-        "added_tokens.json",
-    ),
-    *(
-        "README.md",
-        "LICENSE",
-        "LICENSE.txt",
-        "NOTICE",
-        "modeling_llama.py",
-        "configuration_x.py",
-        "adapter_config.json",
-    ),
-    *("model_index.json", "qwen.tiktoken", "USE_POLICY.md", "größe.json"),
+CARRIED = tuple(
+    """
+    config.json generation_config.json tokenizer.json tokenizer_config.json tokenizer.model
+    tokenizer.tiktoken special_tokens_map.json vocab.json vocab.txt vocab.bpe merges.txt
+    spm.model preprocessor_config.json chat_template.json chat_template.jinja extra.jinja
+    added_tokens.json README.md LICENSE LICENSE.txt NOTICE modeling_llama.py
+    configuration_x.py adapter_config.json model_index.json qwen.tiktoken USE_POLICY.md
+    größe.json
+    """.split()
 )
 LEFT = (
-    *(
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    ),
-    *(
-        "x.safetensors.index.fp16.json",
-        "ckpt-manifest.json",
-        "model.safetensors.ckpt-manifest.json",
-        "ckpt-objects.pt",
-    ),
-    *(
-        "tokenizer.pt",
-        "vocab.npy",
-        "metadata.json",
-        "zarr.json",
-        ".gitattributes",
-        ".hidden.json",
-        "training_args.bin",
-    ),
-    *(
-        "events.out",
-        "optimizer.pt",
-        "notes.txt",
-        "back\\slash.json",
-        "model.gguf",
-        "line\nbreak.json",
-    ),
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "x.safetensors.index.fp16.json",
+    "ckpt-manifest.json",
+    "model.safetensors.ckpt-manifest.json",
+    "ckpt-objects.pt",
+    "tokenizer.pt",
+    "vocab.npy",
+    "metadata.json",
+    "zarr.json",
+    ".gitattributes",
+    ".hidden.json",
+    "training_args.bin",
+    "events.out",
+    "optimizer.pt",
+    "notes.txt",
+    "back\\slash.json",
+    "model.gguf",
+    "line\nbreak.json",
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import core
-from core.formats.mcore.run_config import read_arguments
+from core.formats.mcore.run_config import get_arguments
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
 from tests.support.archives import unpacked
@@ -66,8 +66,8 @@ def test_the_arguments_come_from_the_model_section(bridge: Path) -> None:
 def test_which_gelu_a_model_has_follows_from_the_fusion(is_fused: bool) -> None:
     gelu = {"_call_": False, "_target_": "torch.nn.functional.gelu"}
     model = {"activation_func": gelu, "bias_activation_fusion": is_fused}
-    assert read_arguments(model)["bias_gelu_fusion"] is is_fused
-    assert "bias_gelu_fusion" not in read_arguments({**model, "gated_linear_unit": True})
+    assert get_arguments(model)["bias_gelu_fusion"] is is_fused
+    assert "bias_gelu_fusion" not in get_arguments({**model, "gated_linear_unit": True})
 
 
 def test_what_bridge_imported_comes_back_bit_for_bit(bridge: Path, tmp_path: Path) -> None:

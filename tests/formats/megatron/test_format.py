@@ -262,6 +262,11 @@ def test_the_skeleton_is_the_file(golden: Path) -> None:
     root = as_mapping(ranks[(("tp", 0), ("pp", 1))][1])
     assert root is not None
     assert list(root) == [
-        *("args", "checkpoint_version", "iteration", "model0", "model1", "rng_state"),
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "model0",
+        "model1",
+        "rng_state",
         "num_floating_point_operations_so_far",
     ]

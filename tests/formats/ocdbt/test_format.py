@@ -40,8 +40,8 @@ from core.formats.ocdbt.nodes import (
     NODE_MAGIC,
     UnfoldBudget,
     ValueLocation,
-    read_newest_version,
-    read_node,
+    parse_newest_version,
+    parse_node,
 )
 from core.pickle.nesting import entries
 from core.verbs.checks.finding import Severity
@@ -223,7 +223,7 @@ def test_a_tree_of_several_levels_is_walked(tmp_path: Path, compression: object)
             database.with_transaction(transaction).write(key, value).result()
     store = LocalStore(folder)
     data = store.read("manifest.ocdbt", 0, store.size("manifest.ocdbt"))
-    assert read_newest_version(data, UnfoldBudget()).height >= 2
+    assert parse_newest_version(data, UnfoldBudget()).height >= 2
     assert contents(folder) == expected
 
 
@@ -597,7 +597,7 @@ def test_a_cut_manifest_is_truncated(database: Path, n_bytes: int) -> None:
 
 def test_one_changed_byte_of_a_node_is_an_error_that_names_its_file(database: Path) -> None:
     manifest = (database / "manifest.ocdbt").read_bytes()
-    root = read_newest_version(manifest, UnfoldBudget()).root
+    root = parse_newest_version(manifest, UnfoldBudget()).root
     assert root is not None
     path = database / root.path
     data = bytearray(path.read_bytes())
@@ -762,7 +762,7 @@ def test_keys_that_unfold_from_their_prefixes_are_refused() -> None:
     keys = varints(n, *[60_000] * (n - 1), 60_000, *[1] * (n - 1))
     body = b"\0" + table() + keys + b"a" * 60_000 + b"b" * (n - 1)
     with pytest.raises(UnsafeError, match="far more"):
-        read_node(wrapped(NODE_MAGIC, body), ValueLocation("", "d/x", 0, 0), 0, UnfoldBudget())
+        parse_node(wrapped(NODE_MAGIC, body), ValueLocation("", "d/x", 0, 0), 0, UnfoldBudget())
 
 
 def test_a_node_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
@@ -772,7 +772,7 @@ def test_a_node_that_inflates_without_end_is_refused(tmp_path: Path) -> None:
     head = NODE_MAGIC.to_bytes(4, "big") + (len(bomb) + 18).to_bytes(8, "little") + b"\0\1"
     data = head + bomb
     with pytest.raises(UnsafeError):
-        read_node(
+        parse_node(
             data + crc32c(data).to_bytes(4, "little"),
             ValueLocation("", "d/x", 0, 0),
             0,
@@ -786,7 +786,7 @@ def bodies(folder: Path) -> Iterator[tuple[int, bytes]]:
 
     data = (folder / "manifest.ocdbt").read_bytes()
     yield MANIFEST_MAGIC, unwrap(data, MANIFEST_MAGIC, UnfoldBudget())
-    root = read_newest_version(data, UnfoldBudget()).root
+    root = parse_newest_version(data, UnfoldBudget()).root
     assert root is not None
     node = (folder / root.path).read_bytes()[root.offset : root.offset + root.n_bytes]
     yield NODE_MAGIC, unwrap(node, NODE_MAGIC, UnfoldBudget())

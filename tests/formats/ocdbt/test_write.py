@@ -25,7 +25,7 @@ from core.files.store import LocalStore
 from core.formats.ocdbt.entries import list_entries
 from core.formats.ocdbt.format import FORMAT
 from core.formats.ocdbt.node_writer import encode_database
-from core.formats.ocdbt.nodes import UnfoldBudget, read_newest_version
+from core.formats.ocdbt.nodes import UnfoldBudget, parse_newest_version
 from core.formats.ocdbt.write import lay_out
 from core.opening.open import open_checkpoint
 from core.pickle.nesting import entries
@@ -77,7 +77,7 @@ def test_a_tree_of_three_levels_is_walked(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/nodes").write_bytes(nodes)
     (tmp_path / "manifest.ocdbt").write_bytes(manifest)
-    assert read_newest_version(manifest, UnfoldBudget()).height == 2
+    assert parse_newest_version(manifest, UnfoldBudget()).height == 2
     database = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{tmp_path}/"}).result()
     assert len(database.list().result()) == 40
     assert {key: database.read(key).result().value for key in entries} == entries

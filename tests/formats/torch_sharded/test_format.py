@@ -94,7 +94,9 @@ def test_a_file_stands_for_its_family_and_a_directory_for_all_of_them(gold: Path
     assert "embed.weight" in one.catalog.tensors
     assert one.catalog.tensors["embed.weight"].shape == (11, 6)
     assert {key.partition(".")[0] for key in every.catalog.tensors} == {
-        *("model", "optim", "extra_state")
+        "model",
+        "optim",
+        "extra_state",
     }
     assert every.catalog.objects["extra_state.lr_scheduler.last"].value == 2
     assert every.catalog.objects["extra_state.rng.rank_3.seed"].value == 3

@@ -40,9 +40,15 @@ LLAMA = {
     "model.norm.weight": (16,),
 }
 LAYER = (
-    *("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
-    *("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"),
-    *("input_layernorm", "post_attention_layernorm"),
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "input_layernorm",
+    "post_attention_layernorm",
 )
 IN_ORDER = (
     "model.embed_tokens.weight",

@@ -46,47 +46,37 @@ NUMBERS: dict[str, object] = {
     "int64": 2**62 + 1,
 }
 VALUES = (
-    *(
-        0,
-        1,
-        -7,
-        255,
-        2**63,
-        1.5,
-        0.1,
-        -0.0,
-        1e30,
-        True,
-        False,
-        "NaN",
-        "Infinity",
-        "-Infinity",
-        None,
-        "abc",
-        "AAAA",
-    ),
-    *(
-        "0x7f",
-        "0xff80",
-        "0x7fc00001",
-        "0x7ff8000000000001",
-        [0.1, -2.0],
-        [1.5, "NaN"],
-        [1.0],
-        {"a": 1},
-    ),
+    0,
+    1,
+    -7,
+    255,
+    2**63,
+    1.5,
+    0.1,
+    -0.0,
+    1e30,
+    True,
+    False,
+    "NaN",
+    "Infinity",
+    "-Infinity",
+    None,
+    "abc",
+    "AAAA",
+    "0x7f",
+    "0xff80",
+    "0x7fc00001",
+    "0x7ff8000000000001",
+    [0.1, -2.0],
+    [1.5, "NaN"],
+    [1.0],
+    {"a": 1},
 )
-DTYPE_NAMES = (
-    *(
-        "float64",
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-    ),
-    *("float8_e5m2fnuz", "int64", "int8", "uint8", "uint16", "bool", "complex64", "complex128"),
+DTYPE_NAMES = tuple(
+    """
+    float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz
+    float8_e5m2fnuz int64 int8 uint8 uint16 bool complex64 complex128
+    """.split()
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from core.arrays.box import Box
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.tensor import Fragment, Tensor
-from core.megatron.extras.saved_sizes import read_saved_sizes
+from core.megatron.extras.saved_sizes import get_saved_sizes
 from core.megatron.model.topology import Topology
 
 EMBEDDING = "module.embedding.word_embeddings.weight"
@@ -68,12 +68,12 @@ def test_groups_of_buffers_tell_the_sizes_experts_included(topology: Topology) -
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.expert_tp,
     }
-    found = read_saved_sizes(stored(topology))
+    found = get_saved_sizes(stored(topology))
     assert found == (sizes | of_experts if topology.ep > 1 else sizes)
 
 
 def test_without_buffers_the_embedding_tells_tensor_parallelism_alone() -> None:
-    assert read_saved_sizes(stored(Topology(2, 2, ep=2), has_groups=False)) == {
+    assert get_saved_sizes(stored(Topology(2, 2, ep=2), has_groups=False)) == {
         "tensor_model_parallel_size": 2,
         "pipeline_model_parallel_size": 1,
     }

@@ -11,7 +11,7 @@ import pytest
 
 import core
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.args import read_noop_layers
+from core.megatron.model.args import parse_noop_layers
 from core.megatron.model.pipeline_args import changes_for, pipeline_of
 from core.verbs.checks.level import Level
 from core.verbs.convert.job import Job, TopologyChange
@@ -39,14 +39,14 @@ def edited(golden: Path, tmp_path: Path) -> Callable[[Callable[[dict[str, Any]],
 
 @pytest.mark.parametrize("value", ["1,3", {1, 3}, [3, 1]])
 def test_noop_layers_are_a_text_or_a_set(value: object) -> None:
-    assert read_noop_layers({"noop_layers": value}) == {1, 3}
-    assert read_noop_layers({"noop_layers": None}) == frozenset()
+    assert parse_noop_layers({"noop_layers": value}) == {1, 3}
+    assert parse_noop_layers({"noop_layers": None}) == frozenset()
 
 
 @pytest.mark.parametrize("value", ["1,x", 3, {"a"}])
 def test_other_noop_layers_are_an_error(value: object) -> None:
     with pytest.raises(CorruptError, match="noop_layers"):
-        read_noop_layers({"noop_layers": value})
+        parse_noop_layers({"noop_layers": value})
 
 
 def test_a_layer_without_parameters_is_not_missing(

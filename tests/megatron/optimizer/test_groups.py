@@ -11,7 +11,7 @@ import pytest
 
 from core.engine.catalog.optimizer_keys import Optimizer, ParamGroup
 from core.errors import CorruptError, UnsupportedError
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.groups import (
     Policy,
@@ -134,7 +134,7 @@ def test_groups_are_those_that_megatron_makes(
     optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
     args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
     target = target_of(
-        optimizer, make_namespace(args), topology=Topology(ep=4), facts=read_facts(args)
+        optimizer, make_namespace(args), topology=Topology(ep=4), facts=parse_facts(args)
     )
     found = target_groups(target, held)
     for settings, names in megatron[case]:
@@ -269,7 +269,7 @@ MOE = Model(experts=4, moe=(0,))
 
 
 def at(source: Topology, target: Topology, *groups: ParamGroup) -> TargetGroups:
-    facts = read_facts({**MOE.args(source), "expert_tensor_parallel_size": source.expert_tp})
+    facts = parse_facts({**MOE.args(source), "expert_tensor_parallel_size": source.expert_tp})
     names = {name: 2 for group in groups for name in group.params or ()}
     destination = target_of(
         Optimizer("float16", groups), MOE.args(source), topology=target, facts=facts

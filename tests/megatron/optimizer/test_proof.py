@@ -9,7 +9,13 @@ import torch
 from core.arrays.cast import find_cast
 from core.engine.catalog.stored import Extent, StoredArray
 from core.files.store import MemoryStore
-from core.megatron.optimizer.proof import is_master, is_nan_element, rounding_of, rounds_to, sample
+from core.megatron.optimizer.proof import (
+    is_master,
+    is_nan_element,
+    rounding_of,
+    rounds_to,
+    sample_array,
+)
 
 
 def stored(
@@ -49,7 +55,7 @@ def test_strides_are_honoured() -> None:
 
 def test_a_sample_is_from_the_beginning_the_middle_and_the_end() -> None:
     a, data = stored(torch.arange(1000, dtype=torch.float32), "a")
-    found = np.frombuffer(sample(MemoryStore({"a": data}), a), np.float32)
+    found = np.frombuffer(sample_array(MemoryStore({"a": data}), a), np.float32)
     assert found.tolist() == [*range(16), *range(500, 516), *range(984, 1000)]
 
 

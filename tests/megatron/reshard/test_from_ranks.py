@@ -151,7 +151,10 @@ def test_order_and_facts_are_kept(golden: Path, model: str, case: str) -> None:
     assert catalog.facet(Topology) == topology(case)
     assert facet_of(catalog, MegatronModel).vocab_size == VOCAB[model]
     assert set(catalog.common or {}) == {
-        *("args", "checkpoint_version", "iteration", "num_floating_point_operations_so_far")
+        "args",
+        "checkpoint_version",
+        "iteration",
+        "num_floating_point_operations_so_far",
     }
 
 

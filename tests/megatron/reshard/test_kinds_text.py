@@ -21,7 +21,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
-from core.megatron.model.args import fields_of, read_facts, replaced
+from core.megatron.model.args import fields_of, parse_facts, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
@@ -164,7 +164,7 @@ def test_a_model_is_told_by_its_names(saved: Path) -> None:
     for model, kind in (("bert", "BERT"), ("t5", "T5")):
         for form in ("ranks", "dist"):
             found = unshard(opened(saved, model, "tp2_pp1", form)[1], rules=RULES)
-            facts = read_facts(found.args, names=RULES.model_of(found.tensors))
+            facts = parse_facts(found.args, names=RULES.model_of(found.tensors))
             assert facts.kind.kind == kind
             assert facts.stacks == (
                 {"encoder.layers.": 4}

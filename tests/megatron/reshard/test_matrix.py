@@ -21,8 +21,13 @@ _LAYOUTS = {
     "dense_gqa": (*_DENSE, "tp1_pp2_vpp2", "tp2_pp2_vpp2"),
     "dense_gelu": _DENSE,
     "moe_seq": (
-        *("tp1_pp1", "tp1_pp1_ep2", "tp1_pp1_ep4", "tp1_pp2_ep2"),
-        *("tp2_pp1", "tp2_pp1_ep2", "tp2_pp1_ep2_etp1"),
+        "tp1_pp1",
+        "tp1_pp1_ep2",
+        "tp1_pp1_ep4",
+        "tp1_pp2_ep2",
+        "tp2_pp1",
+        "tp2_pp1_ep2",
+        "tp2_pp1_ep2_etp1",
     ),
 }
 _SOURCES = [

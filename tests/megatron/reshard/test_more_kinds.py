@@ -24,7 +24,7 @@ from core.errors import (
     UnsupportedError,
     UsageError,
 )
-from core.megatron.model.args import fields_of, read_facts
+from core.megatron.model.args import fields_of, parse_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.model.version import parse_version
 from core.megatron.reshard.reshard import unshard
@@ -503,7 +503,7 @@ def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, what: st
 
 def test_predictions_of_a_pattern_are_counted() -> None:
     args = {**PATTERN.arguments(Topology()), "hybrid_override_pattern": "M*-M/ME/ME"}
-    facts = read_facts(args)
+    facts = parse_facts(args)
     assert (facts.n_layers, facts.n_predictions) == (4, 2)
     assert facts.has_experts("mtp.layers.", 0)
     assert facts.stages(2).chunk_of("mtp.layers.", 1) == (0, 1, 1)

@@ -300,7 +300,7 @@ def test_more_tensor_ranks_than_query_groups_work(golden: Path) -> None:
     target = shard(source, Topology(tp=8), rules=RULES)
     assert filled(target, source, store)[
         "mp_rank_07:model.decoder.layers.0.self_attention.linear_qkv.weight"
-    ].shape == (*(16, 64, 2),)
+    ].shape == (16, 64, 2)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_cli.app import main
-from core.megatron.model.args import fields_of, read_facts
+from core.megatron.model.args import fields_of, parse_facts
 from core.opening.open import open_checkpoint
 from tests.support.rank_files import (
     MODEL_FILE,
@@ -94,7 +94,7 @@ CASES = [
     (
         DENSE / "tp1_pp1",
         "tp1_pp1",
-        [*("--pp-new", 2, "--vpp-new", 3), *COUNTED],
+        ["--pp-new", 2, "--vpp-new", 3, *COUNTED],
         [[0, 1], [1, 1], [1, 0]],
         {
             "account_for_embedding_in_pipeline_split": True,
@@ -180,7 +180,7 @@ def test_uneven_layouts_of_golden_weights(
     written = fields_of(open_checkpoint(tmp_path / "a").catalog.args)
     for name, value in args.items():
         assert written[name] == value, name
-    assert read_facts(open_checkpoint(tmp_path / "a").catalog.args).topology.vpp == vpp
+    assert parse_facts(open_checkpoint(tmp_path / "a").catalog.args).topology.vpp == vpp
     home = ["--vpp-new", 1, "--no-account-for-embedding-in-pipeline-split"]
     sizes = dict(zip(("tp", "pp"), (text[2:] for text in back.split("_")), strict=False))
     home += [word for name, size in sizes.items() for word in (f"--{name}-new", size)]

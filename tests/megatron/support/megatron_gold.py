@@ -32,8 +32,13 @@ DENSE = {
 VIRTUAL = ("tp1_pp2_vpp2", "tp2_pp2_vpp2")
 EXPERTS = {
     "moe_seq": (
-        *("tp1_pp1", "tp1_pp1_ep2", "tp1_pp1_ep4", "tp1_pp2_ep2"),
-        *("tp2_pp1", "tp2_pp1_ep2", "tp2_pp1_ep2_etp1"),
+        "tp1_pp1",
+        "tp1_pp1_ep2",
+        "tp1_pp1_ep4",
+        "tp1_pp2_ep2",
+        "tp2_pp1",
+        "tp2_pp1_ep2",
+        "tp2_pp1_ep2_etp1",
     ),
 }
 GROUPED = ("tp1_pp1", "tp2_pp1_ep2")

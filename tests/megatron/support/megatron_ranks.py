@@ -38,7 +38,9 @@ def main() -> None:
             continue
         columns = [
             *(places(dense, token, world) for token in ("tp", "pp")),
-            *(places(expert, "ep", world), places(dense, "dp", world), places(expert, "dp", world)),
+            places(expert, "ep", world),
+            places(dense, "dp", world),
+            places(expert, "dp", world),
         ]
         answers.append([list(rank) for rank in zip(*columns, strict=True)])
     json.dump(answers, sys.stdout)

@@ -61,19 +61,14 @@ T5 = {
     r"^lm_head\.output_layer\.bias": "lm_head.bias",
     r"^(?:output_layer|position_embeddings)\..*": "",
 }
-DICTS = (
-    *("language_model", "language_model.embedding", "language_model.embedding.word_embeddings"),
-    *(
-        "language_model.embedding.position_embeddings",
-        "language_model.embedding.tokentype_embeddings",
-    ),
-    *(
-        "language_model.encoder",
-        "language_model.transformer",
-        "language_model.decoder",
-        "language_model.pooler",
-    ),
-    *("language_model.output_layer", "lm_head", "binary_head", "word_embeddings_for_head"),
+DICTS = tuple(
+    """
+    language_model language_model.embedding language_model.embedding.word_embeddings
+    language_model.embedding.position_embeddings
+    language_model.embedding.tokentype_embeddings language_model.encoder
+    language_model.transformer language_model.decoder language_model.pooler
+    language_model.output_layer lm_head binary_head word_embeddings_for_head
+    """.split()
 )
 PLAIN = ("language_model", "language_model.embedding")
 """Those of them that are no OrderedDict."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from core.engine.catalog.catalog import catalog_of_arrays
 from core.engine.catalog.optimizer_keys import Optimizer
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import MegatronVersion
@@ -29,7 +29,7 @@ def target_of(
         catalog=replace(catalog_of_arrays(format="global", arrays={}), args=args),
         optimizer=optimizer,
         topology=topology,
-        facts=read_facts(args) if facts is None else facts,
+        facts=parse_facts(args) if facts is None else facts,
         rules=RULES,
         cuts={},
         version=version,

@@ -21,7 +21,7 @@ from core.formats.dcp.columns import DcpItem
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
 from core.formats.dcp.reading.stored_metadata import stated_metadata
 from core.formats.zarr import format3 as zarr3
-from core.opening.open import locate_checkpoint
+from core.opening.locate import locate_checkpoint
 from core.verbs.checks import file_codes
 from core.verbs.checks.containers import dcp_files, items
 from core.verbs.checks.finding import Finding, Severity

@@ -109,4 +109,4 @@ def test_the_work_grows_with_the_number_of_entries(
 def test_metadata_that_make_no_sense_are_read_once(tmp_path: Path) -> None:
     """However many checks ask for what does make sense."""
     path = without_items(tmp_path, 7)
-    assert n_calls(path, Level.HEADERS, of=dcp_metadata.read_by_machine) == 1
+    assert n_calls(path, Level.HEADERS, of=dcp_metadata.parse_by_machine) == 1

@@ -19,14 +19,17 @@ from core.verbs.validate.run import validate
 from tests.support.rounds import rounds
 
 CHECKPOINTS = (
-    *("mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt", "mcore_torch_dist/dense_gqa/tp2_pp2"),
-    *(
-        pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
-        "mcore0121_zarr/dense_gqa/tp2_pp2",
-        "torch_dcp/fsdp2_dp2",
-    ),
-    *("torch_dcp/hf_storage_dp2", "hf/llama/safetensors_sharded", "hf/llama/bin_sharded"),
-    *("deepspeed/zero1_dp2_bf16", "deepspeed/zero3_dp2_bf16", "deepspeed_universal/zero1_dp2_bf16"),
+    "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt",
+    "mcore_torch_dist/dense_gqa/tp2_pp2",
+    pytest.param("mcore0161_torch_dist/dense_gqa/tp2_pp2", marks=pytest.mark.long),
+    "mcore0121_zarr/dense_gqa/tp2_pp2",
+    "torch_dcp/fsdp2_dp2",
+    "torch_dcp/hf_storage_dp2",
+    "hf/llama/safetensors_sharded",
+    "hf/llama/bin_sharded",
+    "deepspeed/zero1_dp2_bf16",
+    "deepspeed/zero3_dp2_bf16",
+    "deepspeed_universal/zero1_dp2_bf16",
 )
 MOST = rounds(30)
 """Files of a checkpoint that are damaged in turn; of more, every so many."""

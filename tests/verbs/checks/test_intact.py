@@ -24,14 +24,17 @@ from core.verbs.validate.run import validate
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")
 TRAINERS = ("trainer", "accelerate", "lightning")
 FAMILIES = (
-    *(
-        "mcore_legacy",
-        "mcore0121_legacy",
-        "mcore_torch_dist",
-        "mcore0161_torch_dist",
-        "mcore0121_torch_dist",
-    ),
-    *("mcore0121_zarr", "deepspeed", "deepspeed_universal", "torch_dcp", "hf", *TRAINERS),
+    "mcore_legacy",
+    "mcore0121_legacy",
+    "mcore_torch_dist",
+    "mcore0161_torch_dist",
+    "mcore0121_torch_dist",
+    "mcore0121_zarr",
+    "deepspeed",
+    "deepspeed_universal",
+    "torch_dcp",
+    "hf",
+    *TRAINERS,
 )
 
 

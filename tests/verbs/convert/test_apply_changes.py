@@ -74,7 +74,7 @@ def test_a_job_without_changes_changes_nothing() -> None:
     made = apply_changes(catalog, job(), config={"dtype": "float32"})
     assert made.catalog.tensors == catalog.tensors
     assert made.catalog.files == catalog.files
-    assert (made.renamed, made.left_out, made.notes) == ((), (), ())
+    assert (made.renamed, made.excluded, made.notes) == ((), (), ())
 
 
 def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() -> None:
@@ -116,7 +116,7 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
         ("model.norm.weight", "m.norm.weight"),
         *((f"model.layers.{n}.up.weight", f"m.layers.{n}.up.weight") for n in range(3)),
     )
-    assert made.left_out == ("model.vision.weight", "m.head.weight")
+    assert made.excluded == ("model.vision.weight", "m.head.weight")
     assert len(made.notes) == 6
     files = moved(made.catalog, store)
     layers = []

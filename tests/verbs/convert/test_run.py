@@ -575,7 +575,10 @@ def test_rank_files_keep_the_sizes_of_their_source(
     """As ``reshard`` does: whoever names no size, or one, does not mean 1 for the others."""
     run(Job(src=golden / source, dst=tmp_path / "out", to="megatron", fsync=False))
     assert sorted(path.name for path in (tmp_path / "out").glob("*/*")) == [
-        *("mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"),
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+        "mp_rank_01_000",
+        "mp_rank_01_001",
     ]
     change = TopologyChange(tp=4)
     run(Job(src=golden / source, dst=tmp_path / "tp4", to="megatron", topology=change, fsync=False))

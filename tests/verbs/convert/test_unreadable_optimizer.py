@@ -19,8 +19,10 @@ from tests.support.rank_files import assert_same_bits
 
 STEP = "global_step10_universal"
 FILES = (
-    *("zero/head.weight/exp_avg.pt", "zero/layers.0.0.weight/exp_avg_sq.pt"),
-    *("zero/embed.weight/step.pt", "zero/optimizer_state.pt"),
+    "zero/head.weight/exp_avg.pt",
+    "zero/layers.0.0.weight/exp_avg_sq.pt",
+    "zero/embed.weight/step.pt",
+    "zero/optimizer_state.pt",
 )
 
 

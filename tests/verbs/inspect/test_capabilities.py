@@ -125,12 +125,17 @@ GOLDEN = [
 
 
 OF_A_FORM_ABOVE = {
-    *("mcore_legacy/dense_gqa/tp2_pp2", "mcore_legacy/dense_gelu/tp2_pp2"),
-    *("mcore_legacy/moe_seq/tp2_pp1_ep2", "mcore0161_torch_dist/dense_gelu/tp2_pp2"),
-    *("mcore0121_torch_dist/dense_gqa/tp2_pp2_optim", "torch_dcp/hf_storage_dp2"),
+    "mcore_legacy/dense_gqa/tp2_pp2",
+    "mcore_legacy/dense_gelu/tp2_pp2",
+    "mcore_legacy/moe_seq/tp2_pp1_ep2",
+    "mcore0161_torch_dist/dense_gelu/tp2_pp2",
+    "mcore0121_torch_dist/dense_gqa/tp2_pp2_optim",
+    "torch_dcp/hf_storage_dp2",
     "mcore0121_zarr/dense_gqa/tp2_pp1_dp2_distopt_fully_sharded_model_space",
     "mcore_legacy/dense_gqa/tp2_pp1_optim",  # another test plans such a one
-    *("mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt", "accelerate/fsdp2_dp2", "trainer/zero2_dp2"),
+    "mcore_legacy/dense_gqa/tp1_pp1_dp2_distopt",
+    "accelerate/fsdp2_dp2",
+    "trainer/zero2_dp2",
 }
 """Other models and optimizers in the same kinds of files: planned with ``--long``."""
 

@@ -284,8 +284,11 @@ def test_both_directories_of_an_iteration_go_together(golden: Path, tmp_path: Pa
     (tmp_path / "latest_universal").write_text("global_step2_universal")
     assert removed(core.prune(tmp_path, keep_last=1, trust_metadata=True)) == [1]
     assert names(tmp_path) == [
-        *("global_step2", "global_step2_universal", "global_step3"),
-        *("latest", "latest_universal"),
+        "global_step2",
+        "global_step2_universal",
+        "global_step3",
+        "latest",
+        "latest_universal",
     ]
 
 
@@ -445,9 +448,7 @@ def test_what_a_store_refuses_to_delete_is_finished_later(store: S3Server, n_req
     assert {
         iteration.number
         for iteration in core.prune(URL, keep_last=3, trust_metadata=True).iterations
-    } == {
-        *(50, 30, 20),
-    }
+    } == {50, 30, 20}
     assert folders(store) == {"iter_0000020", "iter_0000030", "iter_0000050", TRACKER}
 
 

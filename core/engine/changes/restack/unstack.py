@@ -170,9 +170,9 @@ def _replace_by_layers(
     """
     # Order all tensors after the same names layer by layer, at the position of the first of them.
     tensors: dict[str, Tensor] = {}
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         if key not in parts:
-            tensors[key] = meta
+            tensors[key] = tensor
         elif parts[key] and parts[key][0] not in tensors:
             siblings = [sibling for sibling in parts if head_of[sibling] == head_of[key]]
             for number in range(len(parts[key])):

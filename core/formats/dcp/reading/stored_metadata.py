@@ -11,7 +11,7 @@ from core.errors import (
     Report,
 )
 from core.formats.dcp.folders import dcp_folders, join_folders
-from core.formats.dcp.metadata import DcpMetadata, read_metadata, salvaged_metadata
+from core.formats.dcp.metadata import DcpMetadata, parse_metadata, salvaged_metadata
 from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def read_metadata_in(store: ReadStore, folder: str = "", *, name: str = METADATA
     file = f"{folder}/{name}" if folder else name
     if not store.exists(file):
         raise _unwritten(file, store, file=file)
-    return read_metadata(store.read(file, 0, store.size(file)), label=file)
+    return parse_metadata(store.read(file, 0, store.size(file)), label=file)
 
 
 def _unwritten(name: str, store: ReadStore, *, file: str) -> MissingShardError:

@@ -89,7 +89,7 @@ def read_model_parallel(
         by_rank.append(_read_rank(store, rank, layer_shapes, is_single=len(ranks) == 1))
     head = by_rank[0]
     grid = grid_of(head.model, len(ranks), layers)
-    rules = _read_rules(head.model, grid)
+    rules = _get_rules(head.model, grid)
     # Each stage on its own, then the union: tied parameters are in several stages.
     plans: dict[str, JoinPlan] = {}
     stages = []
@@ -213,7 +213,7 @@ def read_model_files(
             hint="copy the checkpoint again, with all its files",
         )
     grid = grid_of(head, len(ranks), layers)
-    rules = _read_rules(head, grid)
+    rules = _get_rules(head, grid)
     if layers:
         weights, plans, others = _untrained(store, layers, {}, rules, {}, head)
     else:
@@ -317,7 +317,7 @@ def _check_complete(
         )
 
 
-def _read_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
+def _get_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
     """Return what a model file says about tensor parallelism.
 
     Raises:

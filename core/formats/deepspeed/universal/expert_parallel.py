@@ -130,7 +130,7 @@ def cut_experts(
     # Every tensor of an expert becomes a region of the array of its directory.
     entries: dict[str, _ExpertEntry] = {}
     for key in (*target.tensors, *target.objects):
-        name, state = split_state_path(key, target.tensors) or (key, None)
+        state, name = split_state_path(key, target.tensors) or (None, key)
         if name in directory_of:
             first = key.replace(name, directory_of[name])
             entries[key] = _ExpertEntry(first, rank_of[name], state == STEP)

@@ -47,7 +47,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.engine.catalog.dropped import dropped_together, left_out
+from core.engine.catalog.dropped import dropped_together, dropped_unlisted
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
@@ -419,7 +419,7 @@ def for_universal(catalog: Catalog) -> Catalog:
     }
     # Master weights take the names of the weights and of those tied to them, and stop being states.
     # Of the other states, each is a tensor of its own.
-    masters = {name: key for key, (name, state) in state_of_key.items() if state == MASTER}
+    masters = {name: key for key, (state, name) in state_of_key.items() if state == MASTER}
     master_of = {
         id(catalog.tensors[name]): catalog.tensors[key]
         for name, key in masters.items()
@@ -429,19 +429,22 @@ def for_universal(catalog: Catalog) -> Catalog:
     for key, tensor in catalog.tensors.items():
         if key in masters:
             tensors[key] = catalog.tensors[masters[key]]
-        elif state_of_key.get(key, ("", ""))[1] != MASTER:
+        elif state_of_key.get(key, ("", ""))[0] != MASTER:
             is_state = is_optimizer_key(key)
             tensors[key] = replace(tensor) if is_state else master_of.get(id(tensor), tensor)
     # ZeRO-3 reads the step from another file than ZeRO-1 and 2, and the steps of all parameters are
     # equal: write any of them twice.
-    step = next((key for key, (_, state) in state_of_key.items() if state == STEP), None)
+    step = next((key for key, (state, _) in state_of_key.items() if state == STEP), None)
     hidden = dict(catalog.hidden)
     if step is not None:
         hidden[STEP_COPY] = tensors[step]
 
-    notes = _notes(catalog, {state for _, state in state_of_key.values()})
+    notes = _notes(catalog, {state for state, _ in state_of_key.values()})
     rounded = {name: catalog.tensors[name] for name in masters if name in catalog.tensors}
-    record = (*catalog.dropped, *left_out(rounded, "rounded master weights, which are written"))
+    record = (
+        *catalog.dropped,
+        *dropped_unlisted(rounded, "rounded master weights, which are written"),
+    )
     result = replace(catalog, tensors=tensors, hidden=hidden, skeleton=None, dropped=record)
     return result.noted(notes)
 
@@ -453,7 +456,7 @@ def _notes(catalog: Catalog, states: set[str]) -> list[str]:
         states: names of the states that are tensors.
     """
     objects = {
-        state_key[1]
+        state_key[0]
         for key in catalog.objects
         if (state_key := split_state_path(key, catalog.tensors)) is not None
     }

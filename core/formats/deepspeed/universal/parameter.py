@@ -79,7 +79,7 @@ def stored_extras(extras: Mapping[object, object]) -> dict[object, object]:
 
 
 def split_state_path(key: str, names: Container[str]) -> tuple[str, str] | None:
-    """Split a key ``optimizer.state.<parameter>.<state>`` into parameter and state.
+    """Split a key ``optimizer.state.<parameter>.<state>`` into (state, parameter).
 
     Args:
         names: names of the parameters.
@@ -91,7 +91,7 @@ def split_state_path(key: str, names: Container[str]) -> tuple[str, str] | None:
     if not key.startswith(prefix):
         return None
     name, _, state = key.removeprefix(prefix).rpartition(".")
-    return (name, state) if name in names and state else None
+    return (state, name) if name in names and state else None
 
 
 @dataclass(frozen=True, slots=True)

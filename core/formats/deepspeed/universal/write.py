@@ -216,14 +216,15 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
                 key=key,
                 hint=hint,
             )
-        name, state = state_key
+        state, name = state_key
         _check_state(target, key, name, state)
         parameters[name].states[state] = key
     # States that are not tensors, such as a step that is a number, are objects.
     for key, item in target.objects.items():
         state_key = split_state_path(key, parameters)
         if state_key is not None:
-            parameters[state_key[0]].values[state_key[1]] = item.value
+            state, name = state_key
+            parameters[name].values[state] = item.value
     return parameters
 
 
@@ -297,7 +298,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
     def array_of(key: str) -> PlannedArray:
         array = target.fragments(key)[0].array
         shape = target.tensor(key).shape
-        name, state = split_state_path(key, target.tensors) or (key, None)
+        state, name = split_state_path(key, target.tensors) or (None, key)
         if state != STEP:
             shape = expert_facts(target).stored_shape(name, shape)
         if array is None or array.shape != shape:
@@ -336,7 +337,7 @@ def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object,
     numbers = (
         item.value
         for key, item in target.objects.items()
-        if (state_key := split_state_path(key, target.tensors)) is not None and state_key[1] == STEP
+        if (state_key := split_state_path(key, target.tensors)) is not None and state_key[0] == STEP
     )
     step = TensorLeaf(STEP_COPY) if STEP_COPY in target.hidden else next(numbers, None)
     if step is not None:

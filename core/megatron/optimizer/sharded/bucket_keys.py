@@ -120,10 +120,10 @@ def group_buffers(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         keys_of[int(match["chain"] or 0), int(match["group"])].objects[match["name"]] = value
-    return {numbers: _read_group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
+    return {numbers: _get_group(catalog, numbers, keys_of[numbers]) for numbers in sorted(keys_of)}
 
 
-def _read_group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
+def _get_group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) -> BucketGroup:
     """Read the buffers and entries that have these keys."""
     label = f"dp_group_idx_{numbers[1]}"
     group = BucketGroup(f"chained_{numbers[0]}.{label}" if numbers[0] else label)
@@ -158,7 +158,7 @@ def _read_group(catalog: Catalog, numbers: tuple[int, int], keys: _GroupKeys) ->
             )
         unpadded = _unpadded_sizes(recorded, number, n=len(buckets), where=where)
         group.buffers.append(
-            _read_buffer(
+            _get_buffer(
                 catalog,
                 checked_dtype(dtype, where=where, rank=group.label),
                 buckets,
@@ -190,7 +190,7 @@ def _unpadded_sizes(recorded: object, number: int, *, n: int, where: str) -> lis
     return sizes
 
 
-def _read_buffer(
+def _get_buffer(
     catalog: Catalog,
     dtype: str,
     buckets: Mapping[int, Mapping[str, str]],

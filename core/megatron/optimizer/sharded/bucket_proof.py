@@ -15,7 +15,7 @@ from core.engine.catalog.flat_runs import runs_in
 from core.engine.catalog.stored import StoredArray, narrow_array
 from core.engine.catalog.tensor import Fragment
 from core.files.store import ReadStore
-from core.megatron.optimizer.proof import RUN, rounds_to, sample
+from core.megatron.optimizer.proof import RUN, rounds_to, sample_array
 from core.megatron.optimizer.sharded.bucket_keys import Stored
 from core.values import dataclass
 
@@ -72,7 +72,7 @@ class WeightSamples:
         for weights in self._samples:
             runs = runs_in(masters, start + weights.start, weights.n)
             parts = [narrow_array(run.array, run.at, (run.n,)) for run in runs]
-            data = b"".join(sample(self._store, part) for part in parts)
+            data = b"".join(sample_array(self._store, part) for part in parts)
             dtype = masters[0][1].dtype
             if not rounds_to(data, dtype, weights.data, weights.dtype):
                 return False
@@ -98,7 +98,7 @@ def _read_samples(
                 for at, i, first in zip(piece.at, index, piece.box.offset, strict=True)
             )
             start = sum(i * stride for i, stride in zip(local, strides, strict=True))
-            yield _WeightSample(start, prod(part.shape), part.dtype, sample(store, part))
+            yield _WeightSample(start, prod(part.shape), part.dtype, sample_array(store, part))
 
 
 def _find_weights(

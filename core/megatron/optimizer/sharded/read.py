@@ -34,7 +34,7 @@ from math import prod
 from core.arrays.box import Box, Shape, c_strides
 from core.arrays.sharding import ShardPiece
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import left_out
+from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.facets import TorchDistFacts
 from core.engine.catalog.flat_runs import FlatRun, fragments_of_run
 from core.engine.catalog.optimizer_keys import (
@@ -48,7 +48,7 @@ from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.model.facts import ModelFacts
-from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, read_entries
+from core.megatron.optimizer.entries import MODEL_SPACE, muon_chain_error, parse_entries
 from core.megatron.optimizer.form import TITLES, optim_format_of
 from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
 from core.megatron.placement.origins import (
@@ -153,7 +153,7 @@ def _read_by_parameter(
         state = MASTER if match["state"] == "param" else match["state"]
         keys_of.setdefault(state, {})[key] = match["param"]
     stored = {state: keys for state, keys in keys_of.items() if keys}
-    read = read_entries(entry, states=stored)
+    read = parse_entries(entry, states=stored)
     if read.sharding == MODEL_SPACE and facts.expert_names == "grouped":
         raise UnsupportedError(
             f"optimizer states of grouped experts (GroupedMLP) in {MODEL_SPACE} are not supported: "
@@ -169,7 +169,8 @@ def _read_by_parameter(
         of_state = origins_of(catalog, names, facts, rules)
         origins |= {state_key(state, name): origin for name, origin in of_state.items()}
     metas = {
-        key: _meta(key, meta_of(catalog, key, origin), model) for key, origin in origins.items()
+        key: _with_parameter_shape(key, meta_of(catalog, key, origin), model)
+        for key, origin in origins.items()
     }
 
     # The number of steps may be a tensor, with copies of equal content.
@@ -185,7 +186,7 @@ def _read_by_parameter(
         hidden,
         dropped=(
             *read.dropped,
-            *left_out(unread, "steps that the groups hold"),
+            *dropped_unlisted(unread, "steps that the groups hold"),
             *record_padding(catalog, origins, metas),
         ),
     )
@@ -196,8 +197,8 @@ def _leaf_keys(tree: object) -> list[str]:
     return [leaf.key for leaf in walk(tree) if isinstance(leaf, TensorLeaf)]
 
 
-def _meta(key: str, stored: Tensor, model: Catalog) -> Tensor:
-    """Return a state's meta data with its parameter's shape, which may have fewer padding rows.
+def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
+    """Return a state's tensor with its parameter's shape, which may have fewer padding rows.
 
     Raises:
         CorruptError: the model does not have the parameter, or has it in another shape.

@@ -36,7 +36,7 @@ from core.engine.catalog.optimizer_keys import (
     trained,
 )
 from core.errors import UnsupportedError
-from core.megatron.extras.common_state import CONTENT, OPTIMIZER, common_of
+from core.megatron.extras.common_state import CONTENT, OPTIMIZER, get_common_state
 from core.megatron.optimizer.entries import FULLY_RESHARDABLE, MODEL_SPACE, SHARDING, common_entry
 from core.megatron.rules.experts import OPTION
 from core.pickle.inert import as_mapping
@@ -49,7 +49,9 @@ _CONTENT_SHARDING = "distrib_optim_sharding_type"
 
 def sharding_of(catalog: Catalog) -> str | None:
     """Return the ``param_state_sharding_type`` of a catalog's common state, or None."""
-    return next((str(value) for value in _sharding_types(common_of(catalog).get(OPTIMIZER))), None)
+    return next(
+        (str(value) for value in _sharding_types(get_common_state(catalog).get(OPTIMIZER))), None
+    )
 
 
 def _sharding_types(entry: object) -> Iterator[object]:
@@ -116,7 +118,7 @@ class StackedOptimizer:
             )
 
         # The entry of the common state, and the content_metadata by which Megatron loads it.
-        content = as_mapping(common_of(target.catalog).get(CONTENT)) or {}
+        content = as_mapping(get_common_state(target.catalog).get(CONTENT)) or {}
         self.common[OPTIMIZER] = common_entry(
             self._optimizer, sharding=self._sharding, is_layer_wise=target.is_layer_wise
         )

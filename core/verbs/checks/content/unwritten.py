@@ -58,9 +58,9 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
         return
     from core.verbs.checks.content.values import is_zero_unusual
 
-    for key, meta in catalog.tensors.items():
+    for key, tensor in catalog.tensors.items():
         # A single array of zarr has the name of its directory.
-        if not is_zero_unusual(key, meta) or _VOCABULARY.search(f"{subject.path.name}/{key}"):
+        if not is_zero_unusual(key, tensor) or _VOCABULARY.search(f"{subject.path.name}/{key}"):
             continue
         try:
             fragments = [item for item in catalog.fragments(key) if item.array is not None]

@@ -96,10 +96,10 @@ def check_iteration(subject: Subject) -> Iterator[Finding]:
     match, catalog = ITERATION_DIR.search(subject.path.name), subject.salvaged.catalog
     if match is None or catalog is None:
         return
-    from core.megatron.extras.common_state import read_iteration
+    from core.megatron.extras.common_state import get_iteration
 
     # Ranks that disagree are reported by ``check_agreement``; here the majority counts.
-    numbers: list[object] = [read_iteration(root) for root in _roots(catalog).values()]
+    numbers: list[object] = [get_iteration(root) for root in _roots(catalog).values()]
     iteration = _most_frequent(numbers) if numbers else catalog.iteration
     if isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
@@ -337,10 +337,10 @@ def _is_megatron_core(subject: Subject) -> bool:
 
 
 CHECKS = (
-    *(
-        Check(check_arguments),
-        Check(check_iteration),
-        Check(check_agreement, formats=("megatron",)),
-    ),
-    *(Check(check_version), Check(check_random_states), Check(check_backend)),
+    Check(check_arguments),
+    Check(check_iteration),
+    Check(check_agreement, formats=("megatron",)),
+    Check(check_version),
+    Check(check_random_states),
+    Check(check_backend),
 )

@@ -33,7 +33,7 @@ _SUSPICION_HINT = (
 )
 
 
-def check_copied_files(subject: Subject) -> Iterator[Finding]:
+def report_copied_files(subject: Subject) -> Iterator[Finding]:
     """Compare files of equal content with the parts of tensors that they should hold."""
     groups = identical_files(subject.store, subject.files)
     if not groups:
@@ -51,4 +51,4 @@ def check_copied_files(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (Check(check_copied_files, Level.HEADERS, formats=("megatron", "deepspeed")),)
+CHECKS = (Check(report_copied_files, Level.HEADERS, formats=("megatron", "deepspeed")),)

@@ -20,7 +20,7 @@ from core.engine.catalog.attributes import ROOT
 from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, read_config_json
-from core.hf.proof.expected import declares_tie, describe_model, unchecked_text
+from core.hf.proof.expected import declares_tie, find_model_class, unchecked_text
 from core.hf.proof.problem import Kind
 from core.verbs.checks.check import Check, Code
 from core.verbs.checks.finding import Finding, Severity
@@ -186,7 +186,7 @@ def _tied_arrays(subject: Subject) -> tuple[StoredArray, ...]:
         Both arrays, or ().
     """
     config = _read_comparable_config(subject)
-    family = None if config is None else describe_model(config)
+    family = None if config is None else find_model_class(config)
     if (
         subject.catalog is None
         or config is None

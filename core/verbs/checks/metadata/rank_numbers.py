@@ -41,7 +41,7 @@ UNPROVEN = Code(
 CODES = (SWAPPED, UNPROVEN)
 
 
-def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
+def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
     """Compare the rank numbers in the files with the names of the directories (CK507, CK509)."""
     catalog = subject.salvaged.catalog
     facts = None if catalog is None else catalog.facet(RankFacts)
@@ -83,4 +83,4 @@ def check_rank_numbers(subject: Subject) -> Iterator[Finding]:
         )
 
 
-CHECKS = (Check(check_rank_numbers, Level.HEADERS, formats=("megatron",)),)
+CHECKS = (Check(report_rank_numbers, Level.HEADERS, formats=("megatron",)),)

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.opening.iterations import ITERATION_DIR
-from core.opening.open import RELEASE, TRACKER
+from core.opening.locate import RELEASE, TRACKER
 from core.verbs.checks.check import Check, Code
 from core.verbs.checks.file_codes import MISSING
 from core.verbs.checks.finding import Finding, Severity

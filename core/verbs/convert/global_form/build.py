@@ -39,6 +39,7 @@ from core.verbs.convert.global_form.request import (
     read_config,
     read_param_order,
 )
+from core.verbs.convert.global_form.steps import GlobalStep
 from core.verbs.convert.global_form.unsharded import unshard_if_needed
 from core.verbs.convert.job import Job
 from core.verbs.convert.report.training_state import without_training_state
@@ -69,7 +70,69 @@ def global_form(
                 hint=f"apply them to a checkpoint of version {deltas.base_version} first, as the "
                 "rollout engine does (SGLang's /pull_weights), and convert that checkpoint",
             )
-    # Read the objects, the layout rules and the configuration that describes the model.
+    # Read the source, and refuse options that do not fit it.
+    request, step = _describe_source(job, source, format, others)
+    refuse_contradictions(request, step.catalog)
+    if request.is_restacked:  # to_torch_dist does it, after the user's other changes
+        request = replace(
+            request, job=replace(request.job, stack_layers=False, unstack_layers=None)
+        )
+
+    # Float8 weights of Transformer Engine are computed rank by rank: each has a scale of its own.
+    if job.dequantize is not None:
+        from core.engine.changes.quantize import parse_dequantized_type
+        from core.megatron.extras.float8_weights import dequantize_rank_weights
+
+        dtype = parse_dequantized_type(job.dequantize).name
+        dequantized = dequantize_rank_weights(step.catalog, dtype)
+        if dequantized.n:
+            note = f"{dequantized.n} float8 tensors of Transformer Engine become {dtype}"
+            step = replace(step, catalog=dequantized.catalog, notes=(note,))
+            request = replace(request, job=replace(request.job, dequantize=None))
+
+    # Take one of the paths of the picture above.
+    if request.becomes_megatron:
+        from core.verbs.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
+
+        build = form_as_adapter if request.is_peft else form_as_megatron
+        form = build(request, step.catalog, source)
+    elif request.becomes_hf:
+        from core.verbs.convert.global_form.as_hf import form_as_hf
+
+        form = form_as_hf(request, unshard_if_needed(request, step.catalog, source))
+    else:
+        form = form_with_own_names(request, unshard_if_needed(request, step.catalog, source))
+
+    # One tensor may get several names of the other model (the adapter of a fused QKV): each of them
+    # is then stored by itself.
+    catalog = form.catalog
+    if request.becomes_megatron or request.becomes_hf:
+        catalog = replace(catalog, tensors=without_ties(catalog.tensors))
+    model = catalog.facet(MegatronModel)
+    if model is not None and model.wrapper is not None:
+        from core.megatron.model.cut import without_unused_wrapper
+
+        catalog = without_unused_wrapper(catalog, request.rules)
+    return replace(
+        form,
+        catalog=catalog,
+        notes=(*step.notes, *form.notes),
+        dropped=(*step.dropped, *form.dropped),
+    )
+
+
+def _describe_source(
+    job: Job, source: Checkpoint, format: Format, others: Sequence[Checkpoint]
+) -> tuple[FormRequest, GlobalStep]:
+    """Read what decides how the global form of a source is built.
+
+    Returns:
+        The facts, and the source with its objects loaded and the record of what is not read.
+
+    Raises:
+        CheckpointingException: as for ``global_form``.
+    """
+    # Read the objects.
     without_state = without_training_state(source.catalog, job, format)
     catalog = loaded(without_state.catalog, source.store)
     catalog = replace(catalog, files={**catalog.files, **documents_above(source)})
@@ -84,11 +147,15 @@ def global_form(
                 f"{PARAM_ORDER} has no effect: the optimizer is left out", hint="omit it"
             )
         catalog = with_parameter_names(catalog, source.store, read_param_order(job.param_order))
+
+    # Check the options that do not depend on names, and find files that nobody reads.
     if job.rules is not None:
         load_job_rules(job)  # a file with an error is refused, whether or not its rules are needed
     names, model_type = parse_names(job)
     check_source_sizes(job, catalog)
-    unread = unread_files(replace(source, catalog=catalog))
+    unread = dropped_together(unread_files(replace(source, catalog=catalog)), UNREAD)
+
+    # Read the configuration that describes the model.
     is_described = job.config is not None and lacks_arguments(catalog)
     catalog, config = read_config(job, catalog, source)
     if job.text_model:
@@ -107,6 +174,8 @@ def global_form(
         from core.hf.family import read_family
 
         family = read_family(job.family)
+
+    # Tell whose names the tensors have.
     comes_from_hf = is_adapter = False
     if config is not None:
         from core.hf.names import is_hf
@@ -132,46 +201,4 @@ def global_form(
     )
     if job.optim is None and request.writes_hf:  # nobody expects an optimizer there
         request = replace(request, job=replace(job, optim="drop"))
-    refuse_contradictions(request, catalog)
-    if request.is_restacked:  # to_torch_dist does it, after the user's other changes
-        request = replace(
-            request, job=replace(request.job, stack_layers=False, unstack_layers=None)
-        )
-
-    # Float8 weights of Transformer Engine are computed rank by rank: each has a scale of its own.
-    notes: list[str] = []
-    if job.dequantize is not None:
-        from core.engine.changes.quantize import parse_dequantized_type
-        from core.megatron.extras.float8_weights import dequantize_rank_weights
-
-        dtype = parse_dequantized_type(job.dequantize).name
-        dequantized = dequantize_rank_weights(catalog, dtype)
-        if dequantized.n:
-            catalog = dequantized.catalog
-            request = replace(request, job=replace(request.job, dequantize=None))
-            notes.append(f"{dequantized.n} float8 tensors of Transformer Engine become {dtype}")
-
-    # Take one of the paths of the picture above.
-    if request.becomes_megatron:
-        from core.verbs.convert.global_form.as_megatron import form_as_adapter, form_as_megatron
-
-        build = form_as_adapter if request.is_peft else form_as_megatron
-        form = build(request, catalog, source)
-    elif request.becomes_hf:
-        from core.verbs.convert.global_form.as_hf import form_as_hf
-
-        form = form_as_hf(request, unshard_if_needed(request, catalog, source))
-    else:
-        form = form_with_own_names(request, unshard_if_needed(request, catalog, source))
-    if request.becomes_megatron or request.becomes_hf:
-        # One tensor may get several names of the other model (the adapter of a fused QKV): each of
-        # them is then stored by itself.
-        tensors = without_ties(form.catalog.tensors)
-        form = replace(form, catalog=replace(form.catalog, tensors=tensors))
-    model = form.catalog.facet(MegatronModel)
-    if model is not None and model.wrapper is not None:
-        from core.megatron.model.cut import without_unused_wrapper
-
-        form = replace(form, catalog=without_unused_wrapper(form.catalog, request.rules))
-    files = (*without_state.dropped, *dropped_together(unread, UNREAD))
-    return replace(form, notes=(*notes, *form.notes), dropped=(*files, *form.dropped))
+    return request, GlobalStep(catalog, dropped=(*without_state.dropped, *unread))

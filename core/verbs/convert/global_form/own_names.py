@@ -54,7 +54,7 @@ def form_with_own_names(request: FormRequest, step: GlobalStep) -> GlobalForm:
         is_global = before.facet(MegatronModel) is not None
         if (is_global or before.common is not None) and not result.renamed:
             refuse_broken_optimizer(before, result.catalog)
-        if is_global and (result.left_out or result.renamed):
+        if is_global and (result.excluded or result.renamed):
             _refuse_incomplete(result.catalog, request.rules)
     catalog = result.catalog
     if format.keeps_nesting:
@@ -70,11 +70,11 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
     Raises:
         UsageError: the model is incomplete; the message names the missing tensors.
     """
-    from core.megatron.model.args import read_facts
+    from core.megatron.model.args import parse_facts
     from core.megatron.model.checks import check_complete
 
     try:
-        facts = read_facts(catalog.args, names=rules.model_of(catalog.tensors))
+        facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
         check_complete(catalog.tensors, facts, rules)
     except (CheckpointingException, ValueError) as err:
         message = err.message if isinstance(err, CheckpointingException) else str(err)

@@ -61,13 +61,13 @@ def drop_optimizer(request: FormRequest, catalog: Catalog) -> GlobalStep:
     if request.job.optim != "drop":
         return GlobalStep(catalog)
     weights = without_optimizer(catalog)
-    if not weights.left_out:
+    if not weights.excluded:
         return GlobalStep(weights.catalog)
     # In a Hugging Face directory nobody misses the optimizer, so its entries are not counted.
     if request.writes_hf:
         entries = Dropped(("optimizer",), NOT_IN_HF)
     else:
-        entries = record_optimizer(weights.left_out)
+        entries = record_optimizer(weights.excluded)
     return GlobalStep(weights.catalog, dropped=(entries,))
 
 
@@ -97,7 +97,7 @@ def blaming_options(job: Job, result: ChangedCatalog, family: str) -> Iterator[N
     try:
         yield
     except MissingShardError as err:
-        if not (result.left_out or result.renamed or job.stacking is not None):
+        if not (result.excluded or result.renamed or job.stacking is not None):
             raise
         raise UsageError(
             "--include, --exclude, --stack-layers or the new names leave "

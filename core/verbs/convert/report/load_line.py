@@ -38,7 +38,7 @@ from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.load_calls import quoted
 from core.megatron.model.topology import Topology
-from core.opening.open import RELEASE, TRACKER
+from core.opening.locate import RELEASE, TRACKER
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
@@ -173,7 +173,7 @@ def _megatron_options(result: WrittenResult, topology: Topology) -> Iterator[str
 
 def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str]:
     """Yield Megatron's options for the distribution of layers over stages and model chunks."""
-    from core.megatron.model.args import fields_of, read_facts
+    from core.megatron.model.args import fields_of, parse_facts
     from core.megatron.model.hybrid import NAMES as PATTERNS
     from core.megatron.model.pipeline import Pipeline, layout_text
     from core.megatron.model.pipeline_args import list_v_options
@@ -190,7 +190,7 @@ def _pipeline_options(target: TargetCatalog, topology: Topology) -> Iterator[str
     n_layers = None
     pipeline = topology.pipeline
     try:
-        facts = read_facts(target.args)
+        facts = parse_facts(target.args)
         n_layers = facts.n_layers
         pipeline = pipeline or facts.pipeline_at(topology.pp, topology.vpp)
     except CheckpointingException:  # a model that ckpt cannot reshard, copied as it was

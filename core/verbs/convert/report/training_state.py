@@ -92,7 +92,7 @@ def _without(
     remaining = {entry: file for entry, file in state.files.items() if entry not in files}
     kept = keep_entries(catalog, _outside(files)).catalog
     names = tuple(files.values())
-    facet = replace(state, files=remaining, left_out=(*state.left_out, *names))
+    facet = replace(state, files=remaining, dropped=(*state.dropped, *names))
     # A note about a file begins with its name.
     notes = tuple(note for note in kept.notes if note.partition(" ")[0] not in names)
     dropped = dropped_together(names, reason)

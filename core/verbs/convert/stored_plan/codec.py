@@ -48,28 +48,33 @@ from core.verbs.merge.slerp import Slerp
 CLASSES: dict[str, type] = {
     kind.__name__: kind
     for kind in (
-        *(Box, Fragment, StoredArray, Extent, SourceTensor, Weight, Record, ChunkCoding),
-        *(
-            Quantized,
-            Scales,
-            Dequantized,
-            DequantizedMxfp4,
-            DequantizedState,
-            DequantizedTorchao,
-            StepNumber,
-            Rearranged,
-            Shifted,
-            EncodedChunk,
-            FillValue,
-            RecordEncoding,
-            StreamItem,
-            PickledArray,
-            InlineValue,
-            Widened,
-            Combined,
-            Slerp,
-            Folded,
-        ),
+        Box,
+        Fragment,
+        StoredArray,
+        Extent,
+        SourceTensor,
+        Weight,
+        Record,
+        ChunkCoding,
+        Quantized,
+        Scales,
+        Dequantized,
+        DequantizedMxfp4,
+        DequantizedState,
+        DequantizedTorchao,
+        StepNumber,
+        Rearranged,
+        Shifted,
+        EncodedChunk,
+        FillValue,
+        RecordEncoding,
+        StreamItem,
+        PickledArray,
+        InlineValue,
+        Widened,
+        Combined,
+        Slerp,
+        Folded,
     )
 }
 """Classes that an encoding may consist of; a test finds missing ones."""
@@ -192,7 +197,7 @@ class Encoder:
         """Encode an array; a value that equals the tensor's is written as 0.
 
         Args:
-            key, meta: the tensor.
+            key, tensor: the tensor.
             array: one of its arrays.
             encodings: the encodings of the tensor's arrays so far; a new one is added.
             encoding_numbers: index in ``encodings`` by the id of an encoding.

@@ -16,7 +16,7 @@ from core.engine.catalog.facets import RankFacts
 from core.engine.catalog.optimizer_keys import split_state_key, state_key
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import ReadStore
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import bucketing_of, is_shared_embedding
 from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
@@ -151,7 +151,7 @@ def test_embeddings_that_stages_share_are_known(is_tied: bool, n_predictions: in
     args = replace(DENSE, is_tied=is_tied).args(Topology(1, 2)) | {
         "mtp_num_layers": n_predictions or None
     }
-    facts = read_facts(args)
+    facts = parse_facts(args)
 
     def is_shared(name: str, pp: int) -> bool:
         return is_shared_embedding(name, Topology(1, pp), facts, RULES)

@@ -80,7 +80,8 @@ def test_resharded_optimizers_equal_those_that_megatron_saved(
 @pytest.mark.parametrize(
     "target",
     [
-        *("tp1_pp1", "tp4_pp1"),
+        "tp1_pp1",
+        "tp4_pp1",
         *(pytest.param(name, marks=pytest.mark.long) for name in ("tp2_pp1", "tp2_pp2")),
     ],
 )

@@ -18,7 +18,7 @@ from core.engine.catalog.stored import Extent, StoredArray
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import LocalStore, MemoryStore
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
 from core.megatron.reshard.reshard import unshard
@@ -52,7 +52,7 @@ def test_states_out_of_megatrons_buckets_are_the_true_ones(
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert has_buckets(catalog)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, read_facts(catalog.args), RULES, store=store)
+    found = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=store)
     assert (found.optimizer.kind, found.optimizer.states, found.notes) == (
         "distributed",
         ("exp_avg", "exp_avg_sq"),
@@ -170,7 +170,7 @@ def read(
     kept = {key: meta for key, meta in catalog.tensors.items() if without not in key}
     objects = {key: item for key, item in catalog.objects.items() if without not in key}
     catalog = replace(catalog, tensors=kept, objects=objects)
-    facts = read_facts(catalog.args, names=RULES.model_of(plain.tensors))
+    facts = parse_facts(catalog.args, names=RULES.model_of(plain.tensors))
     return store, joined(plain, read_buckets(catalog, plain, facts, RULES, store=store))
 
 
@@ -198,7 +198,7 @@ def test_buckets_of_every_layout_are_read(
 
 def test_tensors_of_the_other_entries_are_copies_of_one() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(2, 1), Run())
-    found = read_buckets(catalog, plain, read_facts(catalog.args), RULES, store=store)
+    found = read_buckets(catalog, plain, parse_facts(catalog.args), RULES, store=store)
     leaf = (as_mapping(found.optimizer.entries["grad_scaler"]) or {})["scale"]
     assert leaf == TensorLeaf("optimizer.grad_scaler.scale")
     assert found.hidden[leaf.key].shape == (1,)
@@ -228,7 +228,7 @@ def test_elements_that_no_chunk_holds_are_missing() -> None:
         },
     )
     with pytest.raises(CorruptError, match="are in no file"):
-        read_buckets(hollow, plain, read_facts(catalog.args), RULES, store=store)
+        read_buckets(hollow, plain, parse_facts(catalog.args), RULES, store=store)
 
 
 def test_weights_of_another_step_are_refused_with_the_place() -> None:
@@ -239,7 +239,7 @@ def test_weights_of_another_step_are_refused_with_the_place() -> None:
         UnsupportedError,
         match=r"master weights of decoder.layers.1.mlp.linear_fc2.weight should be elements",
     ):
-        read_buckets(catalog, plain, read_facts(catalog.args), RULES, store=store)
+        read_buckets(catalog, plain, parse_facts(catalog.args), RULES, store=store)
 
 
 def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
@@ -247,7 +247,7 @@ def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert isinstance(store, LocalStore)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, read_facts(catalog.args), RULES, store=None)
+    found = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=None)
     arrays = [
         fragment.array for tensor in found.tensors.values() for fragment in tensor.fragments()
     ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from core.engine.catalog.catalog import Catalog
-from core.megatron.model.args import read_facts
+from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.optimizer.sharded.buckets import Holdings
 from core.megatron.placement.chunk import find_chunk
@@ -39,7 +39,7 @@ GOLD = [
 
 
 def _held(model: Catalog, args: object) -> tuple[Topology, Holdings]:
-    facts = read_facts(args, names=RULES.model_of(model.tensors))
+    facts = parse_facts(args, names=RULES.model_of(model.tensors))
     return facts.topology, Holdings(model, facts, RULES)
 
 

@@ -303,7 +303,9 @@ def test_without_a_new_layout_the_form_stays_with_a_note(
 @pytest.mark.parametrize(
     "name",
     [
-        *(PLAIN[0], BUCKETS[0], MODEL_SPACE[0]),
+        PLAIN[0],
+        BUCKETS[0],
+        MODEL_SPACE[0],
         *(
             pytest.param(name, marks=pytest.mark.long)
             for name in (PLAIN[1], RESHARDABLE, BUCKETS[1])
@@ -330,7 +332,8 @@ def test_zarr_and_back(golden: Path, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "to",
     [
-        *("dcp", "zarr3"),
+        "dcp",
+        "zarr3",
         *(pytest.param(to, marks=pytest.mark.long) for to in ("torch", "safetensors")),
     ],
 )
@@ -395,7 +398,8 @@ def test_rank_files_become_what_megatron_saves_as_torch_dist(
 @pytest.mark.parametrize(
     "to",
     [
-        *("torch", "safetensors"),
+        "torch",
+        "safetensors",
         *(pytest.param(to, marks=pytest.mark.long) for to in ("dcp", "zarr3")),
     ],
 )
