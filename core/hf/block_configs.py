@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
-from core.hf.values import CONFIG, count_of
+from core.hf.values import CONFIG, IN_CONFIG, count_of
 from core.megatron.model.blocks import INNER_MULTIPLE, TEXT, blocks_of
 
 NAME = "block_configs"
@@ -85,10 +85,7 @@ def check_blocks(name: str, value: object) -> None:
         UnsupportedError: a layer has something that Megatron does not build.
     """
     if not isinstance(value, list) or not value:
-        raise CorruptError(
-            f"{name} is {repr(value)[:80]}, not a list of descriptions of layers",
-            file=CONFIG,
-        )
+        raise IN_CONFIG.build_error(value, name, "a list of descriptions of layers")
     for number, layer in enumerate(value):
         parts = layer if isinstance(layer, Mapping) else {}
         for part, names in _BLOCKS.items():

@@ -45,6 +45,7 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 FEATURES: Mapping[str, str] = {
@@ -484,6 +485,4 @@ def size_of(fields: Mapping[str, object], name: str, *, default: int | None = No
         if default is None:
             raise UnsupportedError(f"the training argument {name} is missing")
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"argument {name} is {value!r}, not a positive integer")
-    return value
+    return FieldReader().read_int(value, f"argument {name}", least=1)

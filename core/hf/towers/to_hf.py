@@ -24,6 +24,7 @@ from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
 from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 _MROPE = "mrope"
@@ -262,8 +263,7 @@ def _beginnings_of(fields: Mapping[str, object], model: CompositeModel) -> dict[
     text = fields.get(NAMES_ARGUMENT)
     if text is None:
         return result
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {NAMES_ARGUMENT} is not a text")
+    text = FieldReader().read_text(text, f"argument {NAMES_ARGUMENT}")
     names = parse_json_object(text.encode(), file=f"the argument {NAMES_ARGUMENT}")
     if any(key not in result or not isinstance(value, str) for key, value in names.items()):
         raise CorruptError(

@@ -42,6 +42,7 @@ from core.engine.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.equality import are_same
+from core.pickle.fields import FieldReader
 from core.pickle.inert import (
     Global,
     Inert,
@@ -117,8 +118,7 @@ def read_checkpoint_version(
     """
     # The first checkpoints had no version; Megatron reads that as 0.
     version = common.get("checkpoint_version", 0)
-    if isinstance(version, bool) or not isinstance(version, (int, float)):
-        raise CorruptError(f"checkpoint_version is {version!r}, not a number")
+    version = FieldReader().read_number(version, "checkpoint_version")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
             f"checkpoint_version is {version}: before 2.0, rows of query, key and value were in "

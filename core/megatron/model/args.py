@@ -21,6 +21,7 @@ from core.megatron.model.hybrid import LayerPattern, read_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Inert, as_mapping, attributes
 
 ADAPTER_ARGUMENT = "peft_adapter_config"
@@ -344,9 +345,8 @@ def find_layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> 
     Source: Megatron-LM d98e8a64 ``transformer/experimental_attention_variant/dsa.py``.
     """
     every = size_in(fields, "dsa_indexer_topk_freq") or 1
-    offset = fields.get("dsa_indexer_skip_topk_offset") or 0
-    if type(offset) is not int or offset < 0:
-        raise CorruptError(f"argument dsa_indexer_skip_topk_offset is {offset!r}, not a number")
+    name = "dsa_indexer_skip_topk_offset"
+    offset = FieldReader().read_int(fields.get(name) or 0, f"argument {name}")
     first = max(offset, 1) - 1
     return frozenset(layer for layer in range(first, n_layers) if (layer - first) % every)
 
@@ -444,9 +444,7 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
     value = fields.get(name)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"argument {name} is {value!r}, not a positive integer", file=file)
-    return value
+    return FieldReader(file).read_int(value, f"argument {name}", least=1)
 
 
 LAYOUT_FIELDS = (

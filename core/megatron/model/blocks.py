@@ -33,6 +33,7 @@ from typing import Literal
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 TEXT = "heterogeneous_layers_config_encoded_json"
@@ -93,8 +94,7 @@ def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
             f"description ({_PATH}), not its content ({TEXT})",
             hint="use a checkpoint that Megatron's training script saved",
         )
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {TEXT} is not a text")
+    text = FieldReader().read_text(text, f"argument {TEXT}")
     items = parse_json_object(text.encode(), file=f"the argument {TEXT}").get("block_configs")
     if not isinstance(items, list):
         raise CorruptError(f"argument {TEXT} has no list block_configs")

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 
 from core.errors import CorruptError, UsageError
 from core.megatron.model.pipeline import Pipeline, layout_of_words, layout_text, parse_layout
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Global, Inert, attributes
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -168,9 +169,9 @@ def _word_of(item: object) -> str:
 
 def _count(fields: Mapping[str, object], names: tuple[str, ...]) -> int | None:
     count = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise UsageError(f"{names[0]} is {count!r}, not a positive integer")
-    return count if isinstance(count, int) else None
+    if count is None:
+        return None
+    return FieldReader(error=UsageError).read_int(count, names[0], least=1)
 
 
 def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, object]:
