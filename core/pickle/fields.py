@@ -6,6 +6,7 @@ type, or raises an error such as ``num_experts is '8', not a positive integer``.
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Collection, Sequence
 from typing import TypeVar
@@ -17,6 +18,11 @@ from core.values import dataclass
 MAX_INT = (1 << 63) - 1
 MAX_NUMBER = sys.float_info.max
 T = TypeVar("T")
+_MOST_CHARACTERS = 160
+_REPR = reprlib.Repr()
+_REPR.maxlevel = 3
+_REPR.maxtuple = _REPR.maxlist = 16
+_REPR.maxstring = _REPR.maxother = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +143,14 @@ class FieldReader:
 
 
 def describe_value(value: object) -> str:
-    """Return a value as short text, or the name of its class if that says more."""
+    """Return a value as short text, in little time.
+
+    ``repr`` takes for ever where a few bytes of a pickle share lists in lists, and refuses integers
+    of thousands of digits.
+    """
     if isinstance(value, Inert):
-        return f"a {value.class_name}"
+        return f"a {value.class_name}"[:_MOST_CHARACTERS]
     try:
-        return repr(value)[:80]
-    except (ValueError, RecursionError):  # integers of thousands of digits
-        return f"a {type(value).__name__}"
+        return _REPR.repr(value)[:_MOST_CHARACTERS]
+    except ValueError:
+        return "a huge number"

@@ -217,7 +217,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"intermediate_size": "48"},
         CorruptError,
-        "intermediate_size is '48', not an integer",
+        "intermediate_size is '48', not a positive integer",
     ),
     "a negative size": (
         "llama",

@@ -112,10 +112,10 @@ def _check_complete(model: ModelStates, files: Sequence[str]) -> None:
         expected = [
             f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
             for layer, count in enumerate(recorded)
-            for expert in range(model.state.number(count, f"num_experts[{layer}]"))
+            for expert in range(model.state.fields.read_int(count, f"num_experts[{layer}]"))
         ]
     else:
-        count = model.state.number(0 if recorded is None else recorded, "num_experts")
+        count = model.state.fields.read_int(0 if recorded is None else recorded, "num_experts")
         expected = [f"expert_{expert}_mp_rank_00_model_states.pt" for expert in range(count)]
     for name in expected:
         if name not in files:

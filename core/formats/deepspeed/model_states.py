@@ -98,6 +98,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
         UnsupportedError: the checkpoint has sharded experts.
     """
     root = state.root
+    reader = state.fields
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
@@ -118,7 +119,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     others = (f"module.{name}" for name, value in entries.items() if type(value) is not TensorLeaf)
     dropped = (*record_attributes(attributes), *dropped_each(others, NO_TENSOR))
     path = "buffer_names"
-    buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
+    buffers = [state.name(name, path) for name in reader.read_list(root.get(path) or [], path)]
     # Shapes of trained parameters by group; old versions stored a single group without a list.
     groups = None
     path = "param_shapes"
@@ -128,19 +129,19 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
             stored_groups = [stored_groups]
         groups = [
             state.shapes(shapes, f"{path}[{number}]")
-            for number, shapes in enumerate(state.items(stored_groups, path))
+            for number, shapes in enumerate(reader.read_list(stored_groups, path))
         ]
     # Shapes of frozen parameters, and this rank's parts of them.
     frozen = state.shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes")
     path = "frozen_param_fragments"
     fragments = {
         state.name(name, path): state.tensor(value, f"{path}.{name}")
-        for name, value in state.optional_mapping(root.get(path), path).items()
+        for name, value in reader.read_mapping(root.get(path) or {}, path).items()
     }
     path = "shared_params"
     shared = {
         state.name(name, path): state.name(owner, f"{path}.{name}")
-        for name, owner in state.optional_mapping(root.get(path), path).items()
+        for name, owner in reader.read_mapping(root.get(path) or {}, path).items()
     }
     other_entries = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
     return ModelStates(

@@ -458,7 +458,7 @@ def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, Any, str]] = {
-    "weights are a number": ("fp32", 5, "of type int, not a tensor"),
+    "weights are a number": ("fp32", 5, "is 5, not a tensor"),
     "weights are text in a dict": ("fp32", {"param": "x"}, "entry 'param' is a str"),
     "no param": ("exp_avg", {"cat_dim": 0}, "entry 'param' is a NoneType"),
     "a state of another shape": (

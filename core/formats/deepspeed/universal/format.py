@@ -361,7 +361,9 @@ def _param_groups(optim: StateFile) -> list[Mapping[object, object]]:
     stored = optim.root.get(PARAM_GROUPS)
     if stored is None:
         stored = mapping_or_empty(optim.root.get(OPTIMIZER_STATE)).get(PARAM_GROUPS) or []
-    groups = [optim.mapping(group, PARAM_GROUPS) for group in optim.items(stored, PARAM_GROUPS)]
+    reader = optim.fields
+    items = reader.read_list(stored, PARAM_GROUPS)
+    groups = [reader.read_mapping(group, PARAM_GROUPS) for group in items]
     return [group for group in groups if dict(group) != {PARAMS: []}]
 
 
