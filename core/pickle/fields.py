@@ -15,6 +15,8 @@ from core.errors import CheckpointingException, CorruptError
 from core.pickle.inert import Inert, as_mapping
 from core.values import dataclass
 
+MAX_RANK = 64
+"""Maximum number of axes; torch's own limit is lower."""
 MAX_INT = (1 << 63) - 1
 MAX_NUMBER = sys.float_info.max
 T = TypeVar("T")
@@ -121,6 +123,16 @@ class FieldReader:
             if type(item) is not int or not least <= item <= MAX_INT:
                 raise self.build_error(value, name, expected)
         return tuple(value)  # type: ignore[arg-type]
+
+    def read_shape(
+        self, value: object, name: str, *, n: int | None = None, least: int = 0
+    ) -> tuple[int, ...]:
+        """Return a shape, or another position among ``n`` axes, of at most ``MAX_RANK`` numbers."""
+        expected = f"{MAX_RANK if n is None else n} integers of at least {least}"
+        expected = f"a list of at most {expected}" if n is None else f"a list of {expected}"
+        if isinstance(value, (list, tuple)) and len(value) > MAX_RANK:
+            raise self.build_error(value, name, expected)
+        return self.read_ints(value, name, n=n, least=least, expected=expected)
 
     def read_choices(
         self,

@@ -54,6 +54,7 @@ from core.formats.torch_sharded.local_part import (
 )
 from core.formats.torch_sharded.mesh_cut import MeshCut, local_boxes
 from core.formats.torch_sharded.quantized_parts import parts_in
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Global, Inert, TensorLeaf, attributes
 from core.values import dataclass
 
@@ -120,6 +121,7 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
     if not isinstance(placements, (tuple, list)) or len(placements) != len(mesh.shape):
         raise CorruptError(f"a DTensor's placements do not fit its mesh of shape {mesh.shape}")
     coordinate = mesh.coordinate or (0,) * len(mesh.shape)
+    reader = FieldReader()
     cuts: dict[int, MeshCut] = {}
     for number, placement in enumerate(placements):
         name = _class_of(placement)
@@ -130,13 +132,12 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
         if name not in ("Shard", "_StridedShard"):
             summands = ", whose ranks hold summands" if "Partial" in name else ""
             raise UnsupportedError(f"DTensor with the placement {name}{summands}")
-        if type(axis) is not int or not -len(shape) <= axis < len(shape):
-            raise CorruptError(f"a DTensor of shape {shape} is cut along axis {axis!r:.20}")
-        if type(split_factor) is not int or split_factor < 1:
-            raise CorruptError(f"a DTensor has the split factor {split_factor!r:.20}")
-        cuts[number] = MeshCut(
-            axis % len(shape), mesh.shape[number], coordinate[number], split_factor
+        n = len(shape)
+        axis = reader.read_int(
+            axis, f"the axis of a DTensor of shape {shape}", least=-n, most=n - 1
         )
+        factor = reader.read_int(split_factor, "the split factor of a DTensor", least=1)
+        cuts[number] = MeshCut(axis % n, mesh.shape[number], coordinate[number], factor)
     # Cuts are applied from left to right, unless plain shards come with an order of their own.
     if all(cut.split_factor == 1 for cut in cuts.values()):
         order = _shard_order(spec.get("shard_order"))

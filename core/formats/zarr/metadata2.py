@@ -37,7 +37,6 @@ from core.formats.zarr.array import (
     PICKLE_CODECS,
     ZarrArray,
     checked_grid,
-    checked_shape,
     pickled_array,
     required,
     unsupported_dtype,
@@ -47,6 +46,7 @@ from core.formats.zarr.array import (
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
+from core.pickle.fields import FieldReader
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -95,10 +95,9 @@ def parse_zarray(
         raise unsupported_dtype(spelling, file=file, key=key)
     dtype, is_big_endian = type_and_order
     # The grid.
-    shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
-    chunk_shape = checked_shape(
-        required(metadata, "chunks", file=file), "chunks", least=1, file=file
-    )
+    reader = FieldReader(file)
+    shape = reader.read_shape(required(metadata, "shape", file=file), "shape")
+    chunk_shape = reader.read_shape(required(metadata, "chunks", file=file), "chunks", least=1)
     # Order, names and codecs.
     for name in _NEEDED:
         required(metadata, name, file=file)
@@ -143,9 +142,8 @@ def _codecs(metadata: Mapping[str, object], *, file: str) -> tuple[str, ...]:
         CorruptError: the filters are not a list, or a codec has no name.
     """
     filters, compressor = metadata["filters"], metadata["compressor"]
-    if filters is not None and not isinstance(filters, list):
-        raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
-    codecs = [("filter", codec) for codec in filters or ()]
+    filters = [] if filters is None else FieldReader(file).read_list(filters, "filters")
+    codecs = [("filter", codec) for codec in filters]
     if compressor is not None:
         codecs.append(("compressor", compressor))
     names = []

@@ -215,7 +215,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "offsets of another number of axes": (
         {piece_name(1): piece_file({"w": ((0,), W)})},
         CorruptError,
-        "saved_offsets [0] do not match the piece, which has 2 axes",
+        "saved_offsets is [0], not a list of 2 integers",
         "w",
     ),
     "negative offsets": (
