@@ -22,6 +22,7 @@ from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.values import CONFIG, IN_CONFIG, count_of
 from core.megatron.model.blocks import INNER_MULTIPLE, TEXT, blocks_of
+from core.pickle.fields import mapping_or_empty
 
 NAME = "block_configs"
 _BLOCKS = {
@@ -87,10 +88,8 @@ def check_blocks(name: str, value: object) -> None:
     if not isinstance(value, list) or not value:
         raise IN_CONFIG.build_error(value, name, "a list of descriptions of layers")
     for number, layer in enumerate(value):
-        parts = layer if isinstance(layer, Mapping) else {}
         for part, names in _BLOCKS.items():
-            block = parts.get(part)
-            entries = block if isinstance(block, Mapping) else {}
+            entries = mapping_or_empty(mapping_or_empty(layer).get(part))
             for entry_name, entry in entries.items():
                 if entry_name not in names and entry and (entry_name, entry) not in _USUAL_ENTRIES:
                     raise UnsupportedError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, list_or_empty, text_or_none
 
 CONFIG = "config.json"
 IN_CONFIG = FieldReader(CONFIG)
@@ -47,3 +47,9 @@ def count_of(
     if value is None:
         raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
     return IN_CONFIG.read_int(value, name, least=least, most=1 << 40)
+
+
+def read_architecture(config: Mapping[str, object]) -> str | None:
+    """Return the first class that the configuration names, or None."""
+    names = list_or_empty(config.get("architectures"))
+    return text_or_none(names[0]) if names else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Collection, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeVar
 
 from core.errors import CheckpointingException, CorruptError
 from core.pickle.inert import Inert, as_mapping
@@ -152,6 +152,26 @@ class FieldReader:
         if len(items) < least or any(item not in allowed for item in items):
             raise self.build_error(value, name, expected)
         return list(items)  # type: ignore[arg-type]
+
+
+def int_or_none(value: object) -> int | None:
+    """Return an integer; None for anything else, a bool too."""
+    return value if type(value) is int else None
+
+
+def text_or_none(value: object) -> str | None:
+    """Return a text; None for anything else."""
+    return value if isinstance(value, str) else None
+
+
+def list_or_empty(value: object) -> Sequence[object]:
+    """Return a list or tuple; () for anything else."""
+    return value if isinstance(value, (list, tuple)) else ()
+
+
+def mapping_or_empty(value: object) -> Mapping[Any, object]:
+    """Return the entries of a dict or of an inert subclass of it; {} for anything else."""
+    return as_mapping(value) or {}
 
 
 def describe_value(value: object) -> str:

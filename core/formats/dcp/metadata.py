@@ -67,7 +67,7 @@ from core.formats.dcp.records import (
     read_by_machine,
 )
 from core.formats.missing_entries import report_missing
-from core.pickle.fields import describe_value
+from core.pickle.fields import describe_value, text_or_none
 from core.pickle.inert import Global
 from core.pickle.names import judge
 from core.pickle.noted import gc_paused, note_uses, noting_uses
@@ -375,7 +375,6 @@ class _ColumnBuilder:
                 self._report_problem(key, err)
 
         # Read the attributes of the root.
-        version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
         mcore_data = self.state.get("mcore_data")
@@ -394,7 +393,7 @@ class _ColumnBuilder:
             objects=self.objects,
             planner_data=planner_data,
             mcore_data=mcore_data,
-            version=version if type(version) is str else None,
+            version=text_or_none(self.state.get("version")),
             extras=tuple(extras if is_known else ["planner_data", *extras]),
             orphans=self._orphans() if has_orphans else (),
             descriptors=self.descriptors,

@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
 from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy
-from core.formats.deepspeed.state_file import mapping_or_empty
 from core.megatron.optimizer.proof import is_master
+from core.pickle.fields import mapping_or_empty
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore

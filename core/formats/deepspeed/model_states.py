@@ -26,7 +26,7 @@ from core.engine.catalog.dropped import Dropped, dropped_each
 from core.engine.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT, missing_model_parallel_rank
-from core.formats.deepspeed.state_file import mapping_or_empty
+from core.pickle.fields import int_or_none, mapping_or_empty, text_or_none
 from core.pickle.inert import TensorLeaf, as_mapping, walk
 from core.values import dataclass
 
@@ -177,8 +177,7 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
 
 def version_of(model: ModelStates) -> str | None:
     """Return DeepSpeed's version; None if the model file does not record it."""
-    version = model.other_entries.get("ds_version")
-    return version if isinstance(version, str) else None
+    return text_or_none(model.other_entries.get("ds_version"))
 
 
 def find_iteration(model: ModelStates) -> int | None:
@@ -208,8 +207,7 @@ def recorded_size(model: ModelStates) -> int:
     degrees = mapping_or_empty(model.state.root.get("checkpoint_parallel_dimensions"))
     tp, pp = degrees.get("tp_degree"), degrees.get("pp_degree")
     product = tp * pp if type(tp) is int and type(pp) is int else 1
-    size = model.state.root.get("mp_world_size")
-    return max(product, size if type(size) is int else 1)
+    return max(product, int_or_none(model.state.root.get("mp_world_size")) or 1)
 
 
 def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, str]]) -> StageGrid:

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
-from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file
-from core.pickle.fields import describe_value
+from core.formats.deepspeed.state_file import read_state_file
+from core.pickle.fields import describe_value, int_or_none, mapping_or_empty
 from core.pickle.inert import Inert, TensorLeaf, attributes
 from core.values import dataclass
 
@@ -152,7 +152,7 @@ def enum_number(value: object) -> int | None:
     """Return the number of a stage, an int or a ``ZeroStageEnum``; None for other values."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    return value if type(value) is int else None
+    return int_or_none(value)
 
 
 def _partition_counts(state: StateFile, root: Mapping[object, object], stage: int) -> list[int]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError
 from core.formats.torch.tree import parse
 from core.pickle.fields import FieldReader, describe_value
-from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping
+from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import map_leaves
 from core.values import dataclass
 
@@ -108,11 +108,6 @@ class StateFile:
                 raise self.corrupt(f"{path} contains the absurdly large shape {sizes}", key=name)
             shapes[name] = sizes
         return shapes
-
-
-def mapping_or_empty(value: object) -> Mapping[object, object]:
-    """Return the value as a mapping; {} if it is not one."""
-    return as_mapping(value) or {}
 
 
 def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArray]]:

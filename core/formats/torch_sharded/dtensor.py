@@ -54,7 +54,7 @@ from core.formats.torch_sharded.local_part import (
 )
 from core.formats.torch_sharded.mesh_cut import MeshCut, local_boxes
 from core.formats.torch_sharded.quantized_parts import parts_in
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, list_or_empty
 from core.pickle.inert import Global, Inert, TensorLeaf, attributes
 from core.values import dataclass
 
@@ -160,7 +160,7 @@ def _shard_order(value: object) -> list[int]:
     if value is None:
         return []
     order: list[int] = []
-    for entry in value if isinstance(value, (tuple, list)) else ():
+    for entry in list_or_empty(value):
         if not isinstance(entry, Inert) or len(entry.args) != 2:
             raise CorruptError("a DTensor's shard_order is malformed")
         order += shape_of(entry.args[1], "shard_order")
@@ -175,7 +175,7 @@ def _placements_text(spec: Mapping[str, object], mesh: MeshPlace) -> str:
         f"{name} {extent}".strip() for name, extent in zip(names, mesh.shape, strict=True)
     )
     texts = []
-    for placement in placements if isinstance(placements, (tuple, list)) else ():
+    for placement in list_or_empty(placements):
         axis = (attributes(placement) or {}).get("dim")
         texts.append(_class_of(placement) + (f"({axis})" if type(axis) is int else ""))
     return f"{axes}: {', '.join(texts)}"
@@ -243,7 +243,7 @@ def mesh_place(value: object, arrays: Mapping[str, StoredArray]) -> MeshPlace:
         place,
         rank,
         frozenset(listed),
-        tuple(map(str, names)) if isinstance(names, (tuple, list)) else (),
+        tuple(map(str, list_or_empty(names))),
     )
 
 

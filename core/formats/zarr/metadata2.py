@@ -46,7 +46,7 @@ from core.formats.zarr.array import (
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -128,9 +128,8 @@ def _holds_pickles(metadata: Mapping[str, object]) -> bool:
 
     Elements that are objects need a filter that stores them; without one, numcodecs pickles.
     """
-    filters = metadata.get("filters")
-    codecs = [*(filters if isinstance(filters, list) else ()), metadata.get("compressor")]
-    names = {str(codec.get("id")) for codec in codecs if isinstance(codec, dict)}
+    codecs = [*list_or_empty(metadata.get("filters")), metadata.get("compressor")]
+    names = {str(mapping_or_empty(codec).get("id")) for codec in codecs}
     has_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
     return not PICKLE_CODECS.isdisjoint(names) or (has_objects and _OBJECT_CODECS.isdisjoint(names))
 
@@ -148,7 +147,7 @@ def _codecs(metadata: Mapping[str, object], *, file: str) -> tuple[str, ...]:
         codecs.append(("compressor", compressor))
     names = []
     for role, codec in codecs:
-        name = codec.get("id") if isinstance(codec, dict) else None
+        name = mapping_or_empty(codec).get("id")
         if not isinstance(name, str):
             raise CorruptError(f"a {role} has no 'id': {str(codec)[:80]}", file=file)
         # No filter is supported: the prefix keeps it from being taken for a compressor.

@@ -56,7 +56,7 @@ from core.formats.zarr.array import (
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -168,14 +168,12 @@ def attributes_in(metadata: Config, *, file: str) -> Config:
 
 def _unpickles(codecs: object) -> bool:
     """Return whether one of the codecs, or of those inside a shard's codec, unpickles."""
-    for codec in codecs if isinstance(codecs, list) else ():
+    for codec in list_or_empty(codecs):
         name = codec.get("name") if isinstance(codec, dict) else codec
-        config = codec.get("configuration") if isinstance(codec, dict) else None
+        config = mapping_or_empty(mapping_or_empty(codec).get("configuration"))
         if isinstance(name, str) and name in PICKLE_CODECS:
             return True
-        if isinstance(config, dict) and any(
-            map(_unpickles, (config.get("codecs"), config.get("index_codecs")))
-        ):
+        if any(map(_unpickles, (config.get("codecs"), config.get("index_codecs")))):
             return True
     return False
 

@@ -35,6 +35,8 @@ from core.engine.catalog.tensor import Tensor
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of
 from core.hf.towers.completeness import find_missing_hf_tensors
+from core.hf.values import read_architecture
+from core.pickle.fields import mapping_or_empty
 from core.values import dataclass
 
 _MOST_MISSING = 1000
@@ -129,10 +131,7 @@ def _check_output_layer(
     tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield a problem if the configuration requires an output layer that is missing."""
-    architectures = config.get("architectures")
-    architecture = (
-        str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    )
+    architecture = read_architecture(config) or ""
     embeddings = embeddings_of(tensors)
     if config.get("tie_word_embeddings") is not False or not architecture.endswith(_WITH_OUTPUT):
         return
@@ -197,8 +196,7 @@ def find_size_problems(
         tensors: tensors of the checkpoint, by name.
         config: parsed ``config.json``.
     """
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
+    parts = (config, mapping_or_empty(config.get("text_config")))
     yield from _check_embedding(tensors, config, parts)
     yield from _check_layers(tensors, config, parts)
     yield from _check_experts(tensors, config)

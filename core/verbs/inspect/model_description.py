@@ -16,6 +16,7 @@ from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.schemes import quantized_weights
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.optimizer.form import role_of
+from core.pickle.fields import text_or_none
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def describe_model(
     is_tied = fields.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))
     is_tied = is_tied if isinstance(is_tied, bool) else None
     return ModelDescription(
-        family=family if isinstance(family, str) else None,
+        family=text_or_none(family),
         n_parameters=_count_parameters(view, unsharded, config, is_tied=is_tied is True),
         is_swiglu=is_gated and fields.get("hidden_act", "silu") == "silu",
         is_tied=is_tied,

@@ -583,7 +583,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(zero_stage="two")),
         CorruptError,
-        "zero_stage is a str",
+        "zero_stage is 'two', not a number",
     ),
     "no count": (
         2,
@@ -637,7 +637,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(single_partition_of_fp32_groups=["x", torch.ones(2)])),
         CorruptError,
-        "is a str, not a plain tensor",
+        "is 'x', not a plain tensor",
     ),
     "a group is shorter": (
         2,

@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from core.engine.catalog.optimizer_keys import FACTORS
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.megatron.optimizer.groups import HINT, member_of
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
 from core.values import dataclass
 
@@ -170,10 +171,8 @@ def _error_without_masters(inner: object, *, rank: str) -> MissingShardError:
 
     If its groups list no parameters, the optimizer is a distributed one.
     """
-    listed = (as_mapping(inner) or {}).get("param_groups")
-    groups = (
-        [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
-    )
+    listed = list_or_empty(mapping_or_empty(inner).get("param_groups"))
+    groups = [mapping_or_empty(item) for item in listed]
     if not groups or any("params" in group for group in groups):
         return MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
     return MissingShardError(
@@ -244,7 +243,4 @@ def _read_groups(
 
 def _as_names(value: object, label: str, *, rank: str) -> dict[str, object]:
     """Return a copy of a dict with string keys; ``label`` is its name in messages."""
-    mapping = as_mapping(value)
-    if mapping is None or not all(isinstance(name, str) for name in mapping):
-        raise CorruptError(f"{label} is a {type(value).__name__}, not a dict of names", rank=rank)
-    return {str(name): item for name, item in mapping.items()}
+    return dict(FieldReader(rank=rank).read_names(value, label))
