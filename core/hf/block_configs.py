@@ -22,7 +22,7 @@ from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.values import CONFIG, IN_CONFIG, count_of
 from core.megatron.model.blocks import INNER_MULTIPLE, TEXT, blocks_of
-from core.pickle.fields import mapping_or_empty
+from core.pickle.fields import describe_value, mapping_or_empty
 
 NAME = "block_configs"
 _BLOCKS = {
@@ -93,7 +93,7 @@ def check_blocks(name: str, value: object) -> None:
             for entry_name, entry in entries.items():
                 if entry_name not in names and entry and (entry_name, entry) not in _USUAL_ENTRIES:
                     raise UnsupportedError(
-                        f"{entry_name} of layer {number} is {repr(entry)[:80]}, which no layer of "
-                        "Megatron has",
+                        f"{entry_name} of layer {number} is {describe_value(entry)}, which no "
+                        "layer of Megatron has",
                         file=CONFIG,
                     )

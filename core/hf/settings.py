@@ -47,7 +47,7 @@ from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.values import CONFIG, IN_CONFIG, count_of
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 WAYS = (
@@ -171,7 +171,7 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "gelu":
         if value not in _GELUS:
             raise UnsupportedError(
-                f"{setting.name} is {repr(value)[:80]}; such models are only supported with "
+                f"{setting.name} is {describe_value(value)}; such models are only supported with "
                 f"{' or '.join(map(repr, _GELUS))}",
                 file=CONFIG,
             )
@@ -392,7 +392,7 @@ def _layer_types(
         is_exception = [entry == exception for entry in argument]
     else:
         raise CorruptError(
-            f"{setting.way} of the layers is {repr(argument)[:80]}, "
+            f"{setting.way} of the layers is {describe_value(argument)}, "
             f"neither a positive number nor {n_layers} zeros and ones"
         )
     return [

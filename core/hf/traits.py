@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 FEATURES: Mapping[str, str] = {
@@ -468,7 +468,7 @@ def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]
     if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
         return frozenset(layer for layer, has_experts in enumerate(pattern) if not has_experts)
     raise CorruptError(
-        f"argument moe_layer_freq is {repr(pattern)[:80]}, "
+        f"argument moe_layer_freq is {describe_value(pattern)}, "
         f"neither a positive number nor {n_layers} zeros and ones"
     )
 

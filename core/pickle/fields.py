@@ -65,39 +65,31 @@ class FieldReader:
         return value
 
     def read_number(
-        self,
-        value: object,
-        name: str,
-        *,
-        least: float = -MAX_NUMBER,
-        most: float = MAX_NUMBER,
-        expected: str = "a number",
+        self, value: object, name: str, *, least: float = -MAX_NUMBER, most: float = MAX_NUMBER
     ) -> float:
         """Return a finite number from ``least`` to ``most``; a bool is none."""
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not least <= value <= most:  # type: ignore[operator]
-            raise self.build_error(value, name, expected)
+            raise self.build_error(value, name, "a number")
         return value  # type: ignore[return-value]
 
-    def read_text(self, value: object, name: str, *, expected: str = "a text") -> str:
+    def read_text(self, value: object, name: str) -> str:
         """Return a text, which may be empty."""
         if not isinstance(value, str):
-            raise self.build_error(value, name, expected)
+            raise self.build_error(value, name, "a text")
         return value
 
-    def read_mapping(
-        self, value: object, name: str, *, expected: str = "a dict"
-    ) -> dict[object, object]:
+    def read_mapping(self, value: object, name: str) -> dict[object, object]:
         """Return the entries of a dict or of an inert subclass of it."""
         mapping = as_mapping(value)
         if mapping is None:
-            raise self.build_error(value, name, expected)
+            raise self.build_error(value, name, "a dict")
         return mapping
 
     def read_names(self, value: object, name: str) -> dict[str, object]:
         """Return the entries of a dict whose keys are texts."""
-        mapping = self.read_mapping(value, name, expected="a dict of names")
-        if not all(isinstance(key, str) for key in mapping):
+        mapping = as_mapping(value)
+        if mapping is None or not all(isinstance(key, str) for key in mapping):
             raise self.build_error(value, name, "a dict of names")
         return mapping  # type: ignore[return-value]
 
@@ -128,8 +120,8 @@ class FieldReader:
         self, value: object, name: str, *, n: int | None = None, least: int = 0
     ) -> tuple[int, ...]:
         """Return a shape, or another position among ``n`` axes, of at most ``MAX_RANK`` numbers."""
-        expected = f"{MAX_RANK if n is None else n} integers of at least {least}"
-        expected = f"a list of at most {expected}" if n is None else f"a list of {expected}"
+        count = f"at most {MAX_RANK}" if n is None else n
+        expected = f"a list of {count} integers of at least {least}"
         if isinstance(value, (list, tuple)) and len(value) > MAX_RANK:
             raise self.build_error(value, name, expected)
         return self.read_ints(value, name, n=n, least=least, expected=expected)

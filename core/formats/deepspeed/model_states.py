@@ -182,11 +182,9 @@ def version_of(model: ModelStates) -> str | None:
 
 def find_iteration(model: ModelStates) -> int | None:
     """Return the training script's iteration, else the number of optimizer steps, else None."""
-    for name in ("iteration", "global_steps"):
-        number = model.other_entries.get(name)
-        if type(number) is int:
-            return number
-    return None
+    entries = model.other_entries
+    numbers = (int_or_none(entries.get(name)) for name in ("iteration", "global_steps"))
+    return next((number for number in numbers if number is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

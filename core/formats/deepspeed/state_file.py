@@ -103,7 +103,7 @@ class StateFile:
         shapes: dict[str, Shape] = {}
         for name, shape in self.fields.read_mapping(value, path).items():
             name = self.name(name, path)
-            sizes = self.fields.read_ints(shape, f"{path}.{name}", expected="a shape")
+            sizes = self.fields.read_shape(shape, f"{path}.{name}")
             if prod(sizes) >= MAX_ELEMENTS:
                 raise self.corrupt(f"{path} contains the absurdly large shape {sizes}", key=name)
             shapes[name] = sizes

@@ -28,6 +28,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
 from core.hf.traits import Model, kinds_of
 from core.hf.values import CONFIG, IN_CONFIG, count_of
+from core.pickle.fields import describe_value
 
 PATTERN = "hybrid_override_pattern"
 """Training argument with the kinds of layers, and the name that published models have for it."""
@@ -203,7 +204,7 @@ def _check_time_steps(config: Mapping[str, object]) -> None:
     is_unlimited = isinstance(high, (int, float)) and high >= _MOST_FLOAT32
     if low not in (0, None) or not is_unlimited:
         raise UnsupportedError(
-            f"time_step_limit is {repr(limits)[:80]}; Megatron's Mamba layers have no limits",
+            f"time_step_limit is {describe_value(limits)}; Megatron's Mamba layers have no limits",
             file=CONFIG,
         )
 

@@ -114,9 +114,8 @@ class SeparatedTowers:
                 "tensors of all experts hold transposed matrices, as published ones do",
             )
         if form not in (TRANSPOSED, PLAIN):
-            raise CorruptError(
-                f"argument {EXPERTS_ARGUMENT} is {repr(form)[:80]}, not {TRANSPOSED} or {PLAIN}"
-            )
+            expected = f"{TRANSPOSED} or {PLAIN}"
+            raise FieldReader().build_error(form, f"argument {EXPERTS_ARGUMENT}", expected)
         stacked = stack_experts(text)
         if form == TRANSPOSED:
             stacked = transpose_stacks(stacked, stacked.tensors.keys() - text.tensors.keys())

@@ -42,7 +42,7 @@ from core.engine.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.equality import are_same
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, int_or_none
 from core.pickle.inert import (
     Global,
     Inert,
@@ -130,11 +130,8 @@ def read_checkpoint_version(
 
 def read_iteration(common: Mapping[object, object]) -> int | None:
     """Return the training iteration, or None if the common state has none."""
-    for name in ("iteration", "total_iters"):
-        value = common.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    numbers = (int_or_none(common.get(name)) for name in ("iteration", "total_iters"))
+    return next((number for number in numbers if number is not None), None)
 
 
 def renamed_leaves(value: object, name: str, note: Callable[[str, str], None]) -> object:

@@ -21,7 +21,7 @@ from core.megatron.model.hybrid import LayerPattern, read_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import Inert, as_mapping, attributes
 
 ADAPTER_ARGUMENT = "peft_adapter_config"
@@ -327,7 +327,7 @@ def read_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
         return frozenset(map(int, items))
     except (TypeError, ValueError):
         raise CorruptError(
-            f"argument {_NOOP_LAYERS} is {value!r:.60}, not the numbers of layers"
+            f"argument {_NOOP_LAYERS} is {describe_value(value)}, not the numbers of layers"
         ) from None
 
 

@@ -498,7 +498,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         CorruptError,
         "param_shapes is 'all', not a list",
     ),
-    "shape is negative": (2, edit_model(_negative), CorruptError, "embed is .*-7.*, not a shape"),
+    "shape is negative": (2, edit_model(_negative), CorruptError, "embed is .*-7.*, not a list"),
     "shape is longer": (
         2,
         edit_model(_longer),

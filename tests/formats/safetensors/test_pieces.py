@@ -221,13 +221,13 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "negative offsets": (
         {piece_name(1): piece_file({"w": ((0, -1), W)})},
         CorruptError,
-        "do not match",
+        "not a list of 2 integers",
         "w",
     ),
     "no offsets": (
         {piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})},
         CorruptError,
-        "do not match",
+        "not a list of 2 integers",
         "w",
     ),
     "offsets for another tensor": (
@@ -284,7 +284,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "a configuration that makes no sense": (
         {piece_name(1): piece_file({"w": ((0, 0), W)}), "config.json": b'{"vocab_size": "8"}'},
         CorruptError,
-        "not a positive number",
+        "not a positive integer",
         None,
     ),
     "an index with more tensors": (

@@ -149,11 +149,11 @@ def _read_member(value: object, report: Report, *, rank: str) -> StoredOptimizer
     name = next((name for name in MASTERS if name in entries), None)
     if name is None:
         raise _error_without_masters(torch_entry, rank=rank)
-    masters = entries.pop(name)
-    if not isinstance(masters, (list, tuple)) or not all(
-        isinstance(masters_of_group, (list, tuple)) for masters_of_group in masters
-    ):
-        raise CorruptError(f"{name} is not a list of lists", rank=rank)
+    reader = FieldReader(rank=rank)
+    masters = [
+        reader.read_list(group, f"a group of {name}")
+        for group in reader.read_list(entries.pop(name), name)
+    ]
 
     # torch's optimizer has nothing but states and groups.
     torch_entries = _as_names(torch_entry, inner, rank=rank)
@@ -196,10 +196,9 @@ def _read_groups(
         inner: entry with ``state`` and ``param_groups``.
         masters: master weights of each group; None for an optimizer without master weights.
     """
-    listed = inner.get("param_groups")
-    state = as_mapping(inner.get("state"))
-    if not isinstance(listed, (list, tuple)) or state is None:
-        raise CorruptError("an optimizer has no state and param_groups", rank=rank)
+    reader = FieldReader(rank=rank)
+    listed = reader.read_list(inner.get("param_groups"), "the optimizer's param_groups")
+    state = reader.read_mapping(inner.get("state"), "the optimizer's state")
     if masters is not None and len(masters) != len(listed):
         raise CorruptError(
             f"there are master weights of {len(masters)} param groups, but {len(listed)} groups",
@@ -211,9 +210,11 @@ def _read_groups(
     groups = []
     for number, item in enumerate(listed):
         group = _as_names(item, f"param group {number}", rank=rank)
-        ids = group.pop("params", None)
-        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
-            raise CorruptError(f"param group {number} has no list of parameter numbers", rank=rank)
+        ids = reader.read_ints(
+            group.pop("params", None),
+            f"params of param group {number}",
+            expected="a list of parameter numbers",
+        )
         repeated = next((i for i, count in Counter(ids).items() if count > 1), None)
         if repeated is not None:
             raise CorruptError(f"param group {number} lists parameter {repeated} twice", rank=rank)
