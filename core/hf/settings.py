@@ -383,18 +383,16 @@ def _layer_types(
     """Return the types of the layers for ``window_attn_skip_freq`` or ``no_rope_freq``."""
     # A number n means that every n-th layer is the exception.
     is_exception: list[object]
+    name = f"{setting.way} of the layers"
     if argument is None:
         is_exception = [False] * n_layers
-    elif type(argument) is int and argument > 0:
-        is_exception = [not (layer + 1) % argument for layer in range(n_layers)]
-    elif isinstance(argument, list) and len(argument) == n_layers and set(argument) <= {0, 1}:
+    elif isinstance(argument, list):
         exception = int(setting.way != "window_layers")
-        is_exception = [entry == exception for entry in argument]
+        entries = FieldReader().read_choices(argument, name, (0, 1), n=n_layers)
+        is_exception = [entry == exception for entry in entries]
     else:
-        raise CorruptError(
-            f"{setting.way} of the layers is {describe_value(argument)}, "
-            f"neither a positive number nor {n_layers} zeros and ones"
-        )
+        every = FieldReader().read_int(argument, name, least=1)
+        is_exception = [not (layer + 1) % every for layer in range(n_layers)]
     return [
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception

@@ -17,8 +17,8 @@ from core.values import dataclass
 
 MAX_RANK = 64
 """Maximum number of axes; torch's own limit is lower."""
-MAX_INT = (1 << 63) - 1
-MAX_NUMBER = sys.float_info.max
+_MAX_INT = (1 << 63) - 1
+_MAX_NUMBER = sys.float_info.max
 T = TypeVar("T")
 _MOST_CHARACTERS = 160
 _REPR = reprlib.Repr()
@@ -55,7 +55,7 @@ class FieldReader:
         name: str,
         *,
         least: int = 0,
-        most: int = MAX_INT,
+        most: int = _MAX_INT,
         expected: str | None = None,
     ) -> int:
         """Return an integer from ``least`` to ``most``; a bool is none."""
@@ -65,7 +65,7 @@ class FieldReader:
         return value
 
     def read_number(
-        self, value: object, name: str, *, least: float = -MAX_NUMBER, most: float = MAX_NUMBER
+        self, value: object, name: str, *, least: float = -_MAX_NUMBER, most: float = _MAX_NUMBER
     ) -> float:
         """Return a finite number from ``least`` to ``most``; a bool is none."""
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -112,7 +112,7 @@ class FieldReader:
     ) -> tuple[int, ...]:
         """Return a list of integers of at least ``least``, as ``read_list``."""
         for item in self.read_list(value, name, n=n, expected=expected):
-            if type(item) is not int or not least <= item <= MAX_INT:
+            if type(item) is not int or not least <= item <= _MAX_INT:
                 raise self.build_error(value, name, expected)
         return tuple(value)  # type: ignore[arg-type]
 

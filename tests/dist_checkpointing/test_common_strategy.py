@@ -137,7 +137,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, keep: int):
 
 def test_a_common_state_that_is_no_dict_is_refused(tmp_path: Path):
     torch.save([1], tmp_path / "common.pt")
-    with pytest.raises(CorruptError, match=r"is \[1\], not a dict \(file common.pt"):
+    with pytest.raises(CorruptError, match=r"a list, not a dict \(file common.pt"):
         LOAD.load_common(tmp_path)
 
 

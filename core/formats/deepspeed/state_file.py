@@ -60,7 +60,7 @@ class StateFile:
 
     @property
     def fields(self) -> FieldReader:
-        """What checks the values of the file."""
+        """The reader of the file's values."""
         return FieldReader(self.file, hint=SAVE_ANEW_HINT)
 
     def name(self, value: object, path: str) -> str:

@@ -156,7 +156,7 @@ def read_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         )
     if n_experts is not None and n_experts % topology.ep:
         raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
-    moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
+    moe_layers = read_moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
     unindexed = find_layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
@@ -273,7 +273,7 @@ def _stacks(
     return counts
 
 
-def _moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+def read_moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers with experts: every n-th layer, or those of a list.
 
     Raises:
@@ -360,12 +360,8 @@ def _listed_layers(fields: Mapping[str, object], name: str, n_layers: int) -> fr
     items = fields.get(name)
     if not isinstance(items, list):
         return None
-    if len(items) != n_layers or not all(item in (0, 1) for item in items):
-        raise CorruptError(
-            f"argument {name} is a list of {len(items)} items, not of 0 or 1 for each of "
-            f"{n_layers} layers"
-        )
-    return frozenset(layer for layer, item in enumerate(items) if item)
+    flags = FieldReader().read_choices(items, f"argument {name}", (0, 1), n=n_layers)
+    return frozenset(layer for layer, flag in enumerate(flags) if flag)
 
 
 def _n_predictions(fields: Mapping[str, object], hybrid: LayerPattern | None) -> int:
