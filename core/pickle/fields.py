@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from core.errors import CheckpointingException, CorruptError
@@ -149,6 +149,12 @@ class FieldReader:
 def int_or_none(value: object) -> int | None:
     """Return an integer; None for anything else, a bool too."""
     return value if type(value) is int else None
+
+
+def find_size(parts: Iterable[Mapping[Any, object]], names: Sequence[str]) -> int | None:
+    """Return the first positive integer that a part has under one of the names, or None."""
+    values = (int_or_none(part.get(name)) for part in parts for name in names)
+    return next((value for value in values if value is not None and value > 0), None)
 
 
 def text_or_none(value: object) -> str | None:

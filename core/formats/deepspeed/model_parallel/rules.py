@@ -43,7 +43,7 @@ from core.files.source_store import open_store
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT
 from core.formats.deepspeed.model_parallel.join import TensorParallelPiece, begin_alike
 from core.formats.huggingface.files import read_config_json
-from core.pickle.fields import list_or_empty, mapping_or_empty
+from core.pickle.fields import find_size, list_or_empty, mapping_or_empty
 from core.pickle.inert import as_mapping, attributes
 from core.values import dataclass
 
@@ -446,11 +446,8 @@ def _stated_size(store: ReadStore) -> int | None:
         config = read_config_json(store) or {}
     except CheckpointingException:
         return None
-    for part in (mapping_or_empty(config.get("text_config")), config):
-        for name in ("hidden_size", "n_embd"):
-            if type(size := part.get(name)) is int:
-                return size
-    return None
+    parts = (mapping_or_empty(config.get("text_config")), config)
+    return find_size(parts, ("hidden_size", "n_embd"))
 
 
 def is_whole(
