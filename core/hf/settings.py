@@ -249,8 +249,8 @@ def setting_value(
         before, after = argument if isinstance(argument, (tuple, list)) else (argument, None)
         if type(before) is not int or before < 0 or after != 0:
             raise UnsupportedError(
-                f"window_size is {argument!r}; transformers has windows of keys before the query: "
-                "(keys, 0)"
+                f"window_size is {describe_value(argument)}; transformers has windows of keys "
+                "before the query: (keys, 0)"
             )
         return before + 1
     if setting.way == "text":

@@ -45,7 +45,7 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 FEATURES: Mapping[str, str] = {
@@ -199,8 +199,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
 
     if fields.get("noop_layers"):
         raise UnsupportedError(
-            f"layers {fields['noop_layers']!r:.40} are empty (MindSpeed's argument noop_layers), "
-            "and models of transformers have no such layers",
+            f"layers {describe_value(fields['noop_layers'])} are empty (MindSpeed's argument "
+            "noop_layers), and models of transformers have no such layers",
             hint="keep Megatron's names: --to safetensors, dcp or torch",
         )
 

@@ -57,7 +57,7 @@ from core.hf.config_json.yarn import (
 )
 from core.hf.family import Family
 from core.hf.values import IN_CONFIG, count_of
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -226,7 +226,7 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
             scaling = latent_yarn_config(fields)
         elif fields.get("rope_type") != "rope":
             raise UnsupportedError(
-                f"rope_type is {fields.get('rope_type')!r}, which is not supported"
+                f"rope_type is {describe_value(fields.get('rope_type'))}, which is not supported"
             )
     elif fields.get("position_embedding_type") == "yarn":
         scaling = plain_yarn_config(fields)
