@@ -188,7 +188,7 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return str(value)
     if setting.way == "numbers":
         return tuple(_numbers(setting.name, value))
-    number = IN_CONFIG.read_number(value, setting.name)
+    number = FieldReader().read_number(value, setting.name)
     if setting.way == "number":
         return value
     if number <= 0:
