@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
-from core.hf.values import CONFIG, count_of
+from core.hf.values import CONFIG, IN_CONFIG, count_of
 from core.megatron.model.blocks import INNER_MULTIPLE, TEXT, blocks_of
+from core.pickle.fields import describe_value, mapping_or_empty
 
 NAME = "block_configs"
 _BLOCKS = {
@@ -85,19 +86,14 @@ def check_blocks(name: str, value: object) -> None:
         UnsupportedError: a layer has something that Megatron does not build.
     """
     if not isinstance(value, list) or not value:
-        raise CorruptError(
-            f"{name} is {repr(value)[:80]}, not a list of descriptions of layers",
-            file=CONFIG,
-        )
+        raise IN_CONFIG.build_error(value, name, "a list of descriptions of layers")
     for number, layer in enumerate(value):
-        parts = layer if isinstance(layer, Mapping) else {}
         for part, names in _BLOCKS.items():
-            block = parts.get(part)
-            entries = block if isinstance(block, Mapping) else {}
+            entries = mapping_or_empty(mapping_or_empty(layer).get(part))
             for entry_name, entry in entries.items():
                 if entry_name not in names and entry and (entry_name, entry) not in _USUAL_ENTRIES:
                     raise UnsupportedError(
-                        f"{entry_name} of layer {number} is {repr(entry)[:80]}, which no layer of "
-                        "Megatron has",
+                        f"{entry_name} of layer {number} is {describe_value(entry)}, which no "
+                        "layer of Megatron has",
                         file=CONFIG,
                     )

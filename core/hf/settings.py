@@ -46,7 +46,8 @@ import math
 from collections.abc import Mapping
 
 from core.errors import CorruptError, UnsupportedError
-from core.hf.values import CONFIG, count_of
+from core.hf.values import CONFIG, IN_CONFIG, count_of
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 WAYS = (
@@ -170,7 +171,7 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "gelu":
         if value not in _GELUS:
             raise UnsupportedError(
-                f"{setting.name} is {repr(value)[:80]}; such models are only supported with "
+                f"{setting.name} is {describe_value(value)}; such models are only supported with "
                 f"{' or '.join(map(repr, _GELUS))}",
                 file=CONFIG,
             )
@@ -187,7 +188,7 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
         return str(value)
     if setting.way == "numbers":
         return tuple(_numbers(setting.name, value))
-    number = _number(setting.name, value)
+    number = FieldReader().read_number(value, setting.name)
     if setting.way == "number":
         return value
     if number <= 0:
@@ -248,15 +249,15 @@ def setting_value(
         before, after = argument if isinstance(argument, (tuple, list)) else (argument, None)
         if type(before) is not int or before < 0 or after != 0:
             raise UnsupportedError(
-                f"window_size is {argument!r}; transformers has windows of keys before the query: "
-                "(keys, 0)"
+                f"window_size is {describe_value(argument)}; transformers has windows of keys "
+                "before the query: (keys, 0)"
             )
         return before + 1
     if setting.way == "text":
         return str(argument)
     if setting.way == "numbers":
         return _numbers(setting.name, argument)
-    number = _number(setting.name, argument)
+    number = FieldReader().read_number(argument, setting.name)
     if setting.way == "number":
         return argument
     # 1 / √x is rounded, so that its inverse is an integer only almost.
@@ -281,8 +282,7 @@ def _windows(setting: Setting, config: Mapping[str, object], n_layers: int) -> l
         every = config.get("sliding_window_pattern", setting.every)
         if isinstance(every, str):  # such as LLLG
             every = len(every)
-        if type(every) is not int or every < 1:
-            raise CorruptError(f"sliding_window_pattern is {every!r}, not a number", file=CONFIG)
+        every = IN_CONFIG.read_int(every, "sliding_window_pattern", least=1)
         return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
     return _listed_types(config, _TYPES, n_layers)
 
@@ -299,15 +299,14 @@ def _listed_types(
         CorruptError: ``layer_types`` is not a list of the types of all layers.
         UnsupportedError: a layer has another type.
     """
-    types = config.get("layer_types")
-    if not isinstance(types, list) or len(types) != n_layers:
-        raise CorruptError(
-            f"layer_types is {repr(types)[:80]}, not a list of {n_layers} types", file=CONFIG
-        )
+    expected = f"a list of {n_layers} types"
+    types = IN_CONFIG.read_list(
+        config.get("layer_types"), "layer_types", n=n_layers, expected=expected
+    )
     for kind in types:
         if kind not in kinds:
             raise UnsupportedError(f"layers of type {str(kind)[:80]!r}", file=CONFIG)
-    return [kinds[kind] for kind in types]
+    return [kinds[str(kind)] for kind in types]
 
 
 def indexer_types(
@@ -334,12 +333,7 @@ def indexer_types(
         types = [_INDEXERS.get(letter, letter) for letter in pattern]
     elif types is None:
         types = pattern
-    is_list = isinstance(types, list) and set(map(str, types)) <= {*_INDEXERS.values()}
-    if not isinstance(types, list) or not is_list or len(types) < n_layers:
-        raise CorruptError(
-            f"{name} is {repr(types)[:80]}, not {n_layers} times full or shared", file=CONFIG
-        )
-    return types[:n_layers]
+    return IN_CONFIG.read_choices(types, name, _INDEXERS.values(), least=n_layers)[:n_layers]
 
 
 def _indexer_frequency(
@@ -380,11 +374,7 @@ def _rotated_layers(setting: Setting, config: Mapping[str, object], n_layers: in
     if rotated is None:
         every = count_of(config, "no_rope_layer_interval", default=setting.every)
         return [int(bool((layer + 1) % every)) for layer in range(n_layers)]
-    if not isinstance(rotated, list) or len(rotated) != n_layers or not set(rotated) <= {0, 1}:
-        raise CorruptError(
-            f"{setting.name} is {repr(rotated)[:80]}, not {n_layers} zeros and ones", file=CONFIG
-        )
-    return [int(rotates) for rotates in rotated]
+    return [*map(int, IN_CONFIG.read_choices(rotated, setting.name, (0, 1), n=n_layers))]
 
 
 def _layer_types(
@@ -393,18 +383,16 @@ def _layer_types(
     """Return the types of the layers for ``window_attn_skip_freq`` or ``no_rope_freq``."""
     # A number n means that every n-th layer is the exception.
     is_exception: list[object]
+    name = f"{setting.way} of the layers"
     if argument is None:
         is_exception = [False] * n_layers
-    elif type(argument) is int and argument > 0:
-        is_exception = [not (layer + 1) % argument for layer in range(n_layers)]
-    elif isinstance(argument, list) and len(argument) == n_layers and set(argument) <= {0, 1}:
+    elif isinstance(argument, list):
         exception = int(setting.way != "window_layers")
-        is_exception = [entry == exception for entry in argument]
+        entries = FieldReader().read_choices(argument, name, (0, 1), n=n_layers)
+        is_exception = [entry == exception for entry in entries]
     else:
-        raise CorruptError(
-            f"{setting.way} of the layers is {repr(argument)[:80]}, "
-            f"neither a positive number nor {n_layers} zeros and ones"
-        )
+        every = FieldReader().read_int(argument, name, least=1)
+        is_exception = [not (layer + 1) % every for layer in range(n_layers)]
     return [
         "full_attention" if not has_window or exception else "sliding_attention"
         for exception in is_exception
@@ -417,18 +405,6 @@ def _numbers(name: str, value: object) -> list[float]:
     Raises:
         CorruptError: it is none.
     """
-    if not isinstance(value, (list, tuple)):
-        raise CorruptError(f"{name} is {repr(value)[:80]}, not a list of numbers")
-    return [_number(name, item) for item in value]
-
-
-def _number(name: str, value: object) -> float:
-    """Return a finite number.
-
-    Raises:
-        CorruptError: it is none.
-    """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value):  # type: ignore[arg-type]
-        raise CorruptError(f"{name} is {repr(value)[:80]}, not a number")
-    return float(value)  # type: ignore[arg-type]
+    fields = FieldReader()
+    items = fields.read_list(value, name, expected="a list of numbers")
+    return [float(fields.read_number(item, name)) for item in items]

@@ -19,6 +19,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.changes.rename import rename_entries
 from core.engine.changes.tie import INPUT, OUTPUT, untie
 from core.hf.values import CONFIG
+from core.pickle.fields import mapping_or_empty
 from core.values import dataclass
 
 TIE = "tie_word_embeddings"
@@ -90,12 +91,8 @@ def is_tied(config: Mapping[str, object], *, has_head: bool) -> bool:
     """
     from core.hf.proof.expected import find_model_class
 
-    text = config.get(TEXT_CONFIG)
-    stated = [
-        part[TIE]
-        for part in (config, text if isinstance(text, Mapping) else {})
-        if part.get(TIE) is not None
-    ]
+    parts = (config, mapping_or_empty(config.get(TEXT_CONFIG)))
+    stated = [part[TIE] for part in parts if part.get(TIE) is not None]
     if stated:
         return any(value is True for value in stated)
     described = find_model_class(config)

@@ -49,6 +49,7 @@ from core.hf.value_head import find_value_head
 from core.hf.values import ARGUMENT, CONFIG, UNUSED_WEIGHT_HINT
 from core.megatron.extras.extra_states import list_extra_states
 from core.megatron.model.topology import Topology
+from core.pickle.fields import int_or_none
 from core.pickle.inert import make_namespace
 from core.values import dataclass
 
@@ -133,8 +134,7 @@ def to_megatron(
     # from the tensors, as config.json may declare layers that the files do not contain.
     n_mtp = 0
     if "mtp" in family.allows:
-        layers = completed(config, family).get("num_hidden_layers")
-        n_layers = layers if isinstance(layers, int) else 0
+        n_layers = int_or_none(completed(config, family).get("num_hidden_layers")) or 0
         n_mtp = count_predictions(catalog.tensors, config, family, n_layers=n_layers)
     fields = build_arguments(
         config,

@@ -45,6 +45,7 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.model.blocks import TEXT, Kind, LayerBlocks, blocks_of, window_layers_of
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 FEATURES: Mapping[str, str] = {
@@ -193,13 +194,13 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         UnsupportedError: an argument is missing.
         CorruptError: an argument is invalid.
     """
-    from core.megatron.model.args import find_layers_without_indexer, linear_layers
+    from core.megatron.model.args import find_layers_without_indexer, linear_layers, read_moe_layers
     from core.megatron.model.hybrid import parse_pattern
 
     if fields.get("noop_layers"):
         raise UnsupportedError(
-            f"layers {fields['noop_layers']!r:.40} are empty (MindSpeed's argument noop_layers), "
-            "and models of transformers have no such layers",
+            f"layers {describe_value(fields['noop_layers'])} are empty (MindSpeed's argument "
+            "noop_layers), and models of transformers have no such layers",
             hint="keep Megatron's names: --to safetensors, dcp or torch",
         )
 
@@ -233,7 +234,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         dense = dense_kinds(kinds)
         n_experts = 0 if dense is None else n_experts
     else:
-        dense = _dense_layers(fields, n_layers) if n_experts else None
+        dense = (
+            frozenset(range(n_layers)) - read_moe_layers(fields, n_layers) if n_experts else None
+        )
     features = _features(
         fields,
         has_experts=n_experts > 0,
@@ -452,26 +455,6 @@ def _moe_features(fields: Mapping[str, object]) -> set[str]:
     return {name for name, condition in conditions.items() if condition}
 
 
-def _dense_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
-    """Return the numbers of the layers without experts.
-
-    ``moe_layer_freq`` is a number n (every n-th layer has experts, beginning with the first), or a
-    list with a 1 for each layer with experts and a 0 for each other layer.
-
-    Raises:
-        CorruptError: the argument is neither.
-    """
-    pattern = fields.get("moe_layer_freq", 1)
-    if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
-        return frozenset(layer for layer in range(n_layers) if layer % pattern)
-    if isinstance(pattern, list) and len(pattern) == n_layers and set(pattern) <= {0, 1}:
-        return frozenset(layer for layer, has_experts in enumerate(pattern) if not has_experts)
-    raise CorruptError(
-        f"argument moe_layer_freq is {repr(pattern)[:80]}, "
-        f"neither a positive number nor {n_layers} zeros and ones"
-    )
-
-
 def size_of(fields: Mapping[str, object], name: str, *, default: int | None = None) -> int:
     """Return a positive integer argument.
 
@@ -484,6 +467,4 @@ def size_of(fields: Mapping[str, object], name: str, *, default: int | None = No
         if default is None:
             raise UnsupportedError(f"the training argument {name} is missing")
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"argument {name} is {value!r}, not a positive integer")
-    return value
+    return FieldReader().read_int(value, f"argument {name}", least=1)

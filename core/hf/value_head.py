@@ -26,6 +26,7 @@ from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.proof.expected import count_labels, find_model_class
+from core.hf.values import read_architecture
 from core.megatron.rules.rules import GPT, has_value_head
 from core.values import dataclass
 
@@ -109,8 +110,7 @@ def choose_value_head(
             key=GPT.output,
             hint="keep Megatron's names: --to safetensors, dcp or torch",
         )
-    architectures = None if origin is None else origin.get("architectures")
-    stated = architectures[0] if isinstance(architectures, list) and architectures else None
+    stated = None if origin is None else read_architecture(origin)
     return heads.get(str(stated), next(iter(heads.values())))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from core.errors import CorruptError
+from core.pickle.fields import FieldReader, list_or_empty, text_or_none
 
 CONFIG = "config.json"
+IN_CONFIG = FieldReader(CONFIG)
 LAYERS = "decoder.layers."
 """Beginning of the names of a layer of Megatron's text model."""
 ARGUMENT = "huggingface_config"
@@ -44,8 +46,10 @@ def count_of(
         value = default
     if value is None:
         raise CorruptError(f"{name} is missing from the configuration", file=CONFIG)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 1 << 40:
-        raise CorruptError(
-            f"{name} is {repr(value)[:80]}, not an integer of at least {least}", file=CONFIG
-        )
-    return value
+    return IN_CONFIG.read_int(value, name, least=least, most=1 << 40)
+
+
+def read_architecture(config: Mapping[str, object]) -> str | None:
+    """Return the first class that the configuration names, or None."""
+    names = list_or_empty(config.get("architectures"))
+    return text_or_none(names[0]) if names else None

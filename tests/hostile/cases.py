@@ -387,6 +387,9 @@ PICKLES: dict[str, bytes] = {
     "a tensor of 2^40 by strides of 0": b"\x80\x02}X\x01\0\0\0w"
     + tensor_opcodes(b"\x8a\x08" + struct.pack("<q", 1 << 40) + b"\x85", b"K\0\x85", b"K\x04")
     + b"s.",
+    "a shape of shared tuples": b"\x80\x02}X\x01\0\0\0w"
+    + tensor_opcodes(b"N" + b"2\x86" * 60 + b"\x85", b"K\x01\x85", b"K\x04")
+    + b"s.",
     "negative strides": b"\x80\x02}X\x01\0\0\0w"
     + tensor_opcodes(b"K\x04\x85", b"J\xff\xff\xff\xff\x85", b"K\x04")
     + b"s.",

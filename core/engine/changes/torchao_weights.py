@@ -29,6 +29,7 @@ from core.engine.changes.blockwise_states import without_parts
 from core.engine.quantize.from_torchao import DequantizedTorchao
 from core.engine.quantize.source import source_of
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.fields import describe_value
 from core.values import dataclass
 
 CLASSES = ("Float8Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor")
@@ -120,7 +121,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
         or len(recorded) != len(codes.shape)
         or any(type(extent) is not int or extent < 1 for extent in recorded)
     ):
-        problem = f"blocks of {recorded!r:.60} do not fit codes of shape {codes.shape}"
+        problem = f"blocks of {describe_value(recorded)} do not fit codes of shape {codes.shape}"
         raise CorruptError(problem, key=key)
     block = tuple(map(int, recorded))
     pairs = list(zip(codes.shape, block, strict=True))

@@ -19,6 +19,7 @@ from typing import Any
 from core.arrays.dtypes import dtype_of
 from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
+from core.pickle.fields import mapping_or_empty, text_or_none
 from core.values import dataclass
 
 _TABLE = "schemes.toml"
@@ -80,9 +81,9 @@ def method_of(config: Mapping[str, object] | None) -> str | None:
     Returns:
         None if there is none.
     """
-    stated = None if config is None else config.get("quantization_config")
-    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
-    return method.lower() if isinstance(method, str) else None
+    stated = mapping_or_empty((config or {}).get("quantization_config"))
+    method = text_or_none(stated.get("quant_method"))
+    return None if method is None else method.lower()
 
 
 def quantized_weights(

@@ -31,7 +31,6 @@ from __future__ import annotations
 import hashlib
 import marshal
 import re
-import reprlib
 import sys
 from array import array
 from collections.abc import Iterator
@@ -68,6 +67,7 @@ from core.formats.dcp.records import (
     parse_by_machine,
 )
 from core.formats.missing_entries import report_missing
+from core.pickle.fields import describe_value, text_or_none
 from core.pickle.inert import Global
 from core.pickle.names import judge
 from core.pickle.noted import gc_paused, note_uses, noting_uses
@@ -381,7 +381,6 @@ class _ColumnBuilder:
                 self._report_problem(key, err)
 
         # Read the attributes of the root.
-        version = self.state.get("version")
         planner_data, is_known = self._planner_data()
         extras = [name for name in self.state if name not in _ATTRIBUTES]
         mcore_data = self.state.get("mcore_data")
@@ -400,7 +399,7 @@ class _ColumnBuilder:
             objects=self.objects,
             planner_data=planner_data,
             mcore_data=mcore_data,
-            version=version if type(version) is str else None,
+            version=text_or_none(self.state.get("version")),
             extras=tuple(extras if is_known else ["planner_data", *extras]),
             orphans=self._orphans() if has_orphans else (),
             descriptors=self.descriptors,
@@ -452,8 +451,8 @@ class _ColumnBuilder:
             and offset + n_bytes < _MAX_EXTENT
         ):
             raise CorruptError(
-                f"an item has the impossible position of {_short(n_bytes)} bytes at byte "
-                f"{_short(offset)}",
+                f"an item has the impossible position of {describe_value(n_bytes)} bytes at byte "
+                f"{describe_value(offset)}",
                 key=key,
             )
         transforms = _transforms(descriptors, key)
@@ -466,7 +465,8 @@ class _ColumnBuilder:
             return
         # Only integers are hashed: hashing nested tuples could take for ever.
         if type(chunk_offset) is not tuple or {*map(type, chunk_offset)} - {int}:
-            raise CorruptError(f"an item has the invalid offset {_short(chunk_offset)}", key=key)
+            offset_text = describe_value(chunk_offset)
+            raise CorruptError(f"an item has the invalid offset {offset_text}", key=key)
         self.chunk_items[(key, *chunk_offset)] = (file, offset, n_bytes)
         if transforms:
             self.transforms[(key, *chunk_offset)] = transforms
@@ -481,7 +481,7 @@ class _ColumnBuilder:
         n_elements = 1
         for extent in shape:
             if type(extent) is not int or extent < 0:
-                raise CorruptError(f"the shape {_short(shape)} is invalid", key=key)
+                raise CorruptError(f"the shape {describe_value(shape)} is invalid", key=key)
             n_elements *= max(extent, 1)
             if n_elements >= _MAX_EXTENT:
                 raise CorruptError("the shape has more elements than any file could hold", key=key)
@@ -535,8 +535,8 @@ class _ColumnBuilder:
                 fits = False
         if not fits or type(offset) is not tuple:
             raise CorruptError(
-                f"a chunk of size {_short(size)} at {_short(offset)} exceeds the tensor's shape "
-                f"{_short(shape)}",
+                f"a chunk of size {describe_value(size)} at {describe_value(offset)} exceeds the "
+                f"tensor's shape {describe_value(shape)}",
                 key=key,
                 rule="dcp.out_of_bounds",
             )
@@ -546,11 +546,13 @@ class _ColumnBuilder:
             if 0 in size:
                 return None
             raise MissingShardError(
-                f"the chunk of size {_short(size)} at {_short(offset)} has no item in any file",
+                f"the chunk of size {describe_value(size)} at {describe_value(offset)} has no item "
+                "in any file",
                 key=key,
             )
         if item[2] == 0 and 0 not in size:
-            raise CorruptError(f"a chunk of size {_short(size)} has an item of 0 bytes", key=key)
+            size_text = describe_value(size)
+            raise CorruptError(f"a chunk of size {size_text} has an item of 0 bytes", key=key)
         return offset, size, item
 
     def _report_problem(self, key: str, err: Exception) -> None:
@@ -601,25 +603,6 @@ _ATTRIBUTES = {
     "version",
     "mcore_data",
 }
-
-
-_REPR = reprlib.Repr()
-_REPR.maxtuple = _REPR.maxlist = 16
-_REPR.maxstring = _REPR.maxother = 200
-
-
-def _short(value: object) -> str:
-    """Return a value as short text; formatting nested or huge values could take for ever."""
-    if (
-        type(value) is tuple
-        and len(value) <= _REPR.maxtuple
-        and all(type(n) is int and n < 1 << 63 for n in value)
-    ):
-        return repr(value)
-    try:
-        return _REPR.repr(value)
-    except ValueError:
-        return "a huge number"
 
 
 def _state(record: DcpRecord, key: str | None = None) -> dict[str, Any]:
@@ -686,11 +669,11 @@ def _transforms(names: object, key: str) -> tuple[str, ...]:
     if names is None:
         return ()
     if not isinstance(names, (list, tuple)) or {*map(type, names)} - {str}:
-        raise CorruptError(f"an item has the invalid transforms {_short(names)}", key=key)
+        raise CorruptError(f"an item has the invalid transforms {describe_value(names)}", key=key)
     unknown = [name for name in names if not _ZSTD.fullmatch(name)]
     if unknown or len(names) > _MAX_TRANSFORMS:
         raise UnsupportedError(
-            f"items with the transforms {_short(unknown or names)} are not supported",
+            f"items with the transforms {describe_value(unknown or names)} are not supported",
             key=key,
             hint="load and save the checkpoint with torch, without extensions other than zstd",
         )
@@ -715,7 +698,7 @@ def _properties(key: str, record: object) -> tuple[str, bool]:
         raise CorruptError(f"malformed tensor: its dtype is a {type(dtype).__name__}", key=key)
     if layout not in ("torch.strided", None):
         raise UnsupportedError(
-            f"the layout {_short(layout)} is not supported",
+            f"the layout {describe_value(layout)} is not supported",
             key=key,
             hint="save it as a dense tensor",
         )

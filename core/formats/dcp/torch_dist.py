@@ -82,6 +82,7 @@ from core.formats.mcore.metadata_json import (
 )
 from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.tree import load_object
+from core.pickle.fields import FieldReader
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
@@ -279,12 +280,10 @@ def _common_of_object(
     stream = catalog.fragments(raw_key)[0].array
     assert stream is not None
     value, arrays = load_object(store, stream, key=COMMON_OBJECT)
-    if not isinstance(value, list) or len(value) != 1:
-        raise CorruptError(
-            f"the common state is a {type(value).__name__}, not a list with one element",
-            key=COMMON_OBJECT,
-        )
-    return value[0], arrays
+    items = FieldReader(key=COMMON_OBJECT).read_list(
+        value, "the common state", n=1, expected="a list with one element"
+    )
+    return items[0], arrays
 
 
 def lay_out(target: TargetCatalog) -> Sequence[FileImage]:

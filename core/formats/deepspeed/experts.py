@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.deepspeed.partition import CutGroups, FlatGroup, cut_groups
 from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy
-from core.formats.deepspeed.state_file import mapping_or_empty
 from core.megatron.optimizer.proof import is_master
+from core.pickle.fields import mapping_or_empty
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -112,10 +112,10 @@ def _check_complete(model: ModelStates, files: Sequence[str]) -> None:
         expected = [
             f"layer_{layer}_expert_{expert}_mp_rank_00_model_states.pt"
             for layer, count in enumerate(recorded)
-            for expert in range(model.state.number(count, f"num_experts[{layer}]"))
+            for expert in range(model.state.fields.read_int(count, f"num_experts[{layer}]"))
         ]
     else:
-        count = model.state.number(0 if recorded is None else recorded, "num_experts")
+        count = model.state.fields.read_int(0 if recorded is None else recorded, "num_experts")
         expected = [f"expert_{expert}_mp_rank_00_model_states.pt" for expert in range(count)]
     for name in expected:
         if name not in files:

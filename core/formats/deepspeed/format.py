@@ -80,6 +80,7 @@ from core.formats.deepspeed.tree import (
 )
 from core.formats.deepspeed.weights import advise_no_optim, with_shared
 from core.formats.format import Format, no_folders
+from core.pickle.fields import int_or_none
 
 if TYPE_CHECKING:
     from core.engine.catalog.catalog import Catalog
@@ -226,7 +227,6 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     elif optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)
         notes.append(_NUMBERED)
-    dp = model.state.root.get("dp_world_size")
     catalog = assemble_catalog(
         tree, format="deepspeed", version=version_of(model), files=[model.state, *expert_optim]
     )
@@ -235,7 +235,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
         iteration=find_iteration(model),
         notes=tuple(notes),
         dropped=model.dropped,
-    ).with_facet(ZeroFacts(0, dp if type(dp) is int else 1))
+    ).with_facet(ZeroFacts(0, int_or_none(model.state.root.get("dp_world_size")) or 1))
 
 
 FORMAT = Format(

@@ -26,7 +26,7 @@ from core.engine.catalog.dropped import Dropped, dropped_each
 from core.engine.catalog.mapping_attributes import attributes_of, record_attributes
 from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT, missing_model_parallel_rank
-from core.formats.deepspeed.state_file import mapping_or_empty
+from core.pickle.fields import int_or_none, mapping_or_empty, text_or_none
 from core.pickle.inert import TensorLeaf, as_mapping, walk
 from core.values import dataclass
 
@@ -98,6 +98,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
         UnsupportedError: the checkpoint has sharded experts.
     """
     root = state.root
+    reader = state.fields
     if "module" not in root:
         raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
     if not is_universal:
@@ -118,7 +119,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     others = (f"module.{name}" for name, value in entries.items() if type(value) is not TensorLeaf)
     dropped = (*record_attributes(attributes), *dropped_each(others, NO_TENSOR))
     path = "buffer_names"
-    buffers = [state.name(name, path) for name in state.optional_items(root.get(path), path)]
+    buffers = [state.name(name, path) for name in reader.read_list(root.get(path) or [], path)]
     # Shapes of trained parameters by group; old versions stored a single group without a list.
     groups = None
     path = "param_shapes"
@@ -128,19 +129,19 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
             stored_groups = [stored_groups]
         groups = [
             state.shapes(shapes, f"{path}[{number}]")
-            for number, shapes in enumerate(state.items(stored_groups, path))
+            for number, shapes in enumerate(reader.read_list(stored_groups, path))
         ]
     # Shapes of frozen parameters, and this rank's parts of them.
     frozen = state.shapes(root.get("frozen_param_shapes") or {}, "frozen_param_shapes")
     path = "frozen_param_fragments"
     fragments = {
         state.name(name, path): state.tensor(value, f"{path}.{name}")
-        for name, value in state.optional_mapping(root.get(path), path).items()
+        for name, value in reader.read_mapping(root.get(path) or {}, path).items()
     }
     path = "shared_params"
     shared = {
         state.name(name, path): state.name(owner, f"{path}.{name}")
-        for name, owner in state.optional_mapping(root.get(path), path).items()
+        for name, owner in reader.read_mapping(root.get(path) or {}, path).items()
     }
     other_entries = {str(name): value for name, value in root.items() if name not in CONSUMED_MODEL}
     return ModelStates(
@@ -176,17 +177,14 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
 
 def version_of(model: ModelStates) -> str | None:
     """Return DeepSpeed's version; None if the model file does not record it."""
-    version = model.other_entries.get("ds_version")
-    return version if isinstance(version, str) else None
+    return text_or_none(model.other_entries.get("ds_version"))
 
 
 def find_iteration(model: ModelStates) -> int | None:
     """Return the training script's iteration, else the number of optimizer steps, else None."""
-    for name in ("iteration", "global_steps"):
-        number = model.other_entries.get(name)
-        if type(number) is int:
-            return number
-    return None
+    entries = model.other_entries
+    numbers = (int_or_none(entries.get(name)) for name in ("iteration", "global_steps"))
+    return next((number for number in numbers if number is not None), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +205,7 @@ def recorded_size(model: ModelStates) -> int:
     degrees = mapping_or_empty(model.state.root.get("checkpoint_parallel_dimensions"))
     tp, pp = degrees.get("tp_degree"), degrees.get("pp_degree")
     product = tp * pp if type(tp) is int and type(pp) is int else 1
-    size = model.state.root.get("mp_world_size")
-    return max(product, size if type(size) is int else 1)
+    return max(product, int_or_none(model.state.root.get("mp_world_size")) or 1)
 
 
 def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, str]]) -> StageGrid:

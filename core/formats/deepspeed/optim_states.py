@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT
-from core.formats.deepspeed.state_file import mapping_or_empty, read_state_file, shown, type_of
+from core.formats.deepspeed.state_file import read_state_file
+from core.pickle.fields import describe_value, int_or_none, mapping_or_empty
 from core.pickle.inert import Inert, TensorLeaf, attributes
 from core.values import dataclass
 
@@ -109,13 +110,13 @@ def parse_optim_states(state: StateFile) -> OptimStates:
         raise state.corrupt(
             f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states"
         )
-    root = state.mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
+    root = state.fields.read_mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
     # The stage decides the names of the other entries. ``BF16_Optimizer`` (ZeRO-1) does not record
     # it.
     stage = enum_number(root.get("zero_stage"))
     if stage is None:
         if root.get("zero_stage") is not None:
-            raise state.corrupt(f"zero_stage is a {type_of(root['zero_stage'])}")
+            raise state.fields.build_error(root["zero_stage"], "zero_stage", "a number")
         stage = 3 if FLAT_3 in root else 1
     if stage not in (1, 2, 3):
         raise state.corrupt(f"zero_stage is {stage}, which has no optimizer files")
@@ -123,7 +124,7 @@ def parse_optim_states(state: StateFile) -> OptimStates:
     if flat_name not in root:
         raise state.corrupt(f"{OPTIMIZER_STATE}.{flat_name} is missing, which ZeRO-{stage} needs")
     # The master weights, then the states of the wrapped optimizer, by flat group.
-    groups = state.items(root[flat_name], flat_name)
+    groups = state.fields.read_list(root[flat_name], flat_name)
     fp32 = [state.flat(group, f"{flat_name}[{number}]") for number, group in enumerate(groups)]
     states, param_groups = _base_state(state, root.get(base_name), base_name, len(fp32))
     counts = _partition_counts(state, root, stage)
@@ -151,7 +152,7 @@ def enum_number(value: object) -> int | None:
     """Return the number of a stage, an int or a ``ZeroStageEnum``; None for other values."""
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
-    return value if type(value) is int else None
+    return int_or_none(value)
 
 
 def _partition_counts(state: StateFile, root: Mapping[object, object], stage: int) -> list[int]:
@@ -169,11 +170,11 @@ def _partition_counts(state: StateFile, root: Mapping[object, object], stage: in
     # One number, or one per group; ZeRO-3 may record it as well in ds_zero_partition_groups.
     stored = root["partition_count"]
     counts = [
-        state.number(count, "partition_count")
+        state.fields.read_int(count, "partition_count")
         for count in (stored if isinstance(stored, (list, tuple)) else [stored])
     ]
     path = "ds_zero_partition_groups"
-    for partition in state.optional_items(root.get(path), path):
+    for partition in state.fields.read_list(root.get(path) or [], path):
         count = mapping_or_empty(partition).get("partition_count")
         counts += [count] if isinstance(count, int) else []
     if not counts:
@@ -204,25 +205,27 @@ def _base_state(
     """
     if base is None:  # tools that shrink checkpoints remove it
         return [{} for _ in range(n_groups)], []
+    reader = state.fields
     # The state dict of a torch optimizer; in elastic checkpoints only a list of its states.
     param_groups: list[Mapping[object, object]] = []
     if isinstance(base, (list, tuple)):
         by_number: Mapping[object, object] = dict(enumerate(base))
     else:
-        root = state.mapping(base, path)
-        by_number = state.optional_mapping(root.get("state"), f"{path}.state")
-        settings = state.optional_items(root.get("param_groups"), f"{path}.param_groups")
-        param_groups = [state.mapping(group, f"{path}.param_groups") for group in settings]
+        root = reader.read_mapping(base, path)
+        by_number = reader.read_mapping(root.get("state") or {}, f"{path}.state")
+        settings = reader.read_list(root.get("param_groups") or [], f"{path}.param_groups")
+        param_groups = [reader.read_mapping(group, f"{path}.param_groups") for group in settings]
     # The wrapped optimizer's parameters are the flat groups. One that was never stepped has no
     # states.
     for number in by_number:
         if type(number) is not int or not 0 <= number < n_groups:
             raise state.corrupt(
-                f"{path}.state has an entry {shown(number)}, but there are {n_groups} flat groups"
+                f"{path}.state has an entry {describe_value(number)}, but there are {n_groups} "
+                "flat groups"
             )
     states: list[Mapping[str, object]] = []
     for number in range(n_groups):
-        entries = state.optional_mapping(by_number.get(number), f"{path}.state[{number}]")
+        entries = reader.read_mapping(by_number.get(number) or {}, f"{path}.state[{number}]")
         states.append({
             str(name): state.arrays[value.key] if isinstance(value, TensorLeaf) else value
             for name, value in entries.items()
@@ -240,7 +243,8 @@ def _slices(
     """
     if stored is None:
         return None
-    groups = state.items(stored, SLICES)
+    reader = state.fields
+    groups = reader.read_list(stored, SLICES)
     if len(groups) != n_groups:
         raise state.corrupt(
             f"{SLICES} has {len(groups)} groups, but there are {n_groups} flat groups"
@@ -248,12 +252,12 @@ def _slices(
     slices: list[Mapping[str, tuple[int, int]]] = []
     for group in groups:
         group_slices = {}
-        for name, address in state.mapping(group, SLICES).items():
+        for name, address in reader.read_mapping(group, SLICES).items():
             name = state.name(name, SLICES)
             # An object ``fragment_address``, or a dict with the same fields.
             fields = attributes(address) or mapping_or_empty(address)
-            start = state.number(fields.get("start"), f"{SLICES}.{name}.start")
-            length = state.number(fields.get("numel"), f"{SLICES}.{name}.numel")
+            start = reader.read_int(fields.get("start"), f"{SLICES}.{name}.start")
+            length = reader.read_int(fields.get("numel"), f"{SLICES}.{name}.numel")
             group_slices[name] = (start, length)
         slices.append(group_slices)
     return slices
@@ -268,9 +272,10 @@ def _alignment(state: StateFile, stored: object, n_groups: int) -> list[list[int
     path = "param_alignment_paddings"
     if stored is None:
         return None
-    groups = [state.items(group, path) for group in state.items(stored, path)]
+    reader = state.fields
+    groups = [reader.read_list(group, path) for group in reader.read_list(stored, path)]
     if len(groups) != n_groups:
         raise state.corrupt(
             f"{path} has {len(groups)} groups, but there are {n_groups} flat groups"
         )
-    return [[state.number(padding, path) for padding in group] for group in groups]
+    return [[reader.read_int(padding, path) for padding in group] for group in groups]

@@ -8,13 +8,14 @@ Nothing is unpickled: a file is a torch zip, read by ``core.formats.torch.format
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
 from core.formats.torch.tree import parse
-from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping
+from core.pickle.fields import FieldReader, describe_value
+from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import map_leaves
 from core.values import dataclass
 
@@ -28,6 +29,10 @@ MAX_ELEMENTS = 1 << 62
 MIXED_STEPS_HINT = (
     "the files may be of different saves: copy those of all ranks from one save into an empty "
     "directory"
+)
+SAVE_ANEW_HINT = (
+    "load the checkpoint with the DeepSpeed version that wrote it and save it again with another "
+    "one, or use an older checkpoint"
 )
 
 
@@ -47,55 +52,16 @@ class StateFile:
 
     def corrupt(self, message: str, *, key: str | None = None) -> CorruptError:
         """Return an error about an entry that no known version of DeepSpeed writes."""
-        hint = (
-            "load the checkpoint with the DeepSpeed version that wrote it and save it again with "
-            "another one, or use an older checkpoint"
-        )
-        return CorruptError(message, file=self.file, key=key, hint=hint)
+        return CorruptError(message, file=self.file, key=key, hint=SAVE_ANEW_HINT)
 
     def mismatch(self, message: str, *, key: str | None = None) -> CorruptError:
         """Return an error about an entry that contradicts another file."""
         return CorruptError(message, file=self.file, key=key, hint=MIXED_STEPS_HINT)
 
-    def mapping(self, value: object, path: str) -> Mapping[object, object]:
-        """Return the value as a mapping.
-
-        Raises:
-            CorruptError: the value is not a dict.
-        """
-        mapping = as_mapping(value)
-        if mapping is None:
-            raise self.corrupt(f"{path} is a {type_of(value)}, not a dict")
-        return mapping
-
-    def optional_mapping(self, value: object, path: str) -> Mapping[object, object]:
-        """Return the value as a mapping; {} for None, and for empty values of any type."""
-        return self.mapping(value or {}, path)
-
-    def items(self, value: object, path: str) -> Sequence[object]:
-        """Return the value as a list.
-
-        Raises:
-            CorruptError: the value is neither a list nor a tuple.
-        """
-        if not isinstance(value, (list, tuple)):
-            raise self.corrupt(f"{path} is a {type_of(value)}, not a list")
-        return value
-
-    def optional_items(self, value: object, path: str) -> Sequence[object]:
-        """Return the value as a list; [] for None, and for empty values of any type."""
-        return self.items(value or [], path)
-
-    def number(self, value: object, path: str) -> int:
-        """Return the value as a count.
-
-        Raises:
-            CorruptError: the value is not an integer, is negative, or is absurdly large.
-        """
-        # ``type``, because a bool is an instance of int.
-        if type(value) is not int or not 0 <= value < MAX_ELEMENTS:
-            raise self.corrupt(f"{path} is {shown(value)}, not a count")
-        return value
+    @property
+    def fields(self) -> FieldReader:
+        """The reader of the file's values."""
+        return FieldReader(self.file, hint=SAVE_ANEW_HINT)
 
     def name(self, value: object, path: str) -> str:
         """Return the value as the name of a parameter.
@@ -104,7 +70,7 @@ class StateFile:
             CorruptError: the value is not a string, or is empty.
         """
         if not isinstance(value, str) or not value:
-            raise self.corrupt(f"{path} has the name {shown(value)}")
+            raise self.corrupt(f"{path} has the name {describe_value(value)}")
         return value
 
     def tensor(self, value: object, path: str) -> StoredArray:
@@ -114,7 +80,7 @@ class StateFile:
             CorruptError: the value is not a tensor.
         """
         if not isinstance(value, TensorLeaf):
-            raise self.corrupt(f"{path} is a {type_of(value)}, not a plain tensor")
+            raise self.fields.build_error(value, path, "a plain tensor")
         return self.arrays[value.key]
 
     def flat(self, value: object, path: str) -> StoredArray:
@@ -135,30 +101,13 @@ class StateFile:
             CorruptError: the value is not a dict from names to shapes, or a shape is absurd.
         """
         shapes: dict[str, Shape] = {}
-        for name, shape in self.mapping(value, path).items():
+        for name, shape in self.fields.read_mapping(value, path).items():
             name = self.name(name, path)
-            sizes = tuple(
-                self.number(size, f"{path}.{name}") for size in self.items(shape, f"{path}.{name}")
-            )
+            sizes = self.fields.read_shape(shape, f"{path}.{name}")
             if prod(sizes) >= MAX_ELEMENTS:
                 raise self.corrupt(f"{path} contains the absurdly large shape {sizes}", key=name)
             shapes[name] = sizes
         return shapes
-
-
-def mapping_or_empty(value: object) -> Mapping[object, object]:
-    """Return the value as a mapping; {} if it is not one."""
-    return as_mapping(value) or {}
-
-
-def type_of(value: object) -> str:
-    """Return the name of the type of an inert value, for messages."""
-    return value.class_name if isinstance(value, Inert) else type(value).__name__
-
-
-def shown(value: object) -> str:
-    """Return a scalar as text and any other value as its type, for messages."""
-    return repr(value)[:60] if isinstance(value, (int, str, float)) else f"a {type_of(value)}"
 
 
 def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArray]]:
@@ -191,7 +140,4 @@ def read_state_file(store: ReadStore, file: str) -> StateFile:
         UnsafeError: the pickle is hostile.
     """
     value, arrays = read_value(store, file)
-    root = as_mapping(value)
-    if root is None:
-        raise CorruptError(f"the content is of type {type_of(value)}, not a dict", file=file)
-    return StateFile(file, root, arrays)
+    return StateFile(file, FieldReader(file).read_mapping(value, "the content"), arrays)

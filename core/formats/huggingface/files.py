@@ -37,6 +37,7 @@ from core.engine.catalog.stored import Extent, StoredArray
 from core.engine.catalog.tensor import whole_tensor
 from core.errors import CapacityError, CorruptError, StorageError, UnsafeError
 from core.files.json_object import parse_json_object, read_small_file
+from core.pickle.fields import FieldReader, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -228,13 +229,8 @@ def config_number(config: Mapping[str, object], name: str) -> int | None:
     Raises:
         CorruptError: the size is not a positive integer.
     """
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in (config, mapping_or_empty(config.get("text_config"))):
         number = part.get(name)
         if number is not None:
-            if type(number) is not int or number <= 0:
-                raise CorruptError(
-                    f"{name} is {str(number)[:40]}, not a positive number", file=CONFIG
-                )
-            return number
+            return FieldReader(CONFIG).read_int(number, name, least=1)
     return None

@@ -29,6 +29,7 @@ from core.engine.catalog.facets import WeightDeltas
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
 from core.files.store import check_name
+from core.pickle.fields import int_or_none, mapping_or_empty
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -94,8 +95,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     """
     content = read_json_object(store, file)
     weight_map = content.get("weight_map")
-    metadata = content.get("metadata")
-    facts = metadata if isinstance(metadata, Mapping) else {}
+    facts = mapping_or_empty(content.get("metadata"))
     deltas = None
     if "delta_encoding" in facts:
         names = ("version", "base_version", "delta_encoding", "compression_format")
@@ -128,7 +128,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     if isinstance(total, float) and total.is_integer():
         total = int(total)
     others = {name: value for name, value in facts.items() if name not in _OF_THE_TENSORS}
-    return WeightIndex(file, file_of, total if type(total) is int else None, deltas, others)
+    return WeightIndex(file, file_of, int_or_none(total), deltas, others)
 
 
 def describe_unread_single(single: str, index: str) -> str:

@@ -20,12 +20,12 @@ from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import (
     UNLIKE_ANY_WRITER,
-    CorruptError,
     UnsupportedError,
     suggesting,
 )
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.tree import load_object
+from core.pickle.fields import FieldReader, int_or_none
 from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves
 
@@ -63,15 +63,12 @@ def with_common_state(catalog: Catalog, value: object, *, file: str) -> Catalog:
     Raises:
         CorruptError: the common state is not a dict.
     """
-    common = as_mapping(value)
-    if common is None:
-        raise CorruptError(f"the common state is a {type(value).__name__}, not a dict", file=file)
-    iteration = common.get("iteration")
+    common = FieldReader(file).read_mapping(value, "the common state")
     return replace(
         catalog,
         common=common,
         args=common.get("args"),
-        iteration=iteration if type(iteration) is int else None,
+        iteration=int_or_none(common.get("iteration")),
     )
 
 

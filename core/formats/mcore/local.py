@@ -37,7 +37,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.arrays.box import Box, Shape
+from core.arrays.box import Box
 from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.key_patterns import some_of
 from core.engine.catalog.stored import StoredArray, array_name
@@ -46,6 +46,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.format import Format
 from core.formats.mcore.common_state import with_common_state
 from core.formats.torch.tree import parse
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Inert, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.noted import gc_paused
 from core.values import dataclass
@@ -226,7 +227,7 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
         CorruptError: its shape or position is malformed, or differs from that of its data.
     """
     fields = attributes(leaf) or {}
-    key = _text(fields.get("key"), file)
+    key = FieldReader(file).read_text(fields.get("key"), "the key of a shard")
     if fields.get("flattened_range") is not None:
         raise UnsupportedError(
             "the shard is a range of a flattened tensor, which is not supported",
@@ -238,8 +239,9 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
     if not isinstance(data, TensorLeaf):
         raise UnsupportedError("the shard is not a plain tensor", file=file, key=key)
     array = arrays[data.key]
+    reader = FieldReader(file, key)
     global_shape, offset, local_shape = (
-        _numbers(fields.get(name), name, file, key)
+        reader.read_shape(fields.get(name), name)
         for name in ("global_shape", "global_offset", "local_shape")
     )
     # Leading axes of the global tensor that the shard has not, such as that of the layers.
@@ -263,29 +265,13 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
 def _object_of(leaf: object, file: str) -> StoredObject:
     """Return the object that a ShardedObject contains."""
     fields = attributes(leaf) or {}
-    key = _text(fields.get("key"), file)
+    key = FieldReader(file).read_text(fields.get("key"), "the key of a shard")
+    reader = FieldReader(file, key)
     offset, shape = (
-        ".".join(map(str, _numbers(fields.get(name), name, file, key)))
+        ".".join(map(str, reader.read_shape(fields.get(name), name)))
         for name in ("global_offset", "global_shape")
     )
     return StoredObject(f"{key}/shard_{offset}_{shape}", value=[fields.get("data")])
-
-
-def _text(value: object, file: str) -> str:
-    if not isinstance(value, str):
-        raise CorruptError(f"the key of a shard is a {type(value).__name__}, not a str", file=file)
-    return value
-
-
-def _numbers(value: object, name: str, file: str, key: str) -> Shape:
-    """Return a tuple of integers >= 0 from a pickle.
-
-    Raises:
-        CorruptError: it is something else.
-    """
-    if not isinstance(value, (tuple, list)) or not all(type(n) is int and n >= 0 for n in value):
-        raise CorruptError(f"{name} is not a tuple of integers >= 0", file=file, key=key)
-    return tuple(value)
 
 
 def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = False) -> Catalog:

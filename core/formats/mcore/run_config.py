@@ -36,6 +36,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.dropped import Dropped
 from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.fields import mapping_or_empty, text_or_none
 from core.pickle.inert import Global, make_namespace
 
 if TYPE_CHECKING:
@@ -210,7 +211,7 @@ def _adapter_of(peft: Mapping[str, object] | None, *, base: object) -> dict[str,
     if kind not in _LORA or any(type(number) not in (int, float) for number in numbers):
         return {}
     config = {
-        "base_model_name_or_path": base if isinstance(base, str) else "",
+        "base_model_name_or_path": text_or_none(base) or "",
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -264,5 +265,4 @@ _OTHER_GATES = {"torch.nn.functional.gelu": "geglu", "torch.nn.functional.relu":
 
 def _target_of(value: object) -> str | None:
     """Return the dotted name of a function or a dtype, as the file writes it."""
-    target = value.get("_target_") if isinstance(value, dict) else None
-    return target if isinstance(target, str) else None
+    return text_or_none(mapping_or_empty(value).get("_target_"))

@@ -51,6 +51,7 @@ from core.formats.megatron.ranks import RankContent, RankFiles
 from core.megatron.extras.common_state import OPTIMIZER, get_iteration
 from core.megatron.model.args import disagreements, fields_of, topology_of
 from core.megatron.model.topology import Topology, matched_dirs, rank_dirs
+from core.pickle.fields import int_or_none
 from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
@@ -218,11 +219,10 @@ def possible_dirs(args: object, topology: Topology) -> list[dict[str, Coords]]:
     """Return the sets of rank directories that training arguments allow, as ``rank_dirs`` does."""
     # Arguments of older versions may be missing or None.
     fields = fields_of(args)
-    world_size, cp = fields.get("world_size"), fields.get("context_parallel_size")
     return rank_dirs(
         topology,
-        world_size=world_size if type(world_size) is int else None,
-        cp=cp if type(cp) is int and cp else 1,
+        world_size=int_or_none(fields.get("world_size")),
+        cp=int_or_none(fields.get("context_parallel_size")) or 1,
     )
 
 

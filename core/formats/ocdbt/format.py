@@ -67,6 +67,7 @@ from core.formats.ocdbt.tree import (
     read_key_kinds,
     read_tree,
 )
+from core.pickle.fields import int_or_none
 from core.pickle.inert import ObjectLeaf, TensorLeaf
 from core.pickle.nesting import Path, nest_leaves
 from core.values import dataclass
@@ -294,8 +295,8 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
 
 def _recorded_iteration(custom: Attributes) -> int | None:
     """Return the iteration in custom metadata that this project writes; None without."""
-    iteration = custom.get(ITERATION)
-    return iteration if type(iteration) is int and iteration >= 0 else None
+    iteration = int_or_none(custom.get(ITERATION))
+    return iteration if iteration is not None and iteration >= 0 else None
 
 
 def _iteration(

@@ -30,6 +30,7 @@ from core.errors import (
     suggesting,
 )
 from core.files.json_object import read_json_object
+from core.pickle.fields import mapping_or_empty
 from core.pickle.nesting import ListIndex, Path
 from core.values import dataclass
 
@@ -167,10 +168,10 @@ def read_attributes(store: ReadStore) -> dict[str, Attributes]:
     by_path: dict[str, Attributes] = {}
     if store.exists(CHECKPOINT):
         content = _read_json(store, CHECKPOINT)
-        custom = dict(_object_in(content, CUSTOM))
+        custom = dict(mapping_or_empty(content.get(CUSTOM)))
         by_path |= parse_by_path(custom.pop(BY_PATH, None)) or {}
         by_path[ROOT] = custom
-        metrics = _object_in(content, METRICS)
+        metrics = mapping_or_empty(content.get(METRICS))
         by_path[CHECKPOINT] = {METRICS: metrics} if metrics else {}
     return {path: values for path, values in by_path.items() if values}
 
@@ -228,12 +229,6 @@ def _decode_sharding_name(name: str) -> str:
         return b64decode(name, validate=True).decode()
     except ValueError:
         return name
-
-
-def _object_in(content: Mapping[str, object], name: str) -> Attributes:
-    """Return the member of a JSON object that is an object; {} if it is none."""
-    value = content.get(name)
-    return value if isinstance(value, dict) else {}
 
 
 def _read_json(store: ReadStore, file: str) -> dict[str, object]:

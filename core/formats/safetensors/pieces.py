@@ -37,6 +37,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.formats.huggingface.files import config_number
 from core.formats.safetensors.header import Header
 from core.formats.safetensors.json_text import scanned
+from core.pickle.fields import FieldReader
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 VERSION = "DCP_VERSION"
@@ -120,18 +121,9 @@ def _piece_offsets(header: Header) -> dict[str, Shape]:
                 f"{SHARDING_INFO} lists a tensor that is not in the file", file=header.file, key=key
             )
         offset = fields.get("saved_offsets")
-        if (
-            not isinstance(offset, list)
-            or len(offset) != len(array.shape)
-            or not all(type(n) is int and 0 <= n < 1 << 62 for n in offset)
-        ):
-            raise CorruptError(
-                f"saved_offsets {str(offset)[:60]} do not match the piece, which has "
-                f"{len(array.shape)} axes",
-                file=header.file,
-                key=key,
-            )
-        offsets[key] = tuple(offset)
+        offsets[key] = FieldReader(header.file, key).read_shape(
+            offset, "saved_offsets", n=len(array.shape)
+        )
     unlisted = next((key for key in header.arrays if key not in offsets), None)
     if unlisted is not None:
         raise CorruptError(

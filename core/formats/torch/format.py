@@ -48,6 +48,7 @@ from core.formats.torch.tree import load_object as load_object
 from core.formats.torch.tree import parse as parse
 from core.formats.torch.tree import stream_kind
 from core.formats.torch.weights_only import refusal_notes
+from core.pickle.fields import int_or_none
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, as_mapping, attributes, walk
 from core.pickle.nesting import ENDLESS, endless_error, map_leaves
 from core.pickle.noted import gc_paused
@@ -133,10 +134,10 @@ def read_file_catalog(store: ReadStore, name: str, *, report: Report = raising) 
     tree = parse(store, name, report=report)
     root = as_mapping(tree.value) or {}
     step = "global_step" if _LIGHTNING in root else "iteration"
-    iteration, args = root.get(step), root.get("args")
+    args = root.get("args")
     return replace(
         catalog_of_tree(tree, format="torch"),
-        iteration=iteration if type(iteration) is int else None,
+        iteration=int_or_none(root.get(step)),
         args=args if attributes(args) is not None else None,
     ).with_facet(TorchFileFacts(is_set_aside=tree.is_set_aside, shared=tree.shared))
 

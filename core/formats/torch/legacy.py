@@ -39,6 +39,7 @@ from core.errors import CapacityError, CorruptError, TruncatedError, Unsupported
 from core.formats.torch.stream import MAGIC
 from core.formats.torch.tensors import storage_itemsize, storage_of
 from core.formats.torch.zip.container import Record
+from core.pickle.fields import describe_value
 from core.pickle.inert import Global, Persistent
 from core.pickle.reader import load
 from core.values import dataclass
@@ -89,7 +90,8 @@ def read_legacy(
     version, system = read_next(), read_next()
     if version != VERSION:
         raise UnsupportedError(
-            f"version {version!r:.40} of the legacy torch format is not supported, only {VERSION}",
+            f"version {describe_value(version)} of the legacy torch format is not supported, only "
+            f"{VERSION}",
             file=file,
         )
     is_little = not (isinstance(system, dict) and system.get("little_endian") is False)
@@ -136,7 +138,7 @@ class _StorageTable:
             if isinstance(pid[1], Global):
                 return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6:
-            raise CorruptError(f"malformed persistent id {pid!r:.120}")
+            raise CorruptError(f"malformed persistent id {describe_value(pid)}")
         # Several ids may refer to one storage; the first determines its length.
         view = pid[5]
         plain = Persistent(pid[:5])
@@ -160,14 +162,14 @@ class _StorageTable:
                 one with its key.
         """
         if not isinstance(view, tuple) or len(view) != 3 or type(view[0]) is not str:
-            raise CorruptError(f"malformed view of a storage: {view!r:.120}")
+            raise CorruptError(f"malformed view of a storage: {describe_value(view)}")
         key, offset, n = view
         storage_bytes = self._roots[root].n_bytes
         is_valid = all(type(number) is int and number >= 0 for number in (offset, n))
         if not is_valid or (offset + n) * itemsize > storage_bytes:
             raise CorruptError(
-                f"the view {view!r:.120}, in elements of {itemsize} bytes, is not inside its "
-                f"storage of {storage_bytes} bytes"
+                f"the view {describe_value(view)}, in elements of {itemsize} bytes, is not inside "
+                f"its storage of {storage_bytes} bytes"
             )
         part = (root, offset * itemsize, n * itemsize)
         if self._views.setdefault(key, part) != part:

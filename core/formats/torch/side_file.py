@@ -29,6 +29,7 @@ from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
 from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.pickle.noted import gc_paused
@@ -157,17 +158,14 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     version = root.get("ckpt_objects")
     if version != _VERSION:
         raise UnsupportedError(
-            f"version {version!r} of this file is not supported, only {_VERSION}",
+            f"version {describe_value(version)} of this file is not supported, only {_VERSION}",
             file=path,
             hint="update ckpt-toolkit",
         )
     # Keys come from a pickle, so they may be of any type.
     objects: dict[str, StoredObject] = {}
     for key, value in root["objects"].items():
-        if not isinstance(key, str):
-            raise CorruptError(
-                f"an object's key is a {type(key).__name__}, not a string", file=path
-            )
+        key = FieldReader(path).read_text(key, "the key of an object")
         objects[key] = StoredObject(key, value=value)
     return ObjectsBeside(objects, _parse_skeleton(root.get("skeleton"), file=path), hidden)
 

@@ -53,10 +53,10 @@ from core.arrays.box import Shape, is_c_contiguous
 from core.arrays.dtypes import BY_STORAGE, DTYPES
 from core.arrays.gather import byte_span
 from core.errors import CorruptError
+from core.pickle.fields import MAX_RANK, describe_value
 from core.pickle.inert import NO_STATE, Global, Inert, Persistent, Size, TensorLeaf
 from core.values import dataclass
 
-MAX_RANK = 64  # torch's own limit is lower
 _MAX_ATTRIBUTES = 16
 """Maximum number of attribute names that are kept for a tensor."""
 MAX_EXPANDED_BYTES = 1 << 32
@@ -295,10 +295,13 @@ def locate(
         or not isinstance(stride, (tuple, list))
         or len(size) != len(stride)
     ):
-        raise CorruptError(f"a tensor has shape {size!r:.80} and strides {stride!r:.80}")
+        raise CorruptError(
+            f"a tensor has shape {describe_value(size)} and strides {describe_value(stride)}"
+        )
     for value in (offset, *size, *stride):
         if type(value) is not int or not 0 <= value < 1 << 63:
-            raise CorruptError(f"a tensor has an invalid offset, size or stride: {value!r:.80}")
+            text = describe_value(value)
+            raise CorruptError(f"a tensor has an invalid offset, size or stride: {text}")
     assert isinstance(offset, int)
     if len(size) > MAX_RANK:
         raise CorruptError(f"a tensor has {len(size)} axes, more than {MAX_RANK}")
@@ -310,7 +313,7 @@ def locate(
     elif isinstance(dtype, Global) and dtype.module == "torch":
         name = dtype.name
     else:
-        raise CorruptError(f"a tensor has the dtype {dtype!r:.80}")
+        raise CorruptError(f"a tensor has the dtype {describe_value(dtype)}")
     if storage_dtype is None or name not in DTYPES:
         return None
     # The last element must be inside the storage.
@@ -400,7 +403,7 @@ def storage_of(storage: object) -> tuple[Global, str, int]:
         )
         if is_storage_class and type(key) is str and type(numel) is int and 0 <= numel < 1 << 63:
             return kind, key, numel
-    raise CorruptError(f"a tensor has a malformed storage: {pid!r:.120}")
+    raise CorruptError(f"a tensor has a malformed storage: {describe_value(pid)}")
 
 
 _KINDS = {

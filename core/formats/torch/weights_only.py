@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.arrays.dtypes import DTYPES
 from core.errors import CorruptError, UnsupportedError, list_some
+from core.pickle.fields import int_or_none
 from core.pickle.inert import NO_STATE, Global, Inert, Size, TensorLeaf, as_mapping, walk
 from core.pickle.names import globals_of
 from core.pickle.nesting import MAX_DEPTH, join_path
@@ -387,8 +388,7 @@ def _parse_note(note: object) -> _RestorePoint:
             guard.check(part)
             point = point.below.setdefault(part, _RestorePoint())
         point.value = record["value"]
-        position = record.get("position", 0)
-        point.position = position if type(position) is int else 0
+        point.position = int_or_none(record.get("position")) or 0
         point.is_shell = record.get("keeps_entries") is True
         point.is_object = not point.is_shell
     return root

@@ -54,6 +54,7 @@ from core.formats.torch_sharded.local_part import (
 )
 from core.formats.torch_sharded.mesh_cut import MeshCut, local_boxes
 from core.formats.torch_sharded.quantized_parts import parts_in
+from core.pickle.fields import FieldReader, list_or_empty
 from core.pickle.inert import Global, Inert, TensorLeaf, attributes
 from core.values import dataclass
 
@@ -120,6 +121,7 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
     if not isinstance(placements, (tuple, list)) or len(placements) != len(mesh.shape):
         raise CorruptError(f"a DTensor's placements do not fit its mesh of shape {mesh.shape}")
     coordinate = mesh.coordinate or (0,) * len(mesh.shape)
+    reader = FieldReader()
     cuts: dict[int, MeshCut] = {}
     for number, placement in enumerate(placements):
         name = _class_of(placement)
@@ -130,13 +132,12 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
         if name not in ("Shard", "_StridedShard"):
             summands = ", whose ranks hold summands" if "Partial" in name else ""
             raise UnsupportedError(f"DTensor with the placement {name}{summands}")
-        if type(axis) is not int or not -len(shape) <= axis < len(shape):
-            raise CorruptError(f"a DTensor of shape {shape} is cut along axis {axis!r:.20}")
-        if type(split_factor) is not int or split_factor < 1:
-            raise CorruptError(f"a DTensor has the split factor {split_factor!r:.20}")
-        cuts[number] = MeshCut(
-            axis % len(shape), mesh.shape[number], coordinate[number], split_factor
+        n = len(shape)
+        axis = reader.read_int(
+            axis, f"the axis of a DTensor of shape {shape}", least=-n, most=n - 1
         )
+        factor = reader.read_int(split_factor, "the split factor of a DTensor", least=1)
+        cuts[number] = MeshCut(axis % n, mesh.shape[number], coordinate[number], factor)
     # Cuts are applied from left to right, unless plain shards come with an order of their own.
     if all(cut.split_factor == 1 for cut in cuts.values()):
         order = _shard_order(spec.get("shard_order"))
@@ -159,7 +160,7 @@ def _shard_order(value: object) -> list[int]:
     if value is None:
         return []
     order: list[int] = []
-    for entry in value if isinstance(value, (tuple, list)) else ():
+    for entry in list_or_empty(value):
         if not isinstance(entry, Inert) or len(entry.args) != 2:
             raise CorruptError("a DTensor's shard_order is malformed")
         order += shape_of(entry.args[1], "shard_order")
@@ -174,7 +175,7 @@ def _placements_text(spec: Mapping[str, object], mesh: MeshPlace) -> str:
         f"{name} {extent}".strip() for name, extent in zip(names, mesh.shape, strict=True)
     )
     texts = []
-    for placement in placements if isinstance(placements, (tuple, list)) else ():
+    for placement in list_or_empty(placements):
         axis = (attributes(placement) or {}).get("dim")
         texts.append(_class_of(placement) + (f"({axis})" if type(axis) is int else ""))
     return f"{axes}: {', '.join(texts)}"
@@ -242,7 +243,7 @@ def mesh_place(value: object, arrays: Mapping[str, StoredArray]) -> MeshPlace:
         place,
         rank,
         frozenset(listed),
-        tuple(map(str, names)) if isinstance(names, (tuple, list)) else (),
+        tuple(map(str, list_or_empty(names))),
     )
 
 

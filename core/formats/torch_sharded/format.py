@@ -49,6 +49,7 @@ from core.formats.torch_sharded.names import (
     names_distributed,
     refuse_several_saves,
 )
+from core.pickle.fields import int_or_none
 from core.pickle.inert import as_mapping
 
 if TYPE_CHECKING:
@@ -107,8 +108,7 @@ def read(store: ReadStore) -> Catalog:
     # The iteration is an object that a leaf of the skeleton stands for.
     key = getattr(root.get("iteration"), "key", None)
     item = catalog.objects.get(key) if isinstance(key, str) else None
-    value = None if item is None else item.value
-    iteration = value if type(value) is int else None
+    iteration = None if item is None else int_or_none(item.value)
     n_files = sum(len(files) for _, files in contents)
     notes = list(catalog.notes)
     if n_files == 1 and missing:

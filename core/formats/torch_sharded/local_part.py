@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, TypeGuard
 
 from core.arrays.box import Box, Shape
 from core.arrays.sharding import ShardPiece
-from core.errors import CorruptError, UnsupportedError
-from core.formats.torch.tensors import MAX_RANK, unsupported_kind
+from core.errors import UnsupportedError
+from core.formats.torch.tensors import unsupported_kind
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Global, Inert, TensorLeaf
 from core.values import dataclass
 
@@ -85,13 +86,7 @@ def shape_of(value: object, subject: str) -> Shape:
     Raises:
         CorruptError: the value is not a short list of integers >= 0.
     """
-    if (
-        not isinstance(value, (tuple, list))
-        or len(value) > MAX_RANK
-        or any(type(n) is not int or not 0 <= n < 1 << 62 for n in value)
-    ):
-        raise CorruptError(f"a distributed tensor is malformed: {subject} is {value!r:.80}")
-    return tuple(value)
+    return FieldReader().read_shape(value, f"a distributed tensor is malformed: {subject}")
 
 
 def is_rank(value: object) -> TypeGuard[int]:

@@ -49,6 +49,7 @@ from core.formats.torch_sharded.local_part import (
     shape_of,
     unwrapped,
 )
+from core.pickle.fields import list_or_empty
 from core.pickle.inert import Global, Inert, ObjectLeaf, TensorLeaf, attributes, walk
 from core.pickle.nesting import LeafEntry, Path, entries, map_leaves
 from core.values import dataclass
@@ -284,7 +285,7 @@ def sharded_tensor_part(
         arrays_of_rank[0].array.dtype if arrays_of_rank else "",
         shape,
         tuple(arrays_of_rank),
-        rank=rank if isinstance(rank, int) and is_rank(rank) else None,
+        rank=rank if is_rank(rank) else None,
         ranks=_ranks_of(metadata.get("shards_metadata"), world_size),
         cuts=_shards_text(metadata.get("shards_metadata")),
     )
@@ -299,16 +300,16 @@ def _slots(value: object) -> Mapping[str, object]:
 
 def _ranks_of(shards: object, world_size: object) -> frozenset[int]:
     """Return the ranks of a ShardedTensor's process group."""
-    if isinstance(world_size, int) and is_rank(world_size):
+    if is_rank(world_size):
         return frozenset(range(world_size))
     ranks = [
         (attributes(_slots(shard).get("placement")) or {}).get("_rank")
-        for shard in (shards if isinstance(shards, list) else ())
+        for shard in list_or_empty(shards)
     ]
-    return frozenset(rank for rank in ranks if isinstance(rank, int) and is_rank(rank))
+    return frozenset(rank for rank in ranks if is_rank(rank))
 
 
 def _shards_text(shards: object) -> str:
     """Return the number of shards of a ShardedTensor as text."""
-    n_shards = len(shards) if isinstance(shards, list) else 0
+    n_shards = len(list_or_empty(shards))
     return f"{n_shards} shard{'' if n_shards == 1 else 's'}"

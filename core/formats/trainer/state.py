@@ -85,6 +85,7 @@ from core.engine.catalog.tensor import tensors_of
 from core.errors import CheckpointingException
 from core.files.json_object import read_json_object
 from core.formats.torch.stream import stream_kind
+from core.pickle.fields import text_or_none
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, entries, map_leaves
 from core.values import dataclass
@@ -316,11 +317,10 @@ def _weights(
         and dtype_of(tensor.dtype).kind == "float"
         and key.rpartition(".")[2] not in BUFFERS
     }
-    model_type: object = None
+    model_type = None
     if store.exists(_CONFIG):
         config = read_json_object(store, _CONFIG, max_bytes=_MAX_CONFIG_BYTES)
-        model_type = config.get("model_type")
-    model_type = model_type if isinstance(model_type, str) else None
+        model_type = text_or_none(config.get("model_type"))
     return Weights(shapes, is_ordered, model_type, is_further=container != "", problem=problem)
 
 

@@ -22,13 +22,13 @@ from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import CorruptError, UnsafeError, UnsupportedError
 from core.formats.zarr.grid import ChunkGrid
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.formats.zarr.decode import ChunkCoding
     from core.formats.zarr.grid import ChunkNames
 
-MAX_RANK = 64
 _MAX_BYTES = 1 << 62
 
 
@@ -106,29 +106,6 @@ def required(metadata: Mapping[str, object], name: str, *, file: str) -> object:
     return metadata[name]
 
 
-def checked_shape(value: object, name: str, *, least: int, file: str) -> Shape:
-    """Parse a shape, a list of integers.
-
-    Args:
-        value: the value in the JSON.
-        name: name of the value, for messages.
-        least: smallest number allowed.
-
-    Raises:
-        CorruptError: the value is not a list of integers, has too many axes, or a number is too
-            small or absurdly large.
-    """
-    if not isinstance(value, list) or len(value) > MAX_RANK:
-        raise CorruptError(f"{name} is not a list of at most {MAX_RANK} numbers", file=file)
-    for number in value:
-        # ``type``, because a bool is an instance of int.
-        if type(number) is not int or not least <= number <= _MAX_BYTES:
-            raise CorruptError(
-                f"{name} contains {str(number)[:40]}, not an integer of at least {least}", file=file
-            )
-    return tuple(value)
-
-
 def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> ChunkGrid:
     """Return the chunk grid of an array after checking its two shapes.
 
@@ -156,10 +133,8 @@ def checked_order(value: object, rank: int, *, file: str) -> Shape:
     """
     # Compared as text: the JSON may mix types that cannot be sorted, and true must not pass as 1.
     if not isinstance(value, list) or sorted(map(repr, value)) != sorted(map(repr, range(rank))):
-        raise CorruptError(
-            f"the order of a transpose is {str(value)[:80]}, not a permutation of {rank} axes",
-            file=file,
-        )
+        expected = f"a permutation of {rank} axes"
+        raise FieldReader(file).build_error(value, "the order of a transpose", expected)
     return tuple(value)
 
 

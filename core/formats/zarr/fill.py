@@ -29,6 +29,7 @@ from core.engine.catalog.facets import ZarrFacts
 from core.errors import MissingShardError, UnsupportedError
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import LocalStore
+from core.pickle.fields import list_or_empty, mapping_or_empty
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -185,12 +186,8 @@ def lost_files(store: ReadStore) -> tuple[str, ...]:
     if store.exists(_MANIFEST):
         data = read_small_file(store, _MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
         manifest = parse_json_object(data, file=_MANIFEST, max_values=_MAX_MANIFEST_VALUES)
-        entries = manifest.get("files")
-        paths = (
-            entry.get("path")
-            for entry in (entries if isinstance(entries, list) else ())
-            if isinstance(entry, dict)
-        )
+        entries = list_or_empty(manifest.get("files"))
+        paths = (mapping_or_empty(entry).get("path") for entry in entries)
         lost += (path for path in paths if isinstance(path, str) and not store.exists(path))
     # Only a file system has names without data.
     if isinstance(store, LocalStore):

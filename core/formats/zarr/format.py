@@ -102,6 +102,7 @@ from core.formats.zarr.tree import (
     path_in,
     walk_folders,
 )
+from core.pickle.fields import mapping_or_empty
 
 if TYPE_CHECKING:
     from core.engine.catalog.attributes import Attributes
@@ -256,10 +257,9 @@ def _consolidated_arrays(store: ReadStore) -> list[str]:
         ).get("metadata")
     except CorruptError:
         return []  # every array has metadata of its own
-    paths = entries if isinstance(entries, dict) else ()
     return [
         path.removesuffix(ARRAY_FILE).removesuffix("/")
-        for path in paths
+        for path in mapping_or_empty(entries)
         if path == ARRAY_FILE or path.endswith(f"/{ARRAY_FILE}")
     ]
 

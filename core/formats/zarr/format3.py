@@ -107,6 +107,7 @@ from core.formats.zarr.tree import (
     path_in,
     walk_folders,
 )
+from core.pickle.fields import int_or_none, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -214,7 +215,6 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         listed, stored, file=METADATA_FILE, marker=METADATA_FILE, report=report
     )
     own = _own_attributes(groups) or {}
-    iteration = own.get("iteration")
     root = {name: value for name, value in groups.pop(ROOT, {}).items() if name != _ATTRIBUTE}
     # Other software may have an attribute of that name.
     foreign = {name: value for name, value in own.items() if name not in ("iteration", _BY_PATH)}
@@ -223,18 +223,16 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         store, folders, format="zarr3", version="3", attributes={ROOT: root, **groups}
     ).noted(notes)
     catalog = with_attributes(catalog, parse_by_path(own.get(_BY_PATH)) or {})
-    catalog = replace(catalog, iteration=iteration if type(iteration) is int else None)
+    catalog = replace(catalog, iteration=int_or_none(own.get("iteration")))
     return without_unread(with_objects_beside(catalog, read_objects(store)), unread)
 
 
 def _consolidated_arrays(metadata: Mapping[str, object]) -> list[str]:
     """Return the paths of the arrays in a group's consolidated metadata; [] if it has none."""
-    consolidated = metadata.get("consolidated_metadata")
-    nodes = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    consolidated = mapping_or_empty(metadata.get("consolidated_metadata"))
+    nodes = mapping_or_empty(consolidated.get("metadata"))
     return [
-        path
-        for path, node in (nodes.items() if isinstance(nodes, dict) else ())
-        if isinstance(node, dict) and node.get("node_type") == "array"
+        path for path, node in nodes.items() if mapping_or_empty(node).get("node_type") == "array"
     ]
 
 

@@ -37,7 +37,6 @@ from core.formats.zarr.array import (
     PICKLE_CODECS,
     ZarrArray,
     checked_grid,
-    checked_shape,
     pickled_array,
     required,
     unsupported_dtype,
@@ -47,6 +46,7 @@ from core.formats.zarr.array import (
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -95,10 +95,9 @@ def parse_zarray(
         raise unsupported_dtype(spelling, file=file, key=key)
     dtype, is_big_endian = type_and_order
     # The grid.
-    shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
-    chunk_shape = checked_shape(
-        required(metadata, "chunks", file=file), "chunks", least=1, file=file
-    )
+    reader = FieldReader(file)
+    shape = reader.read_shape(required(metadata, "shape", file=file), "shape")
+    chunk_shape = reader.read_shape(required(metadata, "chunks", file=file), "chunks", least=1)
     # Order, names and codecs.
     for name in _NEEDED:
         required(metadata, name, file=file)
@@ -129,9 +128,8 @@ def _holds_pickles(metadata: Mapping[str, object]) -> bool:
 
     Elements that are objects need a filter that stores them; without one, numcodecs pickles.
     """
-    filters = metadata.get("filters")
-    codecs = [*(filters if isinstance(filters, list) else ()), metadata.get("compressor")]
-    names = {str(codec.get("id")) for codec in codecs if isinstance(codec, dict)}
+    codecs = [*list_or_empty(metadata.get("filters")), metadata.get("compressor")]
+    names = {str(mapping_or_empty(codec).get("id")) for codec in codecs}
     has_objects = _OBJECT.search(json.dumps(metadata.get("dtype"))) is not None
     return not PICKLE_CODECS.isdisjoint(names) or (has_objects and _OBJECT_CODECS.isdisjoint(names))
 
@@ -143,14 +141,13 @@ def _codecs(metadata: Mapping[str, object], *, file: str) -> tuple[str, ...]:
         CorruptError: the filters are not a list, or a codec has no name.
     """
     filters, compressor = metadata["filters"], metadata["compressor"]
-    if filters is not None and not isinstance(filters, list):
-        raise CorruptError(f"filters is a {type(filters).__name__}, not a list", file=file)
-    codecs = [("filter", codec) for codec in filters or ()]
+    filters = [] if filters is None else FieldReader(file).read_list(filters, "filters")
+    codecs = [("filter", codec) for codec in filters]
     if compressor is not None:
         codecs.append(("compressor", compressor))
     names = []
     for role, codec in codecs:
-        name = codec.get("id") if isinstance(codec, dict) else None
+        name = mapping_or_empty(codec).get("id")
         if not isinstance(name, str):
             raise CorruptError(f"a {role} has no 'id': {str(codec)[:80]}", file=file)
         # No filter is supported: the prefix keeps it from being taken for a compressor.

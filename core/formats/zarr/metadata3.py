@@ -47,7 +47,6 @@ from core.formats.zarr.array import (
     ZarrArray,
     checked_grid,
     checked_order,
-    checked_shape,
     pickled_array,
     required,
     v3_dtype,
@@ -57,6 +56,7 @@ from core.formats.zarr.array import (
 from core.formats.zarr.decode import ChunkCoding
 from core.formats.zarr.fill import fill_bytes
 from core.formats.zarr.grid import ChunkNames
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 
 if TYPE_CHECKING:
     from core.arrays.box import Shape
@@ -132,7 +132,8 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         raise pickled_array(file, key)
     # Parse the element type, the grid and the names of chunks.
     dtype = v3_dtype(required(metadata, "data_type", file=file), file=file, key=key)
-    shape = checked_shape(required(metadata, "shape", file=file), "shape", least=0, file=file)
+    reader = FieldReader(file)
+    shape = reader.read_shape(required(metadata, "shape", file=file), "shape")
     kind, config = _name_and_config(
         required(metadata, "chunk_grid", file=file), "chunk_grid", file=file
     )
@@ -140,7 +141,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         raise UnsupportedError(
             f"a chunk grid of the kind {kind!r} is not supported", file=file, key=key
         )
-    chunk_shape = checked_shape(config.get("chunk_shape"), "chunk_shape", least=1, file=file)
+    chunk_shape = reader.read_shape(config.get("chunk_shape"), "chunk_shape", least=1)
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     names = _chunk_names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
     # The codec of shards divides chunks into inner chunks, and contains their codecs.
@@ -162,22 +163,17 @@ def attributes_in(metadata: Config, *, file: str) -> Config:
     Raises:
         CorruptError: they are not an object.
     """
-    attributes = metadata.get("attributes") or {}
-    if not isinstance(attributes, dict):
-        raise CorruptError("the attributes are not a JSON object", file=file)
-    return attributes
+    return FieldReader(file).read_names(metadata.get("attributes") or {}, "attributes")
 
 
 def _unpickles(codecs: object) -> bool:
     """Return whether one of the codecs, or of those inside a shard's codec, unpickles."""
-    for codec in codecs if isinstance(codecs, list) else ():
+    for codec in list_or_empty(codecs):
         name = codec.get("name") if isinstance(codec, dict) else codec
-        config = codec.get("configuration") if isinstance(codec, dict) else None
+        config = mapping_or_empty(mapping_or_empty(codec).get("configuration"))
         if isinstance(name, str) and name in PICKLE_CODECS:
             return True
-        if isinstance(config, dict) and any(
-            map(_unpickles, (config.get("codecs"), config.get("index_codecs")))
-        ):
+        if any(map(_unpickles, (config.get("codecs"), config.get("index_codecs")))):
             return True
     return False
 
@@ -296,8 +292,8 @@ def _sharding(
         )
     # The inner chunks.
     config = codecs[0][1]
-    inner_shape = checked_shape(
-        config.get("chunk_shape"), "chunk_shape of the shards", least=1, file=file
+    inner_shape = FieldReader(file).read_shape(
+        config.get("chunk_shape"), "chunk_shape of the shards", least=1
     )
     if len(inner_shape) != len(shard_shape) or any(
         extent % part for extent, part in zip(shard_shape, inner_shape, strict=True)

@@ -41,9 +41,11 @@ from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 _MAX_CONFIG_BYTES = 16 << 20
+_FIELDS = FieldReader(ADAPTER_CONFIG)
 PREFIX = "base_model.model."
 """What peft puts before the names of the base model."""
 _MATRIX = re.compile(
@@ -146,8 +148,7 @@ def check_config(config: Config) -> None:
             "with peft",
         )
     for name in ("r", "lora_alpha"):
-        if not isinstance(config.get(name), (int, float)) or isinstance(config.get(name), bool):
-            raise CorruptError(f"{name} is {config.get(name)!r}, not a number", file=ADAPTER_CONFIG)
+        _FIELDS.read_number(config.get(name), name)
 
 
 def sorted_tensors(
@@ -238,10 +239,8 @@ def _number_of(config: Config, field: str, module: str, default: object) -> floa
         UnsupportedError: matching a pattern might take forever.
         CorruptError: the patterns are malformed.
     """
-    patterns = config.get(field) or {}
+    patterns = _FIELDS.read_names(config.get(field) or {}, field)
     number = default
-    if not isinstance(patterns, Mapping):
-        raise CorruptError(f"{field} is not a mapping", file=ADAPTER_CONFIG)
     for pattern, value in patterns.items():
         # Repeated groups can make matching exponential.
         if _RISKY_PATTERN.search(pattern):

@@ -32,10 +32,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
 from core.hf.family import Family
 from core.hf.traits import Model, size_of
-from core.hf.values import CONFIG, count_of
+from core.hf.values import IN_CONFIG, count_of
 
 _ENUM = "moe_layers_enum"
 _LAYER_TYPES = {"dense": True, "sparse": False}
@@ -154,13 +154,8 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
     names = family.experts.dense
     kinds = config.get("mlp_layer_types") if "mlp_layer_types" in names else None
     if kinds is not None:
-        is_list = isinstance(kinds, list) and set(map(str, kinds)) <= set(_LAYER_TYPES)
-        if not isinstance(kinds, list) or not is_list or len(kinds) < n_layers:
-            raise CorruptError(
-                f"mlp_layer_types is {repr(kinds)[:80]}, not {n_layers} times dense or sparse",
-                file=CONFIG,
-            )
-        return frozenset(layer for layer in range(n_layers) if _LAYER_TYPES[str(kinds[layer])])
+        kinds = IN_CONFIG.read_choices(kinds, "mlp_layer_types", _LAYER_TYPES, least=n_layers)
+        return frozenset(layer for layer in range(n_layers) if _LAYER_TYPES[kinds[layer]])
     if "first_k_dense_replace" in names:
         n_dense = count_of(config, "first_k_dense_replace", default=0, least=0)
         return frozenset(range(min(n_dense, n_layers)))
@@ -168,9 +163,7 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         step = count_of(config, "decoder_sparse_step", default=1)
         listed = config.get("mlp_only_layers") or []
         if not isinstance(listed, list) or not all(type(layer) is int for layer in listed):
-            raise CorruptError(
-                f"mlp_only_layers is {repr(listed)[:80]}, not a list of layers", file=CONFIG
-            )
+            raise IN_CONFIG.build_error(listed, "mlp_only_layers", "a list of layers")
         return frozenset(
             layer for layer in range(n_layers) if layer in set(listed) or (layer + 1) % step
         )
@@ -179,7 +172,7 @@ def dense_layers(config: Mapping[str, object], family: Family, *, n_layers: int)
         items = listed.split(",") if isinstance(listed, str) else listed
         texts = [str(item).strip() for item in items] if isinstance(items, list) else ["?"]
         if not all(text.isdecimal() and len(text) < 10 for text in texts if text):
-            raise CorruptError(f"{_ENUM} is {repr(listed)[:80]}, not a list of layers", file=CONFIG)
+            raise IN_CONFIG.build_error(listed, _ENUM, "a list of layers")
         return frozenset(range(n_layers)) - frozenset(int(text) for text in texts if text)
     if "moe_layer_start_index" in names:
         first = count_of(config, "moe_layer_start_index", least=0)

@@ -27,7 +27,8 @@ from collections.abc import Collection, Mapping, Sequence
 from core.errors import CorruptError, UnsupportedError
 from core.hf.family import Family
 from core.hf.traits import Model, kinds_of
-from core.hf.values import CONFIG, count_of
+from core.hf.values import CONFIG, IN_CONFIG, count_of
+from core.pickle.fields import describe_value
 
 PATTERN = "hybrid_override_pattern"
 """Training argument with the kinds of layers, and the name that published models have for it."""
@@ -183,11 +184,8 @@ def _pattern_of_names(name: str, kinds: object) -> str:
     Raises:
         CorruptError: it is no such list.
     """
-    if not isinstance(kinds, list) or not kinds or not set(map(str, kinds)) <= set(_SYMBOLS):
-        raise CorruptError(
-            f"{name} is {repr(kinds)[:80]}, not a list of {', '.join(_SYMBOLS)}", file=CONFIG
-        )
-    return "".join(_SYMBOLS[str(kind)] for kind in kinds)
+    names = IN_CONFIG.read_choices(kinds, name, _SYMBOLS, least=1)
+    return "".join(_SYMBOLS[name] for name in names)
 
 
 def _check_time_steps(config: Mapping[str, object]) -> None:
@@ -206,7 +204,7 @@ def _check_time_steps(config: Mapping[str, object]) -> None:
     is_unlimited = isinstance(high, (int, float)) and high >= _MOST_FLOAT32
     if low not in (0, None) or not is_unlimited:
         raise UnsupportedError(
-            f"time_step_limit is {repr(limits)[:80]}; Megatron's Mamba layers have no limits",
+            f"time_step_limit is {describe_value(limits)}; Megatron's Mamba layers have no limits",
             file=CONFIG,
         )
 

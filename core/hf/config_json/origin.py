@@ -21,12 +21,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from core.errors import CorruptError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import build_arguments, build_config
 from core.hf.family import Family
 from core.hf.traits import Model, model_of
 from core.hf.values import ARGUMENT, CONFIG
+from core.pickle.fields import FieldReader, text_or_none
 from core.values import dataclass
 
 _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
@@ -42,8 +42,7 @@ class ConfigOrigin:
     @property
     def model_type(self) -> str | None:
         """The model type that the configuration states."""
-        model_type = self.config.get("model_type")
-        return model_type if isinstance(model_type, str) else None
+        return text_or_none(self.config.get("model_type"))
 
 
 def origin_of(fields: Mapping[str, object]) -> ConfigOrigin | None:
@@ -58,8 +57,7 @@ def origin_of(fields: Mapping[str, object]) -> ConfigOrigin | None:
     text = fields.get(ARGUMENT)
     if text is None:
         return None
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {ARGUMENT} is not a text")
+    text = FieldReader().read_text(text, f"argument {ARGUMENT}")
     return parse_origin(text.encode(), file=f"the argument {ARGUMENT}")
 
 

@@ -31,13 +31,13 @@ Not supported: layers with a window whose heads have other sizes or share other 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from core.errors import CorruptError, UnsupportedError
 from core.hf.config_json.yarn import as_int, rope_number
-from core.hf.values import CONFIG, count_of, number_of
+from core.hf.values import CONFIG, IN_CONFIG, count_of, number_of
 from core.megatron.model.blocks import window_layers_of
+from core.pickle.fields import FieldReader
 
 _SLIDING, _TYPES = "sliding_attention", ("full_attention", "sliding_attention")
 _LISTS: Mapping[str, str] = {
@@ -59,25 +59,10 @@ def per_layer_arguments(config: Mapping[str, object]) -> dict[str, object]:
     types = config.get("layer_types")
     if types is None:
         types = ["full_attention"] * n_layers
-    if (
-        not isinstance(types, list)
-        or len(types) < n_layers
-        or not set(map(str, types)) <= {*_TYPES}
-    ):
-        raise CorruptError(
-            f"layer_types is {repr(types)[:80]}, not a list of {n_layers} times "
-            f"{' or '.join(_TYPES)}",
-            file=CONFIG,
-        )
-
+    types = IN_CONFIG.read_choices(types, "layer_types", _TYPES, least=n_layers)
     predicted = config.get("mtp_layer_types")
     if len(types) == n_layers and predicted is not None:
-        if not isinstance(predicted, list) or not set(map(str, predicted)) <= {*_TYPES}:
-            raise CorruptError(
-                f"mtp_layer_types is {repr(predicted)[:80]}, not a list of {' or '.join(_TYPES)}",
-                file=CONFIG,
-            )
-        types = [*types, *predicted]
+        types += IN_CONFIG.read_choices(predicted, "mtp_layer_types", _TYPES)
 
     # One base for all layers, or a list with one for each.
     config = {**config, **_rotation_of_types(config, types)}
@@ -160,10 +145,7 @@ def _window_arguments(config: Mapping[str, object]) -> dict[str, object]:
         UnsupportedError: only these layers have such heads.
     """
     other = config.get("attention_other_setting") or {}
-    if not isinstance(other, Mapping):
-        raise CorruptError(
-            f"attention_other_setting is {repr(other)[:80]}, not a mapping", file=CONFIG
-        )
+    other = IN_CONFIG.read_names(other, "attention_other_setting")
     heads = count_of(config, "num_attention_heads")
     own_heads = count_of(config, "num_sliding_attention_heads", default=heads)
     groups = number_of(config, ("num_attention_groups", "num_key_value_heads"), default=heads)
@@ -192,14 +174,8 @@ def _numbers(values: Mapping[str, object], name: str, n_layers: int) -> list[flo
     listed = values.get(name)
     if listed is None:
         return None
-    if not isinstance(listed, list) or len(listed) < n_layers or not all(map(_is_number, listed)):
-        raise CorruptError(f"{name} is {repr(listed)[:80]}, not a list of {n_layers} numbers")
-    return list(listed)
-
-
-def _is_number(value: object) -> bool:
-    """Return whether a value is a finite number that is not negative, or None."""
-    if value is None:
-        return True
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+    fields, expected = FieldReader(), f"a list of {n_layers} numbers"
+    items = fields.read_list(listed, name, expected=expected)
+    if len(items) < n_layers:
+        raise fields.build_error(listed, name, expected)
+    return [None if item is None else fields.read_number(item, name, least=0) for item in items]

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
 from core.hf.config_json.yarn import (
     HINT,
@@ -56,7 +56,8 @@ from core.hf.config_json.yarn import (
     rope_number,
 )
 from core.hf.family import Family
-from core.hf.values import count_of
+from core.hf.values import IN_CONFIG, count_of
+from core.pickle.fields import FieldReader, describe_value
 
 _LLAMA3: Mapping[str, float] = {
     "low_freq_factor": 1.0,
@@ -225,7 +226,7 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
             scaling = latent_yarn_config(fields)
         elif fields.get("rope_type") != "rope":
             raise UnsupportedError(
-                f"rope_type is {fields.get('rope_type')!r}, which is not supported"
+                f"rope_type is {describe_value(fields.get('rope_type'))}, which is not supported"
             )
     elif fields.get("position_embedding_type") == "yarn":
         scaling = plain_yarn_config(fields)
@@ -281,8 +282,7 @@ def arguments_by_window(config: Mapping[str, object], family: Family) -> dict[st
     else:  # transformers 4
         full = {"rope_theta": config.get("rope_theta"), **(config.get("rope_scaling") or {})}  # type: ignore[dict-item]
         window = {"rope_theta": config.get("rope_local_base_freq")}
-    if not isinstance(full, Mapping) or not isinstance(window, Mapping):
-        raise CorruptError("rope_parameters has no mappings for its layers", file="config.json")
+    full, window = (IN_CONFIG.read_names(part, "rope_parameters") for part in (full, window))
     kind = full.get("rope_type", full.get("type")) or "default"
     if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
         raise UnsupportedError(
@@ -311,12 +311,10 @@ def config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
     Raises:
         CorruptError: ``rotary_base`` is not a pair of numbers.
     """
-    bases = fields.get("rotary_base")
-    if not isinstance(bases, (tuple, list)) or len(bases) != 2:
-        raise CorruptError(
-            f"argument rotary_base is {repr(bases)[:80]}, not the pair of the bases of layers with "
-            "a window and without"
-        )
+    expected = "the pair of the bases of layers with a window and without"
+    bases = FieldReader().read_list(
+        fields.get("rotary_base"), "argument rotary_base", n=2, expected=expected
+    )
     window, full = (float(rope_number({"base": base}, "base")) for base in bases)
     factor = float(rope_number(fields, "rope_scaling_factor", default=1.0))
     scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
@@ -344,14 +342,12 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
     both = config.get("rope_parameters")
     if both is None:  # transformers 4: rope_scaling is that of layers without a window
         return {**result, "rope_theta": config.get("rope_theta")}
-    if not isinstance(both, Mapping):
-        raise CorruptError(f"rope_parameters is {repr(both)[:80]}, no mapping", file="config.json")
+    both = IN_CONFIG.read_names(both, "rope_parameters")
     # transformers fills in a section that is missing.
-    window, full = ({} if both.get(name) is None else both[name] for name in (WINDOW, FULL))
-    if not isinstance(window, Mapping) or not isinstance(full, Mapping):
-        raise CorruptError(
-            f"{WINDOW} or {FULL} of rope_parameters is no mapping", file="config.json"
-        )
+    window, full = (
+        IN_CONFIG.read_names({} if both.get(name) is None else both[name], name)
+        for name in (WINDOW, FULL)
+    )
     kind = window.get("rope_type") or "default"
     if kind != "default":
         raise UnsupportedError(

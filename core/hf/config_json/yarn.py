@@ -13,7 +13,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from core.errors import CorruptError, UnsupportedError
+from core.errors import UnsupportedError
+from core.pickle.fields import FieldReader
 
 _YARN: Mapping[str, tuple[str, float | int | None]] = {
     "factor": ("rotary_scaling_factor", None),
@@ -189,9 +190,7 @@ def rope_number(values: Mapping[str, object], name: str, *, default: float | Non
     value = values.get(name)
     if value is None:
         value = default
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < 1e18:
-        raise CorruptError(f"{name} of the rotary embeddings is {value!r}, not a number")
-    return value
+    return FieldReader().read_number(value, f"{name} of the rotary embeddings", least=0, most=1e18)
 
 
 def as_int(number: float) -> float:

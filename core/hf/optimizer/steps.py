@@ -27,6 +27,7 @@ from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.engine.quantize.source import source_of
 from core.errors import CorruptError, UnsupportedError
 from core.hf.optimizer.states import STEP, named_state_key
+from core.pickle.fields import FieldReader
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
@@ -142,6 +143,7 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
 
 def _whole(value: object, key: str) -> int:
     """Return a number of steps as an integer."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
-        return int(value)
-    raise CorruptError(f"the number of steps is {value!r:.80}", key=key)
+    number = FieldReader(key=key).read_number(value, "the number of steps")
+    if number != int(number):
+        raise CorruptError(f"the number of steps is {number}", key=key)
+    return int(number)

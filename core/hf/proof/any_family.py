@@ -35,6 +35,8 @@ from core.engine.catalog.tensor import Tensor
 from core.hf.proof.problem import Problem
 from core.hf.proof.quantization import QuantizationScheme, is_sign, scheme_of
 from core.hf.towers.completeness import find_missing_hf_tensors
+from core.hf.values import read_architecture
+from core.pickle.fields import find_size, mapping_or_empty
 from core.values import dataclass
 
 _MOST_MISSING = 1000
@@ -129,10 +131,7 @@ def _check_output_layer(
     tensors: Mapping[str, Tensor], config: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield a problem if the configuration requires an output layer that is missing."""
-    architectures = config.get("architectures")
-    architecture = (
-        str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    )
+    architecture = read_architecture(config) or ""
     embeddings = embeddings_of(tensors)
     if config.get("tie_word_embeddings") is not False or not architecture.endswith(_WITH_OUTPUT):
         return
@@ -197,12 +196,11 @@ def find_size_problems(
         tensors: tensors of the checkpoint, by name.
         config: parsed ``config.json``.
     """
-    text = config.get("text_config")
-    parts = (config, text if isinstance(text, Mapping) else {})
+    parts = (config, mapping_or_empty(config.get("text_config")))
     yield from _check_embedding(tensors, config, parts)
     yield from _check_layers(tensors, config, parts)
     yield from _check_experts(tensors, config)
-    if _first_number(parts, _VOCABULARY) is not None:
+    if find_size(parts, _VOCABULARY) is not None:
         yield from _check_projections(tensors, config)
 
 
@@ -216,7 +214,7 @@ def _check_embedding(
     if len(embeddings) != 1:
         return
     ((key, tensor),) = embeddings.items()
-    rows, hidden = _first_number(parts, _VOCABULARY), _first_number(parts, _HIDDEN)
+    rows, hidden = find_size(parts, _VOCABULARY), find_size(parts, _HIDDEN)
     # Packed weights have other extents.
     is_wide = dtype_of(tensor.dtype).kind == "float" and itemsize(tensor.dtype) > 1
     if rows is None or hidden is None or len(tensor.shape) != 2 or not is_wide:
@@ -240,7 +238,7 @@ def _check_layers(
     parts: tuple[Mapping[str, object], ...],
 ) -> Iterator[Problem]:
     """Yield a problem if the number of layers in the only stack is nowhere in the configuration."""
-    count = None if _first_number(parts, _VOCABULARY) is None else _first_number(parts, _LAYERS)
+    count = None if find_size(parts, _VOCABULARY) is None else find_size(parts, _LAYERS)
     numbers_of: dict[str, set[int]] = {}
     for key in tensors:
         match = _LAYER.match(key)
@@ -450,12 +448,6 @@ def _head_widths(config: Mapping[str, object]) -> Iterator[int]:
     for part in config.values():
         if isinstance(part, Mapping):
             yield from _head_widths(part)
-
-
-def _first_number(parts: tuple[Mapping[str, object], ...], names: tuple[str, ...]) -> int | None:
-    """Return the first positive number under one of the names."""
-    values = (part.get(name) for part in parts for name in names)
-    return next((value for value in values if type(value) is int and value > 0), None)
 
 
 def _all_numbers(value: object, name: str = "") -> Iterator[tuple[str, int]]:

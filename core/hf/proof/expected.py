@@ -33,7 +33,7 @@ from core.hf.traits import (
     linear_sizes,
     mamba_sizes,
 )
-from core.hf.values import count_of, number_of
+from core.hf.values import count_of, number_of, read_architecture
 from core.values import dataclass
 
 _HEADS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -93,9 +93,8 @@ def find_model_class(config: Mapping[str, object]) -> Described | None:
     family = find_family(config.get("model_type"))
     if family is None:
         return None
-    architectures = config.get("architectures")
     # A configuration without a class describes at least the body.
-    architecture = architectures[0] if isinstance(architectures, list) and architectures else None
+    architecture = read_architecture(config)
     stem = family.architecture.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     if architecture is None or architecture == f"{stem}Model":
         return Described(family, has_head=False)
@@ -156,14 +155,10 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
     Returns:
         None if the names of the model are known.
     """
-    model_type, architectures = config.get("model_type"), config.get("architectures")
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or find_model_class(config) is not None:
         return None
-    name = (
-        str(architectures[0])
-        if isinstance(architectures, list) and architectures
-        else f"a {model_type} model"
-    )
+    name = read_architecture(config) or f"a {model_type} model"
     return (
         f"tensor names of {name[:80]}, for which there is no table; only the sizes in config.json "
         "were compared, and layers with each other"

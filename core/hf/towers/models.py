@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.hf.values import count_of
-from core.pickle.inert import as_mapping
+from core.pickle.fields import mapping_or_empty
 from core.values import dataclass
 
 LAYER = "{layer}"
@@ -124,11 +124,6 @@ class CompositeModel:
     checked: str
 
 
-def as_mapping_of_names(value: object) -> Mapping[str, object]:
-    """Return the entries of a section of ``config.json``; {} if it is none."""
-    return {str(name): item for name, item in (as_mapping(value) or {}).items()}
-
-
 @cache
 def composite_models() -> Mapping[str, CompositeModel]:
     """Return every composite model by its ``model_type``."""
@@ -213,7 +208,7 @@ def _count_in(config: Mapping[str, object], place: tuple[str, str, int]) -> int:
         CorruptError: the value is neither a positive integer nor a list.
     """
     section, name, default = place
-    values = as_mapping_of_names(config.get(section))
+    values = mapping_or_empty(config.get(section))
     value = values.get(name)
     if isinstance(value, list):
         return len(value)

@@ -24,6 +24,7 @@ from core.hf.towers.models import CompositeModel, composite_models
 from core.hf.towers.tensors import hf_tower_tensors
 from core.hf.values import CONFIG
 from core.megatron.rules.tables import load_rules
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 _MROPE = "mrope"
@@ -113,9 +114,8 @@ class SeparatedTowers:
                 "tensors of all experts hold transposed matrices, as published ones do",
             )
         if form not in (TRANSPOSED, PLAIN):
-            raise CorruptError(
-                f"argument {EXPERTS_ARGUMENT} is {repr(form)[:80]}, not {TRANSPOSED} or {PLAIN}"
-            )
+            expected = f"{TRANSPOSED} or {PLAIN}"
+            raise FieldReader().build_error(form, f"argument {EXPERTS_ARGUMENT}", expected)
         stacked = stack_experts(text)
         if form == TRANSPOSED:
             stacked = transpose_stacks(stacked, stacked.tensors.keys() - text.tensors.keys())
@@ -262,8 +262,7 @@ def _beginnings_of(fields: Mapping[str, object], model: CompositeModel) -> dict[
     text = fields.get(NAMES_ARGUMENT)
     if text is None:
         return result
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {NAMES_ARGUMENT} is not a text")
+    text = FieldReader().read_text(text, f"argument {NAMES_ARGUMENT}")
     names = parse_json_object(text.encode(), file=f"the argument {NAMES_ARGUMENT}")
     if any(key not in result or not isinstance(value, str) for key, value in names.items()):
         raise CorruptError(

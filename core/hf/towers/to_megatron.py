@@ -33,13 +33,13 @@ from core.hf.text_model import (
 from core.hf.towers.models import (
     CompositeModel,
     TowerTensor,
-    as_mapping_of_names,
     composite_models,
     refused_composites,
 )
 from core.hf.towers.tensors import megatron_tensor
 from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import replaced
+from core.pickle.fields import mapping_or_empty
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
@@ -187,7 +187,7 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
             key=surplus,
             hint="drop it with --exclude if the model does not need it, or " + TEXT_MODEL_HINT,
         )
-    text_values = as_mapping_of_names(part.get("text_config")) or part
+    text_values = mapping_or_empty(part.get("text_config")) or part
     rope = as_mapping(text_values.get("rope_parameters") or text_values.get("rope_scaling")) or {}
     section = rope.get("mrope_section")
     return SeparatedModel(

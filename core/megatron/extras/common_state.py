@@ -42,6 +42,7 @@ from core.engine.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
 from core.pickle.equality import are_same
+from core.pickle.fields import FieldReader, int_or_none
 from core.pickle.inert import (
     Global,
     Inert,
@@ -123,8 +124,7 @@ def get_checkpoint_version(
     """
     # The first checkpoints had no version; Megatron reads that as 0.
     version = common.get("checkpoint_version", 0)
-    if isinstance(version, bool) or not isinstance(version, (int, float)):
-        raise CorruptError(f"checkpoint_version is {version!r}, not a number")
+    version = FieldReader().read_number(version, "checkpoint_version")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
             f"checkpoint_version is {version}: before 2.0, rows of query, key and value were in "
@@ -136,11 +136,8 @@ def get_checkpoint_version(
 
 def get_iteration(common: Mapping[object, object]) -> int | None:
     """Return the training iteration, or None if the common state has none."""
-    for name in ("iteration", "total_iters"):
-        value = common.get(name)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    return None
+    numbers = (int_or_none(common.get(name)) for name in ("iteration", "total_iters"))
+    return next((number for number in numbers if number is not None), None)
 
 
 def renamed_leaves(value: object, name: str, note: Callable[[str, str], None]) -> object:

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from core.errors import CheckpointingException, CorruptError
 from core.megatron.model.args import fields_of
+from core.pickle.fields import int_or_none
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
@@ -111,10 +112,10 @@ def _get_numbers(ranks: Collection[tuple[str, object]]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for folder, root in ranks:
         try:
-            number = fields_of((as_mapping(root) or {}).get("args")).get("rank")
+            number = int_or_none(fields_of((as_mapping(root) or {}).get("args")).get("rank"))
         except CheckpointingException:
             continue
-        if isinstance(number, int) and not isinstance(number, bool):
+        if number is not None:
             numbers[folder] = number
     return numbers
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
+from core.pickle.fields import int_or_none, list_or_empty
 from core.pickle.inert import as_mapping
 
 OVERRIDE = "--override-opt_param-scheduler"
@@ -87,12 +88,11 @@ def with_schedule(catalog: Catalog) -> Catalog:
         return catalog
     if any(as_mapping(common.get(name)) is not None for name in (ENTRY, _OTHER_ENTRIES[0])):
         return catalog
-    listed = common.get(_OTHER_ENTRIES[1])
-    state = as_mapping(listed[0]) if isinstance(listed, list) and listed else None
+    listed = list_or_empty(common.get(_OTHER_ENTRIES[1]))
+    state = as_mapping(listed[0]) if listed else None
     if state is not None and all(any(name in state for name in names) for names in _NEEDED):
         return replace(catalog, common={**common, ENTRY: state})
-    number = common.get("consumed_train_samples")
-    n_samples = number if type(number) is int else 0
+    n_samples = int_or_none(common.get("consumed_train_samples")) or 0
     schedule = build_constant_schedule(catalog.optimizer.groups[0].settings, n_samples=n_samples)
     catalog = replace(catalog, common={**common, ENTRY: schedule})
     return catalog.noted([describe_position(n_samples)])

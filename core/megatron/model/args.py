@@ -21,6 +21,7 @@ from core.megatron.model.hybrid import LayerPattern, parse_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
+from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import Inert, as_mapping, attributes
 
 ADAPTER_ARGUMENT = "peft_adapter_config"
@@ -155,7 +156,7 @@ def parse_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         )
     if n_experts is not None and n_experts % topology.ep:
         raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
-    moe_layers = _moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
+    moe_layers = read_moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
     unindexed = find_layers_without_indexer(fields, n_layers)
     blocks = blocks_of(fields)
@@ -272,7 +273,7 @@ def _stacks(
     return counts
 
 
-def _moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
+def read_moe_layers(fields: Mapping[str, object], n_layers: int) -> frozenset[int]:
     """Return the numbers of the layers with experts: every n-th layer, or those of a list.
 
     Raises:
@@ -326,7 +327,7 @@ def parse_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
         return frozenset(map(int, items))
     except (TypeError, ValueError):
         raise CorruptError(
-            f"argument {_NOOP_LAYERS} is {value!r:.60}, not the numbers of layers"
+            f"argument {_NOOP_LAYERS} is {describe_value(value)}, not the numbers of layers"
         ) from None
 
 
@@ -344,9 +345,8 @@ def find_layers_without_indexer(fields: Mapping[str, object], n_layers: int) -> 
     Source: Megatron-LM d98e8a64 ``transformer/experimental_attention_variant/dsa.py``.
     """
     every = size_in(fields, "dsa_indexer_topk_freq") or 1
-    offset = fields.get("dsa_indexer_skip_topk_offset") or 0
-    if type(offset) is not int or offset < 0:
-        raise CorruptError(f"argument dsa_indexer_skip_topk_offset is {offset!r}, not a number")
+    name = "dsa_indexer_skip_topk_offset"
+    offset = FieldReader().read_int(fields.get(name) or 0, f"argument {name}")
     first = max(offset, 1) - 1
     return frozenset(layer for layer in range(first, n_layers) if (layer - first) % every)
 
@@ -360,12 +360,8 @@ def _listed_layers(fields: Mapping[str, object], name: str, n_layers: int) -> fr
     items = fields.get(name)
     if not isinstance(items, list):
         return None
-    if len(items) != n_layers or not all(item in (0, 1) for item in items):
-        raise CorruptError(
-            f"argument {name} is a list of {len(items)} items, not of 0 or 1 for each of "
-            f"{n_layers} layers"
-        )
-    return frozenset(layer for layer, item in enumerate(items) if item)
+    flags = FieldReader().read_choices(items, f"argument {name}", (0, 1), n=n_layers)
+    return frozenset(layer for layer, flag in enumerate(flags) if flag)
 
 
 def _n_predictions(fields: Mapping[str, object], hybrid: LayerPattern | None) -> int:
@@ -444,9 +440,7 @@ def size_in(fields: Mapping[str, object], name: str, *, file: str | None = None)
     value = fields.get(name)
     if value is None:
         return None
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise CorruptError(f"argument {name} is {value!r}, not a positive integer", file=file)
-    return value
+    return FieldReader(file).read_int(value, f"argument {name}", least=1)
 
 
 LAYOUT_FIELDS = (

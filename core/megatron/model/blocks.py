@@ -33,6 +33,7 @@ from typing import Literal
 
 from core.errors import CorruptError, UnsupportedError
 from core.files.json_object import parse_json_object
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 TEXT = "heterogeneous_layers_config_encoded_json"
@@ -93,8 +94,7 @@ def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
             f"description ({_PATH}), not its content ({TEXT})",
             hint="use a checkpoint that Megatron's training script saved",
         )
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {TEXT} is not a text")
+    text = FieldReader().read_text(text, f"argument {TEXT}")
     items = parse_json_object(text.encode(), file=f"the argument {TEXT}").get("block_configs")
     if not isinstance(items, list):
         raise CorruptError(f"argument {TEXT} has no list block_configs")
@@ -196,7 +196,7 @@ def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
     sizes = [setting.get(n) for n in ("num_attention_heads", "num_query_groups", "kv_channels")]
     numbers = [size for size in (keys_before, *sizes) if type(size) is int]
     if len(numbers) < 4 or keys_after != [0] or keys_before < 0 or min(numbers[1:]) < 1:
-        raise CorruptError(f"argument {WINDOWS} is {repr(setting)[:160]}, which is malformed")
+        raise CorruptError(f"argument {WINDOWS} is {describe_value(setting)}, which is malformed")
     _, n_heads, n_groups, head_dim = numbers
     if n_heads % n_groups:
         raise CorruptError(f"argument {WINDOWS} has {n_groups} query groups for {n_heads} heads")

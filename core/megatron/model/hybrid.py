@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 NAMES = ("hybrid_layer_pattern", "hybrid_override_pattern")
@@ -72,9 +73,7 @@ def parse_pattern(fields: Mapping[str, object]) -> LayerPattern | None:
     name = next((name for name in NAMES if fields.get(name)), None)
     if name is None:
         return None
-    text = fields[name]
-    if not isinstance(text, str):
-        raise CorruptError(f"argument {name} is {text!r}, not a string")
+    text = FieldReader().read_text(fields[name], f"argument {name}")
     main, *predictions = text.split("/")
 
     # Report an unknown kind of layer rather than a wrong number of layers.

@@ -32,6 +32,7 @@ from collections.abc import Mapping
 
 from core.errors import CorruptError, UsageError
 from core.megatron.model.pipeline import Pipeline, layout_of_words, layout_text, parse_layout
+from core.pickle.fields import FieldReader, describe_value, text_or_none
 from core.pickle.inert import Global, Inert, attributes
 
 LAYOUT = "pipeline_model_parallel_layout"
@@ -127,9 +128,11 @@ def _layout_of_counts(fields: Mapping[str, object]) -> tuple[str, ...] | None:
     text, n_predictions = fields.get(LAYER_COUNTS), fields.get("mtp_num_layers")
     if text in (None, ""):
         return None
-    counts = str(text).split(",")
+    counts = (text_or_none(text) or describe_value(text)).split(",")
     if not all(count.isascii() and count.isdigit() for count in counts):
-        raise UsageError(f"{LAYER_COUNTS} is {text!r:.60}, not numbers with commas between them")
+        raise UsageError(
+            f"{LAYER_COUNTS} is {describe_value(text)}, not numbers with commas between them"
+        )
     chunks = "|".join(f"t*{count}" if int(count) else "" for count in counts)
     ending = f"m*{n_predictions}L" if isinstance(n_predictions, int) and n_predictions else "L"
     return parse_layout(f"E{chunks}{ending}")
@@ -163,14 +166,14 @@ def _word_of(item: object) -> str:
     """Return the word in a layout's list, or the name of a pickled ``LayerType`` there."""
     if isinstance(item, Inert) and item.fn == _LAYER_TYPE and len(item.args) == 1:
         return _LAYER_TYPES.get(item.args[0], "") if isinstance(item.args[0], int) else ""
-    return item if isinstance(item, str) else repr(item)[:40]
+    return item if isinstance(item, str) else describe_value(item)
 
 
 def _count(fields: Mapping[str, object], names: tuple[str, ...]) -> int | None:
     count = next((fields[name] for name in names if fields.get(name) is not None), None)
-    if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-        raise UsageError(f"{names[0]} is {count!r}, not a positive integer")
-    return count if isinstance(count, int) else None
+    if count is None:
+        return None
+    return FieldReader(error=UsageError).read_int(count, names[0], least=1)
 
 
 def changes_for(fields: Mapping[str, object], pipeline: Pipeline) -> dict[str, object]:

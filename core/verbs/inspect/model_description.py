@@ -16,6 +16,7 @@ from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.schemes import quantized_weights
 from core.errors import CheckpointingException, UnsupportedError
 from core.megatron.optimizer.form import role_of
+from core.pickle.fields import find_size, text_or_none
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -139,7 +140,7 @@ def describe_model(
     is_tied = fields.get("tie_word_embeddings", defaults.get("tie_word_embeddings"))
     is_tied = is_tied if isinstance(is_tied, bool) else None
     return ModelDescription(
-        family=family if isinstance(family, str) else None,
+        family=text_or_none(family),
         n_parameters=_count_parameters(view, unsharded, config, is_tied=is_tied is True),
         is_swiglu=is_gated and fields.get("hidden_act", "silu") == "silu",
         is_tied=is_tied,
@@ -149,17 +150,7 @@ def describe_model(
 
 def _sizes(fields: Mapping[str, object], names: Mapping[str, tuple[str, ...]]) -> dict[str, Any]:
     """Return each field's first value that is a positive integer, or None."""
-    return {
-        field: next(
-            (
-                value
-                for value in map(fields.get, aliases)
-                if isinstance(value, int) and not isinstance(value, bool) and value > 0
-            ),
-            None,
-        )
-        for field, aliases in names.items()
-    }
+    return {field: find_size((fields,), aliases) for field, aliases in names.items()}
 
 
 def _family_of(model_type: object) -> Family | None:

@@ -458,9 +458,9 @@ def test_a_missing_parameter_is_named(tmp_path: Path) -> None:
 
 
 BROKEN: dict[str, tuple[str, Any, str]] = {
-    "weights are a number": ("fp32", 5, "of type int, not a tensor"),
-    "weights are text in a dict": ("fp32", {"param": "x"}, "entry 'param' is a str"),
-    "no param": ("exp_avg", {"cat_dim": 0}, "entry 'param' is a NoneType"),
+    "weights are a number": ("fp32", 5, "is 5, not a tensor"),
+    "weights are text in a dict": ("fp32", {"param": "x"}, "entry 'param' is 'x', not a tensor"),
+    "no param": ("exp_avg", {"cat_dim": 0}, "entry 'param' is None, not a tensor"),
     "a state of another shape": (
         "exp_avg",
         {"cat_dim": 0, "param": torch.ones(5)},

@@ -60,7 +60,7 @@ def test_a_bad_config_is_corrupt_and_named(data: bytes) -> None:
 
 
 def test_a_common_state_that_is_no_dict_is_corrupt() -> None:
-    with pytest.raises(CorruptError, match="list, not a dict"):
+    with pytest.raises(CorruptError, match="not a dict"):
         with_common_state(catalog_of_arrays(format="zarr", arrays={}), [1], file="x")
 
 

@@ -215,19 +215,19 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "offsets of another number of axes": (
         {piece_name(1): piece_file({"w": ((0,), W)})},
         CorruptError,
-        "saved_offsets [0] do not match the piece, which has 2 axes",
+        "saved_offsets is [0], not a list of 2 integers",
         "w",
     ),
     "negative offsets": (
         {piece_name(1): piece_file({"w": ((0, -1), W)})},
         CorruptError,
-        "do not match",
+        "not a list of 2 integers",
         "w",
     ),
     "no offsets": (
         {piece_name(1): piece_file({"w": ((), W)}, info={"w": {}})},
         CorruptError,
-        "do not match",
+        "not a list of 2 integers",
         "w",
     ),
     "offsets for another tensor": (
@@ -284,7 +284,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "a configuration that makes no sense": (
         {piece_name(1): piece_file({"w": ((0, 0), W)}), "config.json": b'{"vocab_size": "8"}'},
         CorruptError,
-        "not a positive number",
+        "not a positive integer",
         None,
     ),
     "an index with more tensors": (

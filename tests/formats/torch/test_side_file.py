@@ -214,7 +214,7 @@ def store_of(value: object) -> MemoryStore:
     [
         ([1], "not an objects file"),
         ({"objects": [1]}, "not an objects file"),
-        ({"ckpt_objects": 1, "objects": {3: 1}}, "key is a int"),
+        ({"ckpt_objects": 1, "objects": {3: 1}}, "key of an object is 3"),
         ({"ckpt_objects": 1, "objects": {}, "skeleton": {"$tuple": 1}}, "."),
         (
             {"ckpt_objects": 1, "objects": {}, "skeleton": {"$object": "strange:w"}},

@@ -303,7 +303,7 @@ def test_experts_that_contradict_each_other_are_reported(
         ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) do not divide over EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not the number of experts"),
         ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
-        ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is a list of 3"),
+        ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is .0, 1, 1., not 4 times"),
         ({"moe_layer_freq": 0}, CorruptError, "moe_layer_freq is 0"),
     ],
 )

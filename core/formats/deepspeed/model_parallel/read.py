@@ -51,9 +51,10 @@ from core.formats.deepspeed.model_states import (
 )
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import pair_with_copy
-from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, mapping_or_empty, read_state_file
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS, spread
 from core.formats.deepspeed.weights import with_shared
+from core.pickle.fields import int_or_none, list_or_empty, mapping_or_empty
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
@@ -227,12 +228,11 @@ def read_model_files(
     _check_complete(models, optimizers, weights, grid)
     trees = [spread(value, model.state) for model, value in zip(models, optimizers, strict=True)]
     has_optimizer = keeps_optimizer and any(value is not None for value in optimizers)
-    dp = head.state.root.get("dp_world_size")
     weights = with_shared(models[0], weights)
     return PartitionedStates(
         model=head,
         state=head.state,
-        facts=ZeroFacts(0, dp if type(dp) is int else 1),
+        facts=ZeroFacts(0, int_or_none(head.state.root.get("dp_world_size")) or 1),
         weights=weights,
         states={},
         param_groups=[],
@@ -304,10 +304,8 @@ def _check_complete(
                 )
     n_trained, n_tensors = 0, grid.tp * len(weights)
     for optimizer in optimizers:
-        groups = mapping_or_empty(optimizer).get(PARAM_GROUPS)
-        for group in groups if isinstance(groups, (list, tuple)) else ():
-            params = mapping_or_empty(group).get(PARAMS)
-            n_trained += len(params) if isinstance(params, (list, tuple)) else 0
+        for group in list_or_empty(mapping_or_empty(optimizer).get(PARAM_GROUPS)):
+            n_trained += len(list_or_empty(mapping_or_empty(group).get(PARAMS)))
     if n_trained > n_tensors:
         raise MissingShardError(
             f"the optimizers have {n_trained} parameters, but the files of layers have "

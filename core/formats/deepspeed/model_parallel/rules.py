@@ -42,8 +42,8 @@ from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.source_store import open_store
 from core.formats.deepspeed.files import SAVE_AGAIN_HINT
 from core.formats.deepspeed.model_parallel.join import TensorParallelPiece, begin_alike
-from core.formats.deepspeed.state_file import mapping_or_empty
 from core.formats.huggingface.files import read_config_json
+from core.pickle.fields import find_size, list_or_empty, mapping_or_empty
 from core.pickle.inert import as_mapping, attributes
 from core.values import dataclass
 
@@ -114,10 +114,12 @@ class TensorParallelRules:
         with them, all others are cut along axis 0.
         """
         affine = mapping_or_empty(mapping_or_empty(self.info.get("affine_map")).get("params"))
-        sub = [mapping_or_empty(item).get("patterns") for item in _items(self.info.get(_SUB))]
-        patterns = [*affine, *(pattern for group in sub for pattern in _items(group))]
+        sub = [
+            mapping_or_empty(item).get("patterns") for item in list_or_empty(self.info.get(_SUB))
+        ]
+        patterns = [*affine, *(pattern for group in sub for pattern in list_or_empty(group))]
         return (
-            bool(_items(self.info.get(_REPLICATED)))
+            bool(list_or_empty(self.info.get(_REPLICATED)))
             or any(self._match(kind, name) for kind in (_AVERAGED, _TWO, _ROW, _VOCABULARY))
             or any(self._matches(str(pattern), name) for pattern in patterns)
         )
@@ -209,13 +211,13 @@ class TensorParallelRules:
             UnsupportedError: the recorded shape has other axes than the parameter.
             CorruptError: the entry contradicts itself or the shapes.
         """
-        for item in _items(self.info.get(_SUB)):
+        for item in list_or_empty(self.info.get(_SUB)):
             fields = mapping_or_empty(item)
-            patterns = [str(pattern) for pattern in _items(fields.get("patterns"))]
+            patterns = [str(pattern) for pattern in list_or_empty(fields.get("patterns"))]
             pattern = next((text for text in patterns if self._matches(text, name)), None)
             if pattern is None:
                 continue
-            axis, logical = fields.get("partition_dim"), _items(fields.get("shape"))
+            axis, logical = fields.get("partition_dim"), list_or_empty(fields.get("shape"))
             if type(axis) is not int or not 0 <= axis < len(logical):
                 raise self._contradiction(name, shapes)
             if len(logical) != len(shapes[0]):
@@ -228,7 +230,7 @@ class TensorParallelRules:
                 )
             # Sizes of the sub-parameters, or, before version 0.4, only their number.
             total = sum(shape[axis] for shape in shapes)
-            sizes = _items(logical[axis])
+            sizes = list_or_empty(logical[axis])
             if not sizes:
                 count = logical[axis]
                 if type(count) is not int or count < 1 or total % count:
@@ -236,8 +238,8 @@ class TensorParallelRules:
                 sizes = [total // count] * count
             recorded = mapping_or_empty(self.info.get(_WIDTHS)).get(pattern)
             widths = [
-                [number for number in _items(width) if type(number) is int]
-                for width in _items(recorded)
+                [number for number in list_or_empty(width) if type(number) is int]
+                for width in list_or_empty(recorded)
             ]
             if not widths:
                 tp = len(shapes)
@@ -271,10 +273,10 @@ class TensorParallelRules:
             recorded = mapping_or_empty(ranks.get(tp_rank))
             if _shape(recorded.get("shard_shape")) != shard:
                 raise self._contradiction(name, shapes)
-            for item in _items(recorded.get("pieces")):
+            for item in list_or_empty(recorded.get("pieces")):
                 piece = mapping_or_empty(item)
                 # Of pieces that several ranks have, the first one is taken.
-                locations = _items(piece.get("locations"))
+                locations = list_or_empty(piece.get("locations"))
                 is_replicated |= len(locations) > 1
                 if locations and locations[0] != tp_rank:
                     continue
@@ -334,7 +336,7 @@ class TensorParallelRules:
         Raises:
             UnsupportedError: see ``_matches``.
         """
-        patterns = map(str, _items(self.info.get(kind)))
+        patterns = map(str, list_or_empty(self.info.get(kind)))
         return next((pattern for pattern in patterns if self._matches(pattern, name)), None)
 
     def _matches(self, pattern: str, name: str) -> bool:
@@ -383,14 +385,9 @@ def rules_of(model: ModelStates) -> TensorParallelRules:
     return TensorParallelRules(model.state.file, as_mapping(model.state.root.get(INFO)) or {})
 
 
-def _items(value: object) -> Sequence[object]:
-    """Return a list or tuple; () for anything else."""
-    return value if isinstance(value, (list, tuple)) else ()
-
-
 def _shape(value: object) -> Shape:
     """Return a recorded shape; () if it is none."""
-    return tuple(size for size in _items(value) if type(size) is int and size >= 0)
+    return tuple(size for size in list_or_empty(value) if type(size) is int and size >= 0)
 
 
 def _start(value: object, shape: Shape, extent: Shape) -> Shape | None:
@@ -399,7 +396,7 @@ def _start(value: object, shape: Shape, extent: Shape) -> Shape | None:
     Returns:
         None if the elements are no box of the shape.
     """
-    items = _items(value)
+    items = list_or_empty(value)
     if len(items) != 2 or len(extent) != len(shape) or type(items[0]) is not int:
         return None
     strides = c_strides(shape)
@@ -449,12 +446,8 @@ def _stated_size(store: ReadStore) -> int | None:
         config = read_config_json(store) or {}
     except CheckpointingException:
         return None
-    text = config.get("text_config")
-    for part in (text if isinstance(text, dict) else {}, config):
-        for name in ("hidden_size", "n_embd"):
-            if type(size := part.get(name)) is int:
-                return size
-    return None
+    parts = (mapping_or_empty(config.get("text_config")), config)
+    return find_size(parts, ("hidden_size", "n_embd"))
 
 
 def is_whole(

@@ -32,6 +32,7 @@ from core.engine.catalog.stored import PlannedArray
 from core.engine.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, split_state_path
+from core.pickle.fields import FieldReader
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -254,9 +255,9 @@ def recorded_ep(info: Mapping[object, object], *, file: str) -> int:
         CorruptError: it is not a positive number.
     """
     ep = info.get(EP_SIZE, 1)
-    if type(ep) is not int or not 1 <= ep <= _MAX_EP:
-        raise CorruptError(f"{EP_SIZE} is {ep!r:.40}, not a number of ranks", file=file)
-    return ep
+    return FieldReader(file).read_int(
+        ep, EP_SIZE, least=1, most=_MAX_EP, expected="a number of ranks"
+    )
 
 
 def directories(folders: Iterable[str], *, ep: int) -> dict[str, tuple[str, int]]:

@@ -59,7 +59,7 @@ from core.formats.deepspeed.model_states import (
     parse_model_states,
     version_of,
 )
-from core.formats.deepspeed.state_file import StateFile, mapping_or_empty, read_state_file
+from core.formats.deepspeed.state_file import StateFile, read_state_file
 from core.formats.deepspeed.tree import (
     EXTRAS,
     OPTIMIZER,
@@ -94,6 +94,7 @@ from core.formats.deepspeed.universal.parameter import (
 from core.formats.deepspeed.universal.write import check, lay_out
 from core.formats.format import Format, imported_on_call
 from core.formats.torch.weights_only import aside_notes
+from core.pickle.fields import int_or_none, mapping_or_empty
 from core.pickle.inert import TensorLeaf
 
 if TYPE_CHECKING:
@@ -198,9 +199,9 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
         version=version_of(model),
         files=[model.state, optim],
     )
-    dp = model.state.root.get("dp_world_size")
     facts = ZeroFacts(
-        stage=enum_number(optim.root.get("zero_stage")), dp=dp if type(dp) is int else None
+        stage=enum_number(optim.root.get("zero_stage")),
+        dp=int_or_none(model.state.root.get("dp_world_size")),
     )
     # Buffers and frozen parameters are read from the model file; that of ZeRO-3 has no others.
     copies = (
@@ -361,7 +362,9 @@ def _param_groups(optim: StateFile) -> list[Mapping[object, object]]:
     stored = optim.root.get(PARAM_GROUPS)
     if stored is None:
         stored = mapping_or_empty(optim.root.get(OPTIMIZER_STATE)).get(PARAM_GROUPS) or []
-    groups = [optim.mapping(group, PARAM_GROUPS) for group in optim.items(stored, PARAM_GROUPS)]
+    reader = optim.fields
+    items = reader.read_list(stored, PARAM_GROUPS)
+    groups = [reader.read_mapping(group, PARAM_GROUPS) for group in items]
     return [group for group in groups if dict(group) != {PARAMS: []}]
 
 

@@ -19,8 +19,9 @@ from core.engine.catalog.stored import StoredArray
 from core.engine.catalog.tensor import Tensor, whole_tensor
 from core.errors import CorruptError, MissingShardError, placing_errors
 from core.formats.deepspeed.runs import reshaped
-from core.formats.deepspeed.state_file import read_value, type_of
+from core.formats.deepspeed.state_file import read_value
 from core.formats.deepspeed.tree import OPTIMIZER, STATE, WholeObject
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping, attributes
 from core.values import dataclass
 
@@ -164,9 +165,7 @@ def read_parameter(
     weight, extras = entries.pop(FP32)
     file = f"{folder}/{FP32}.pt"
     if not isinstance(weight, StoredArray):
-        raise CorruptError(
-            f"the content is of type {type_of(weight)}, not a tensor", file=file, key=name
-        )
+        raise FieldReader(file, name).build_error(weight, "the content", "a tensor")
     if is_uncut and shape is not None and weight.shape != shape:
         raise CorruptError(
             f"the weights have shape {weight.shape}, but the model states record {shape}",
@@ -226,9 +225,7 @@ def _read_entry(
         return _shaped(arrays[value.key], shape, file, key=key), {}
     leaf = mapping.get(PARAM)
     if not isinstance(leaf, TensorLeaf):
-        raise CorruptError(
-            f"the entry {PARAM!r} is a {type_of(leaf)}, not a tensor", file=file, key=key
-        )
+        raise FieldReader(file, key).build_error(leaf, f"the entry {PARAM!r}", "a tensor")
     return arrays[leaf.key], plain_extras(
         {str(name): item for name, item in mapping.items() if name != PARAM}
     )

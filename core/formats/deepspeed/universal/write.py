@@ -53,6 +53,7 @@ from core.formats.deepspeed.universal.parameter import (
 )
 from core.formats.torch.weights_only import loadable
 from core.formats.torch.zip.tree_layout import plan_tree
+from core.pickle.fields import list_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping, make_ordered_dict, walk
 from core.values import dataclass
 
@@ -467,7 +468,7 @@ def param_groups(
         groups = []
         for _, settings in sorted(by_number.items()):
             params = settings.pop(PARAMS, None)
-            members = params if isinstance(params, (list, tuple)) else ()
+            members = list_or_empty(params)
             groups.append(
                 UniversalParamGroup(settings, [name for name in members if name in written])
             )

@@ -28,6 +28,7 @@ from core.engine.catalog.file_image import JoinedArray
 from core.engine.catalog.optimizer_keys import MASTER
 from core.engine.catalog.stored import StoredArray
 from core.errors import CorruptError, UnsupportedError
+from core.pickle.fields import FieldReader
 from core.pickle.inert import Global, TensorLeaf, as_mapping
 from core.values import dataclass
 
@@ -91,16 +92,10 @@ def members_of(content: object, *, rank: str) -> list[Mapping[object, object] | 
     Raises:
         CorruptError: an optimizer is not a dict.
     """
-    items = content if isinstance(content, list) else [content]
-    members: list[Mapping[object, object] | None] = []
-    for member in items:
-        mapping = as_mapping(member)
-        if mapping is None and (member is not None or not isinstance(content, list)):
-            raise CorruptError(
-                f"the optimizer's buffers are a {type(member).__name__}, not a dict", rank=rank
-            )
-        members.append(mapping)
-    return members
+    read_mapping, name = FieldReader(rank=rank).read_mapping, "the content of an optimizer"
+    if not isinstance(content, list):
+        return [read_mapping(content, name)]
+    return [None if member is None else read_mapping(member, name) for member in content]
 
 
 def buffers_of(

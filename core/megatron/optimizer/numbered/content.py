@@ -31,6 +31,7 @@ from collections.abc import Mapping, Sequence
 from core.engine.catalog.optimizer_keys import FACTORS
 from core.errors import CorruptError, MissingShardError, Report, UnsupportedError, raising
 from core.megatron.optimizer.groups import HINT, member_of
+from core.pickle.fields import FieldReader, list_or_empty, mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
 from core.values import dataclass
 
@@ -148,11 +149,11 @@ def _read_member(value: object, report: Report, *, rank: str) -> StoredOptimizer
     name = next((name for name in MASTERS if name in entries), None)
     if name is None:
         raise _error_without_masters(torch_entry, rank=rank)
-    masters = entries.pop(name)
-    if not isinstance(masters, (list, tuple)) or not all(
-        isinstance(masters_of_group, (list, tuple)) for masters_of_group in masters
-    ):
-        raise CorruptError(f"{name} is not a list of lists", rank=rank)
+    reader = FieldReader(rank=rank)
+    masters = [
+        reader.read_list(group, f"a group of {name}")
+        for group in reader.read_list(entries.pop(name), name)
+    ]
 
     # torch's optimizer has nothing but states and groups.
     torch_entries = _as_names(torch_entry, inner, rank=rank)
@@ -170,10 +171,8 @@ def _error_without_masters(inner: object, *, rank: str) -> MissingShardError:
 
     If its groups list no parameters, the optimizer is a distributed one.
     """
-    listed = (as_mapping(inner) or {}).get("param_groups")
-    groups = (
-        [as_mapping(item) or {} for item in listed] if isinstance(listed, (list, tuple)) else []
-    )
+    listed = list_or_empty(mapping_or_empty(inner).get("param_groups"))
+    groups = [mapping_or_empty(item) for item in listed]
     if not groups or any("params" in group for group in groups):
         return MissingShardError(f"the optimizer has no {MASTERS[0]}", rank=rank)
     return MissingShardError(
@@ -197,10 +196,9 @@ def _read_groups(
         inner: entry with ``state`` and ``param_groups``.
         masters: master weights of each group; None for an optimizer without master weights.
     """
-    listed = inner.get("param_groups")
-    state = as_mapping(inner.get("state"))
-    if not isinstance(listed, (list, tuple)) or state is None:
-        raise CorruptError("an optimizer has no state and param_groups", rank=rank)
+    reader = FieldReader(rank=rank)
+    listed = reader.read_list(inner.get("param_groups"), "the optimizer's param_groups")
+    state = reader.read_mapping(inner.get("state"), "the optimizer's state")
     if masters is not None and len(masters) != len(listed):
         raise CorruptError(
             f"there are master weights of {len(masters)} param groups, but {len(listed)} groups",
@@ -212,9 +210,11 @@ def _read_groups(
     groups = []
     for number, item in enumerate(listed):
         group = _as_names(item, f"param group {number}", rank=rank)
-        ids = group.pop("params", None)
-        if not isinstance(ids, (list, tuple)) or not all(isinstance(i, int) for i in ids):
-            raise CorruptError(f"param group {number} has no list of parameter numbers", rank=rank)
+        ids = reader.read_ints(
+            group.pop("params", None),
+            f"params of param group {number}",
+            expected="a list of parameter numbers",
+        )
         repeated = next((i for i, count in Counter(ids).items() if count > 1), None)
         if repeated is not None:
             raise CorruptError(f"param group {number} lists parameter {repeated} twice", rank=rank)
@@ -244,7 +244,4 @@ def _read_groups(
 
 def _as_names(value: object, label: str, *, rank: str) -> dict[str, object]:
     """Return a copy of a dict with string keys; ``label`` is its name in messages."""
-    mapping = as_mapping(value)
-    if mapping is None or not all(isinstance(name, str) for name in mapping):
-        raise CorruptError(f"{label} is a {type(value).__name__}, not a dict of names", rank=rank)
-    return {str(name): item for name, item in mapping.items()}
+    return dict(FieldReader(rank=rank).read_names(value, label))

@@ -23,6 +23,7 @@ from core.engine.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError
 from core.megatron.extras.common_state import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype
+from core.pickle.fields import FieldReader, mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping
 from core.values import dataclass
 
@@ -180,14 +181,9 @@ def _unpadded_sizes(recorded: object, number: int, *, n: int, where: str) -> lis
     if recorded is None:
         return None
     listed = recorded[number] if isinstance(recorded, list) and number < len(recorded) else None
-    sizes = next(iter((as_mapping(listed) or {}).values()), None)
-    if (
-        not isinstance(sizes, list)
-        or len(sizes) != n
-        or not all(isinstance(size, int) for size in sizes)
-    ):
-        raise CorruptError(f"{_UNPADDED} does not list the {n} buckets of {where}")
-    return sizes
+    sizes = next(iter(mapping_or_empty(listed).values()), None)
+    expected = f"the sizes of {n} buckets"
+    return [*FieldReader().read_ints(sizes, f"{_UNPADDED} of {where}", n=n, expected=expected)]
 
 
 def _get_buffer(

@@ -59,6 +59,7 @@ from core.megatron.placement.origins import (
     record_padding,
 )
 from core.megatron.rules.rules import Rules
+from core.pickle.fields import describe_value
 from core.pickle.inert import TensorLeaf, walk
 
 _STATE = re.compile(
@@ -277,8 +278,8 @@ def _true_shape(key: str, tensor: Tensor, value: object) -> Shape:
     )
     if not fits or prod(shape) != prod(tensor.shape):
         raise CorruptError(
-            f"a tensor of shape {tensor.shape} cannot have been one of shape {value!r}, which "
-            "mcore_data records",
+            f"a tensor of shape {tensor.shape} cannot have been one of shape "
+            f"{describe_value(value)}, which mcore_data records",
             key=key,
         )
     return shape

@@ -21,10 +21,11 @@ from core.formats.megatron.format import (
     OPTIM_FILE,
     choose_model_file,
     is_optimizer_dir,
+    possible_dirs,
 )
 from core.formats.torch.tree import parse
-from core.megatron.model.args import fields_of, topology_of
-from core.megatron.model.topology import Topology, rank_dirs
+from core.megatron.model.args import topology_of
+from core.megatron.model.topology import Topology
 from core.pickle.inert import as_mapping
 from core.verbs.checks.check import Check
 from core.verbs.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
@@ -68,11 +69,7 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
         return
     try:
         topology = topology_of(args, file=MODEL_FILE)
-        allowed = rank_dirs(
-            topology,
-            world_size=_int_argument(args, "world_size"),
-            cp=_int_argument(args, "context_parallel_size") or 1,
-        )
+        allowed = possible_dirs(args, topology)
     except CheckpointingException:
         return  # impossible sizes: reported by the checks of the layout
     if subject.catalog is None:
@@ -89,12 +86,6 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
             rank=folder,
             expected=OPTIM_FILE,
         )
-
-
-def _int_argument(args: object, name: str) -> int | None:
-    """Return an integer training argument; None if it is missing or not an integer."""
-    value = fields_of(args).get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _read_args(subject: Subject, files_in: Mapping[str, Collection[str]]) -> object:

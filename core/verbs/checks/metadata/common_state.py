@@ -19,6 +19,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import RankFacts
 from core.errors import CheckpointingException
 from core.opening.iterations import ITERATION_DIR
+from core.pickle.fields import text_or_none
 from core.pickle.inert import as_mapping
 from core.verbs.checks.check import Check, Code
 from core.verbs.checks.finding import Finding, Severity
@@ -281,8 +282,7 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
     except CheckpointingException:
         return  # reported by the checks of trackers (CK516)
     # The backend must be a known one. Software other than Megatron-core may omit it.
-    value = config.get(BACKEND_KEY)
-    backend = value if isinstance(value, str) else None
+    backend = text_or_none(config.get(BACKEND_KEY))
     if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
         has_key = BACKEND_KEY in config
         yield BACKEND.finding(
