@@ -35,7 +35,7 @@ def keys_in(path: Path, *, iteration: int | None) -> list[str]:
         CheckpointingException: the checkpoint cannot be read.
     """
     from core.errors import CheckpointingException
-    from core.megatron.reshard.reshard import unshard
+    from core.megatron.reshard.unshard import unshard
     from core.megatron.rules.tables import load_rules
     from core.opening.open import open_checkpoint
 

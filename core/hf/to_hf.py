@@ -52,7 +52,7 @@ def to_hf(
     whose groups list their parameters.
 
     Args:
-        catalog: the global Megatron form (``core.megatron.reshard.reshard.unshard``).
+        catalog: the global Megatron form (``core.megatron.reshard.unshard.unshard``).
         model_type: the family; None for the one that the training arguments describe.
         family: the family, in place of ``model_type``.
         config: content of the ``config.json`` that the model was converted from, for what the

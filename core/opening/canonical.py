@@ -62,7 +62,7 @@ def canonical_of(stored: Catalog, store: ReadStore, *, rules: Rules | None) -> C
         if not is_rank_local and not may_have_arguments(catalog):
             return Canonical(catalog, is_global=True, has_layout=False)
         from core.megatron.extras.common_state import is_megatron
-        from core.megatron.reshard.reshard import unshard
+        from core.megatron.reshard.unshard import unshard
         from core.megatron.rules.tables import load_rules
 
         if rules is None:

@@ -312,7 +312,7 @@ def inlined(catalog: Catalog) -> Catalog:
 def state_dict(catalog: Catalog, *, keeps_root: bool = False) -> Catalog:
     """Return the catalog as one nested state dict, with its common state among the entries.
 
-    * A global Megatron catalog (``core.megatron.reshard.reshard.unshard``) gets the form of its
+    * A global Megatron catalog (``core.megatron.reshard.unshard.unshard``) gets the form of its
       rank files, ``{"model": {…}, …}``, so that its tensors' keys begin with ``model.``. Its
       optimizer gets the form of ``core.megatron.optimizer.entries``; the states keep their keys,
       ``optimizer.state.exp_avg.<name>``.

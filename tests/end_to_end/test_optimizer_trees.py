@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from core.errors import UsageError
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint

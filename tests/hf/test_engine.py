@@ -20,8 +20,8 @@ from core.formats.safetensors import format as safetensors
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from core.opening.target import partitioned
 from core.publish.manifest.of_copy import finish_files
 from core.publish.stage.stage import Stage

@@ -21,8 +21,8 @@ from core.hf.names import is_hf
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import make_namespace
 from tests.hf.models import (
     arguments,

@@ -17,9 +17,9 @@ from core.formats.megatron import format as megatron
 from core.hf.to_hf import to_hf
 from core.hf.to_megatron import to_megatron
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.opening.objects import loaded
 from tests.hf.models import (
     FAMILIES,

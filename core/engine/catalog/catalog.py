@@ -79,7 +79,7 @@ class Catalog(Generic[ArrayT_co]):
         tensors: every global tensor by key, in a stable order. Tensors that share their bytes (tied
             ones) are one object under several keys (``ties``). In a *rank catalog*
             (``is_rank_local``) the keys are ``<rank directory>:<name>`` and the shapes those of one
-            rank; ``core.megatron.reshard.reshard.unshard`` converts them to global ones.
+            rank; ``core.megatron.reshard.unshard.unshard`` converts them to global ones.
         objects: non-tensor entries by key.
         hidden: tensors that belong to objects (``StoredObject``), by key.
         skeleton: nested containers with ``TensorLeaf``/``ObjectLeaf`` in place of entries, if the

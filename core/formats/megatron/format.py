@@ -19,7 +19,7 @@ Versions: checkpoint_version 0 to 3.0, names of ``megatron.core`` (core 0.4 to H
 ``megatron.legacy``, whose models are nested dicts.
 
 A *rank catalog*: keys are ``<rank directory>:<path in the file>``, shapes those of one rank;
-``core.megatron.reshard.reshard.unshard`` makes them global. Model and optimizer tensors are
+``core.megatron.reshard.unshard.unshard`` makes them global. Model and optimizer tensors are
 tensors; those of other entries (random states) are hidden ones inside their object. ``args`` and
 ``iteration`` are the first rank's; tensors of one file are tied as in
 ``core.formats.torch.format``. Facets: ``RankFacts``, and ``Topology`` if it follows from the

@@ -55,7 +55,7 @@ def with_expert_kind(
     """Return the global per-layer form with experts of another kind.
 
     Args:
-        catalog: the result of ``core.megatron.reshard.reshard.unshard``.
+        catalog: the result of ``core.megatron.reshard.unshard.unshard``.
         kind: one of ``KINDS``; None keeps the kind.
         rules: the layout's rules.
         implementation: the transformer implementation that the model will have, ``local`` or

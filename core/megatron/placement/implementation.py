@@ -46,7 +46,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     Extra states that are not empty belong to one implementation and are dropped, with a note.
 
     Args:
-        catalog: the result of ``core.megatron.reshard.reshard.unshard``.
+        catalog: the result of ``core.megatron.reshard.unshard.unshard``.
         implementation: ``local`` or ``transformer_engine``.
 
     Raises:

@@ -76,7 +76,7 @@ def unshard_global(
 ) -> Catalog:
     """Return the global per-layer form of a catalog of global tensors.
 
-    ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
+    ``core.megatron.reshard.unshard.unshard`` explains the arguments and errors.
     """
     if is_one_rank(catalog, rules):
         raise UnsupportedError(

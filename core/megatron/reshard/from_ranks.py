@@ -101,7 +101,7 @@ def unshard_ranks(
 ) -> Catalog:
     """Return the global per-layer form of a rank catalog.
 
-    ``core.megatron.reshard.reshard.unshard`` explains the arguments and errors.
+    ``core.megatron.reshard.unshard.unshard`` explains the arguments and errors.
     """
     rank_facts = catalog.facet(RankFacts)
     if rank_facts is not None and rank_facts.is_single_rank:

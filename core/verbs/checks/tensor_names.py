@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
 from core.formats.torch.tree import parse
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.opening.objects import loaded
 
 if TYPE_CHECKING:

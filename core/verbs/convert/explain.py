@@ -69,7 +69,7 @@ def explain_layout(
     """Explain the layout of all tensors of the global per-layer form, in its order.
 
     Args:
-        catalog: the result of ``core.megatron.reshard.reshard.unshard``.
+        catalog: the result of ``core.megatron.reshard.unshard.unshard``.
         topology: parallel sizes of the destination.
         rules: the layout rules.
         vocab_size: true rows of the vocabulary; None takes the number that ``unshard`` found.

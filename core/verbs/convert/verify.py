@@ -30,7 +30,7 @@ from core.files.store import LocalStore, TargetStore, list_files_below
 from core.files.syscalls import drop_from_cache
 from core.megatron.model.topology import Topology
 from core.megatron.placement.adapter_rows import to_stored_order
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.experts import transposed
 from core.megatron.rules.rules import Rules
 from core.opening.open import open_checkpoint

@@ -339,7 +339,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     is_undescribed=config is None,
                 )
             catalog = loaded(catalog, store)
-        from core.megatron.reshard.reshard import unshard
+        from core.megatron.reshard.unshard import unshard
         from core.megatron.rules.tables import load_rules
 
         return _Unsharded(
@@ -349,7 +349,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
         refusal = err.sentence
     # Float8 weights of Transformer Engine have a layout once they are dequantized.
     from core.megatron.extras.float8_weights import dequantize_rank_weights
-    from core.megatron.reshard.reshard import unshard
+    from core.megatron.reshard.unshard import unshard
     from core.megatron.rules.tables import load_rules
 
     try:

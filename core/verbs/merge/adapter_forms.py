@@ -28,7 +28,7 @@ from core.files.json_object import parse_json_object
 from core.files.store import ReadStore
 from core.hf.values import CONFIG
 from core.megatron.extras.common_state import is_megatron
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint
 from core.verbs.merge.adapter import Adapter, fold_adapter

@@ -26,7 +26,7 @@ from core.errors import UnsupportedError
 from core.megatron.extras.common_state import is_megatron
 from core.megatron.model.args import parse_facts
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.rules import Rules
 from core.opening.objects import loaded
 from core.opening.open import Checkpoint

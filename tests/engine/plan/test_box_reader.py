@@ -18,7 +18,7 @@ from core.engine.catalog.tensor import Fragment, Tensor
 from core.engine.plan.box_reader import BoxReader, bands
 from core.errors import MissingShardError
 from core.files.store import MemoryStore
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint

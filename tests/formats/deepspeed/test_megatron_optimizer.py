@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from core.errors import CheckpointingException, MissingShardError, UnsupportedError
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
 from core.verbs.convert.job import Job, Report, TopologyChange

@@ -20,8 +20,8 @@ from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.formats.registry import sniffed
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
 from core.pickle.inert import TensorLeaf, as_mapping, walk

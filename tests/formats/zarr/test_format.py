@@ -34,8 +34,8 @@ from core.formats.zarr import format as zarr
 from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk

@@ -17,9 +17,9 @@ from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.errors import ReplicaMismatchError, UnsupportedError, UsageError
 from core.megatron.extras.random_states import with_rng
 from core.megatron.model.topology import Rank, Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.opening.open import open_checkpoint
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES

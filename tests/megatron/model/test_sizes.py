@@ -10,9 +10,9 @@ import pytest
 from core.engine.plan.match import match
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from tests.megatron.reshard.test_layouts import check
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Arrays, Model

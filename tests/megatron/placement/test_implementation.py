@@ -9,7 +9,7 @@ import torch
 
 from core.errors import UsageError
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.opening.open import open_checkpoint
 from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.megatron_gold import RULES, global_form

@@ -19,7 +19,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import replaced
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.reshard.test_matrix import sizes

@@ -1,4 +1,4 @@
-"""core.megatron.reshard.reshard.unshard on what Megatron wrote, against what it recorded."""
+"""core.megatron.reshard.unshard.unshard on what Megatron wrote, against what it recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.mapping_attributes import ATTRIBUTES
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.verbs.convert.run import Job, run
 from tests.megatron.support.megatron_gold import (
     DENSE,

@@ -23,9 +23,9 @@ from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import fields_of, parse_facts, replaced
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.support.old_names import BERT, T5, assert_same_nested, old_order, rewrite

@@ -11,9 +11,9 @@ from core.engine.catalog.facets import MegatronModel
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, rank_dir
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled
 from tests.megatron.support.synthetic import Latent, Model

@@ -27,9 +27,9 @@ from core.errors import (
 from core.megatron.model.args import fields_of, parse_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.model.version import parse_version
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.rules import Rules
 from core.megatron.rules.tables import load_rules
 from core.pickle.inert import as_mapping

@@ -15,8 +15,8 @@ from core.formats.megatron import format as megatron
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology
 from core.megatron.placement.expert_kind import with_expert_kind
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, as_mapping, attributes
 from core.verbs.convert.run import Job, TopologyChange, run

@@ -12,8 +12,8 @@ from core.engine.catalog.facets import TorchDistFacts
 from core.errors import UsageError
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.opening.open import open_checkpoint
 from core.verbs.convert.run import Job, run
 from tests.megatron.support.megatron_gold import RULES, dist_files, filled, global_form, topology

@@ -15,8 +15,8 @@ from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of
 from core.megatron.model.pipeline import Pipeline, parse_layout
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from tests.megatron.rules.test_kinds import check_files
 from tests.megatron.support.kinds import Kind, built, catalog_of, files
 from tests.megatron.support.megatron_gold import RULES

@@ -15,9 +15,9 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of, replaced
 from core.megatron.model.topology import Topology, matched_dirs, rank_dir, rank_dirs
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.opening.objects import state_dict
 from core.pickle.inert import as_mapping
 from tests.megatron.support.megatron_gold import RULES, filled

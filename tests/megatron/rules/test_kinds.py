@@ -15,9 +15,9 @@ from core.engine.catalog.catalog import Catalog
 from core.files.store import MemoryStore
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.placement.implementation import with_implementation
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.to_torch_dist import to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import as_mapping
 from tests.megatron.support.kinds import (
     KINDS,

@@ -18,7 +18,7 @@ from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
 from core.formats.megatron import format as megatron
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from tests.support.materialize import Bytes, array_bytes, tensor_bytes

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.open import Checkpoint, open_checkpoint
 from core.publish.manifest.inventory import read_inventory, write_inventory

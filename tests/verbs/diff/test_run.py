@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ckpt_cli.app import main
 from core.engine.numbers.difference import Tolerance
 from core.errors import CapacityError, CheckpointingException, UnsupportedError, UsageError
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint

@@ -290,7 +290,7 @@ def _not_compared(
 def check_global_optimizer(subject: Subject) -> Iterator[Finding]:
     """Check the optimizer of torch_dist and zarr checkpoints."""
     from core.megatron.optimizer.proof import pairs_of_masters
-    from core.megatron.reshard.reshard import unshard
+    from core.megatron.reshard.unshard import unshard
 
     view = subject.model
     catalog, model = view.catalog, view.understood
@@ -313,7 +313,7 @@ def _unreadable_optimizer(
     subject: Subject, catalog: Catalog, err: CheckpointingException, *, has_data: bool
 ) -> Iterator[Finding]:
     """Report an optimizer that cannot be read, unless the weights cannot be read either."""
-    from core.megatron.reshard.reshard import unshard
+    from core.megatron.reshard.unshard import unshard
 
     try:
         unshard(catalog, rules=subject.rules, optim="drop")

@@ -58,7 +58,7 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
         return replace(step, notes=(note,))
 
     from core.megatron.extras.random_states import with_rng
-    from core.megatron.reshard.reshard import unshard
+    from core.megatron.reshard.unshard import unshard
     from core.megatron.rules.experts import OPTION as EXPERTS
     from core.verbs.convert.sizes import target_topology
 

@@ -20,7 +20,7 @@ from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology
 from core.megatron.optimizer.flat.buffers import bucketing_of, is_shared_embedding
 from core.megatron.optimizer.flat.layout import FlatParam, FlatSpace, find_starts, find_trained
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import Global, as_mapping
 from tests.megatron.support.flat_files import STATES, Run, with_optimizer
 from tests.megatron.support.megatron_gold import RULES, _bytes, fused, rank_files

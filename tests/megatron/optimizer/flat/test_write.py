@@ -19,8 +19,8 @@ from core.files.store import MemoryStore
 from core.formats.megatron import format as megatron
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology, rank_dir
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_ranks import shard
+from core.megatron.reshard.unshard import unshard
 from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states
 from tests.megatron.support.flat_files import STATES, Run, members, with_optimizer

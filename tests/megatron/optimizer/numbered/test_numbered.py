@@ -19,7 +19,7 @@ from core.errors import (
 )
 from core.megatron.model.topology import Topology
 from core.megatron.model.version import parse_version
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.verbs.convert.run import Job, TopologyChange, run
 from tests.megatron.optimizer.flat.test_read import assert_true_states
 from tests.megatron.support.megatron_gold import RULES, rank_files

@@ -21,7 +21,7 @@ from core.files.store import LocalStore, MemoryStore
 from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.optimizer.sharded.buckets import GlobalStates, has_buckets, read_buckets
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import Global, TensorLeaf, as_mapping, make_namespace
 from tests.megatron.optimizer.flat.test_read import (
     DENSE,

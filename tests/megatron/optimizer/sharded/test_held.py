@@ -15,7 +15,7 @@ from core.megatron.model.args import parse_facts
 from core.megatron.model.topology import Topology, rank_dir
 from core.megatron.optimizer.sharded.buckets import Holdings
 from core.megatron.placement.chunk import find_chunk
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import TensorLeaf, as_mapping
 from tests.megatron.support.kinds import (
     KINDS,

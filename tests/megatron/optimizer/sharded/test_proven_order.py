@@ -13,7 +13,7 @@ from core.errors import UnsupportedError
 from core.files.store import MemoryStore
 from core.megatron.model.args import fields_of
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
+from core.megatron.reshard.unshard import unshard
 from core.pickle.inert import make_namespace
 from tests.megatron.optimizer.flat.test_read import DENSE, EXPERTS, TIED, assert_states
 from tests.megatron.optimizer.sharded.test_buckets import bucketed

@@ -24,8 +24,8 @@ from core.engine.catalog.optimizer_keys import (
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import replaced
 from core.megatron.model.topology import Topology
-from core.megatron.reshard.reshard import unshard
 from core.megatron.reshard.to_torch_dist import Stacked, to_torch_dist
+from core.megatron.reshard.unshard import unshard
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.pickle.equality import are_same

@@ -1,10 +1,10 @@
-"""Convert rank-local tensors to global ones and back; only metadata changes.
+"""Convert the tensors of ranks, and stacked ones, to the global form; only metadata changes.
 
 ::
 
-    rank files ──┐                                         ┌── shard ──▶ rank files of a topology
+    rank files ──┐                                         ┌── to_ranks.shard ──▶ rank files
     torch_dist ──┼── unshard ──▶ global per-layer form ────┤
-    DCP, torch ──┘                                         └── stack ──▶ torch_dist
+    DCP, torch ──┘                                         └── to_torch_dist ──▶ torch_dist
 
 ``core.megatron.reshard.from_ranks`` describes the global per-layer form. The rules are data:
 ``megatron/rules/megatron.toml``, read by ``core.megatron.rules.tables``. A tensor or setting that
