@@ -306,8 +306,8 @@ def test_the_tables_that_hints_propose_lead_on_as_they_are(tmp_path: Path) -> No
         torch.save(content, path)
     rules = tmp_path / "rules.toml"
     rules.touch()
-    for what in ("no layout rule matches", "no rule assigns this tensor"):
-        with pytest.raises(UnsupportedError, match=what) as caught:
+    for message in ("no layout rule matches", "no rule assigns this tensor"):
+        with pytest.raises(UnsupportedError, match=message) as caught:
             reshard(source, tmp_path / "b", 1, rules)
         rules.write_text(rules.read_text() + read_rules(caught.value.hint) + "\n")
     assert_shards(reshard(source, tmp_path / "b", 1, rules), tensors)

@@ -86,9 +86,9 @@ def test_experts_have_the_names_of_their_implementation(names: str, rest: str, n
         rest,
         "sequential",
     )
-    made = RULES.expert_name(expert, names=names, number=12)
-    assert made == f"decoder.layers.3.mlp.experts.{name}"
-    again = RULES.expert_of(made)
+    full_name = RULES.expert_name(expert, names=names, number=12)
+    assert full_name == f"decoder.layers.3.mlp.experts.{name}"
+    again = RULES.expert_of(full_name)
     assert again is not None and (again.before, again.rest, again.names) == (
         expert.before,
         rest,

@@ -193,14 +193,14 @@ def files(
 
     case = f"{name}.{'.'.join(map(str, sizes))}"
     topology = topology_of(sizes)
-    found = {}
+    files_of_ranks = {}
     for number, rank in enumerate(json.loads((folder / f"{case}.json").read_text())):
         arrays = load_file(folder / f"{case}.{number}.safetensors")
         coords = tuple((key, rank[key]) for key in ("tp", "pp", "ep"))
-        found[rank_dir(topology, topology.rank_at(coords))] = {
+        files_of_ranks[rank_dir(topology, topology.rank_at(coords))] = {
             key: arrays[key] if has_value else None for key, has_value in rank["names"]
         }
-    return found
+    return files_of_ranks
 
 
 @cache
