@@ -373,13 +373,13 @@ def _quantized(
     """The tensors with every linear weight replaced by what a tool writes: name behind the module's
     → dtype, shape.
     """
-    made = dict(metas)
+    quantized = dict(metas)
     for key, tensor in _linear(metas).items():
-        del made[key]
+        del quantized[key]
         module = key.removesuffix(".weight")
         for name, (dtype, shape) in parts(module, *tensor.shape).items():
-            made[f"{module}.{name}"] = Tensor(dtype, shape)
-    return made
+            quantized[f"{module}.{name}"] = Tensor(dtype, shape)
+    return quantized
 
 
 def _gptq(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:

@@ -32,13 +32,13 @@ def folders(
 ) -> Callable[[str], tuple[Catalog, dict[str, Any]]]:
     """Name → (catalog, configuration) of a model."""
     root = tmp_path_factory.mktemp("models")
-    made: dict[str, tuple[Catalog, dict[str, Any]]] = {}
+    opened: dict[str, tuple[Catalog, dict[str, Any]]] = {}
 
     def found(name: str) -> tuple[Catalog, dict[str, Any]]:
-        if name not in made:
+        if name not in opened:
             folder = saved(name, root / name)
-            made[name] = catalog_of(folder)[1], config_of(folder)
-        catalog, config = made[name]
+            opened[name] = catalog_of(folder)[1], config_of(folder)
+        catalog, config = opened[name]
         return catalog, dict(config)
 
     return found
