@@ -43,10 +43,10 @@ def numbers(n: int, start: int = 0) -> torch.Tensor:
 
 
 def mapping(kind: type, entries: dict[str, object], **attributes: object) -> Any:
-    made = kind(entries)
+    instance = kind(entries)
     for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+        setattr(instance, name, value)
+    return instance
 
 
 def saved(state: object, path: Path) -> Path:
