@@ -215,11 +215,12 @@ def test_keys_that_weights_only_refuses_are_set_aside_by_their_names(tmp_path: P
 
 
 def test_diff_compares_the_values_of_keys(tmp_path: Path) -> None:
-    one = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
+    first = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
     other = saved({"proto": {np.int64(5): numbers(2), np.int64(9): numbers(2)}}, tmp_path / "b.pt")
-    assert not compare(one, other).same
+    assert not compare(first, other).same
     assert compare(
-        one, saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt")
+        first,
+        saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt"),
     ).same
 
 
@@ -227,9 +228,9 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
     def state(*keys: object) -> dict[str, object]:
         return {"w": numbers(2), "history": [collections.deque([dict.fromkeys(keys, 1)])]}
 
-    one = saved(state(np.int64(3), Color.RED), tmp_path / "a.pt")
-    assert compare(one, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).same
-    assert not compare(one, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
+    first = saved(state(np.int64(3), Color.RED), tmp_path / "a.pt")
+    assert compare(first, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).same
+    assert not compare(first, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
 
 
 @pytest.mark.each_value
