@@ -174,9 +174,11 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-        made.part = part
-        return made
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=torch.bfloat16
+        )  # type: ignore[attr-defined]
+        wrapper.part = part
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -453,9 +455,9 @@ def test_many_tensors_get_the_answers_of_few(
         finally:
             opened.store.close()
 
-    every = entries()
+    answers = entries()
     monkeypatch.setattr(capabilities, "MANY", 4)
-    assert entries() == every
+    assert entries() == answers
 
 
 def test_what_is_not_tried_on_a_huge_checkpoint_is_said(

@@ -37,7 +37,7 @@ def made(code: str, severity: Severity = Severity.ERROR, **place: str) -> Findin
 def test_patterns_are_codes_what_codes_begin_with_and_places(
     text: str, patterns: list[tuple[str, str | None]]
 ) -> None:
-    assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*one) for one in patterns)
+    assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_findings_are_told_apart_and_the_worst_is_first() -> None:
     acceptance = Acceptance(
         ignored=ignored, known=frozenset({made("CK101", file="known").fingerprint})
     )
-    found = acceptance.judge(findings)
-    assert [one.key or one.file for one in found.counted] == ["new", "w", "n"]
-    assert [one.key for one in found.ignored] == ["a.bias"]
-    assert [one.file for one in found.known] == ["known"]
-    assert not found.is_valid
+    judgement = acceptance.judge(findings)
+    assert [finding.key or finding.file for finding in judgement.counted] == ["new", "w", "n"]
+    assert [finding.key for finding in judgement.ignored] == ["a.bias"]
+    assert [finding.file for finding in judgement.known] == ["known"]
+    assert not judgement.is_valid
 
 
 def test_strict_makes_errors_of_warnings_but_not_of_notes() -> None:
@@ -82,7 +82,7 @@ def test_strict_makes_errors_of_warnings_but_not_of_notes() -> None:
     assert Acceptance().judge(findings).is_valid
     strict = Acceptance(is_strict=True).judge(findings)
     assert not strict.is_valid
-    assert [one.severity for one in strict.counted] == [Severity.ERROR, Severity.NOTE]
+    assert [finding.severity for finding in strict.counted] == [Severity.ERROR, Severity.NOTE]
 
 
 def test_a_baseline_holds_what_was_found_whatever_the_words(tmp_path: Path) -> None:
@@ -96,13 +96,13 @@ def test_a_baseline_holds_what_was_found_whatever_the_words(tmp_path: Path) -> N
     path = tmp_path / "baseline.json"
     path.write_text(baseline_text(findings), "utf-8")
     assert json.loads(path.read_text())["schema"] == "ckpt.baseline/1"
-    known = read_baseline(path)
-    assert known == {one.fingerprint for one in findings}
+    baseline = read_baseline(path)
+    assert baseline == {finding.fingerprint for finding in findings}
     again = Finding(
         code="CK201", severity=Severity.WARNING, message="other words", key="k", rank="r", found="9"
     )
-    assert Acceptance(known=known).judge([again]).known == [again]
-    assert Acceptance(known=known).judge([made("CK201", key="k")]).counted
+    assert Acceptance(known=baseline).judge([again]).known == [again]
+    assert Acceptance(known=baseline).judge([made("CK201", key="k")]).counted
 
 
 def test_baselines_do_not_depend_on_the_order_of_findings() -> None:
