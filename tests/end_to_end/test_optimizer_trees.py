@@ -41,8 +41,8 @@ def made(
 ) -> tuple[Tensors, dict[str, Any], tuple[str, ...]]:
     """A conversion to DCP, as torch reads it: tensors, other entries, and the notes."""
     report = run(Job(src=golden / source, dst=tmp_path / "out", to="dcp", fsync=False, **options))
-    found = open_checkpoint(tmp_path / "out")
-    catalog = loaded(found.catalog, found.store)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    catalog = loaded(checkpoint.catalog, checkpoint.store)
     return (
         read_dcp(tmp_path / "out"),
         {key: item.value for key, item in catalog.objects.items()},
@@ -201,9 +201,9 @@ def test_states_are_stacked_and_taken_apart_with_their_parameters(
     stacked, objects, _ = made(golden, tmp_path / "b", source, stack_layers=True)
     assert not any("layers.1." in key for key in stacked)
     assert not any("layers.1." in str(name) for name in objects[NAMES[source][2]])
-    whole = PARAM[source].replace(".1.", ".")
+    param = PARAM[source].replace(".1.", ".")
     for state in ("exp_avg", "exp_avg_sq"):
-        dtype, shape, data = stacked[NAMES[source][1].format(whole, state)]
+        dtype, shape, data = stacked[NAMES[source][1].format(param, state)]
         n_layers = shape[0]
         layers = [
             before[NAMES[source][1].format(PARAM[source].replace(".1.", f".{n}."), state)]
@@ -250,8 +250,8 @@ def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path
         fsync=False,
     )
     run(back)
-    found = open_checkpoint(tmp_path / "b")
-    optimizer = unshard(loaded(found.catalog, found.store), rules=load_rules()).optimizer
+    checkpoint = open_checkpoint(tmp_path / "b")
+    optimizer = unshard(loaded(checkpoint.catalog, checkpoint.store), rules=load_rules()).optimizer
     assert optimizer is not None
     assert "decoder.layers.1.mlp.linear_fc1.weight" in (optimizer.groups[0].params or ())
 

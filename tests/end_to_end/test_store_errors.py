@@ -312,9 +312,9 @@ def test_a_token_that_expires_in_the_middle_is_named(
 ) -> None:
     store.set_rules(replace(EXPIRED, operation="GetObject", first=3, times=None))
     assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 6
-    told = capsys.readouterr().err
-    assert "credentials have expired (403 ExpiredToken)" in told
-    assert "renew them" in told
+    err = capsys.readouterr().err
+    assert "credentials have expired (403 ExpiredToken)" in err
+    assert "renew them" in err
     assert list(tmp_path.iterdir()) == []
 
 
