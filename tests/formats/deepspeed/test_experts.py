@@ -64,8 +64,8 @@ def test_zero_0_keeps_the_optimizer_of_every_expert_parallel_rank(deepspeed_para
         for number, state in states.items():
             prefix = f"optimizer.expert_parallel_rank_{rank}.optimizer_state_dict.state.{number}"
             for name, wanted in state.items():
-                found = tensor_bytes(catalog, store, f"{prefix}.{name}")
-                assert found.tobytes() == plain_bytes(wanted)
+                values = tensor_bytes(catalog, store, f"{prefix}.{name}")
+                assert values.tobytes() == plain_bytes(wanted)
 
 
 def test_the_order_of_ranks_is_found_without_the_configuration(

@@ -84,8 +84,8 @@ def assert_same(mine: Any, expected: Any) -> None:
             assert_same(mine[key], item)
     elif isinstance(expected, (list, tuple)):
         assert len(mine) == len(expected)
-        for one, other in zip(mine, expected, strict=True):
-            assert_same(one, other)
+        for our_item, other in zip(mine, expected, strict=True):
+            assert_same(our_item, other)
     else:
         assert mine == expected
 
@@ -133,10 +133,10 @@ def deflated(data: bytes) -> bytes:
     stream = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as source,
-        zipfile.ZipFile(stream, "w", compression=zipfile.ZIP_DEFLATED) as made,
+        zipfile.ZipFile(stream, "w", compression=zipfile.ZIP_DEFLATED) as target,
     ):
         for name in source.namelist():
-            made.writestr(name, source.read(name))
+            target.writestr(name, source.read(name))
     return stream.getvalue()
 
 
@@ -211,11 +211,11 @@ def repickled(
 ) -> bytes:
     """A zip with one storage ``data/0`` and any pickle."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("a/data.pkl", tree if isinstance(tree, bytes) else dumps(tree))
-        made.writestr("a/data/0", data)
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("a/data.pkl", tree if isinstance(tree, bytes) else dumps(tree))
+        archive.writestr("a/data/0", data)
         for name, content in extra:
-            made.writestr(name, content)
+            archive.writestr(name, content)
     return stream.getvalue()
 
 
