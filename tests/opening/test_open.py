@@ -24,11 +24,11 @@ from tests.support.facets import facet_of
 def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> None:
     root = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     for path in (root, root / "iter_0000010"):
-        found = open_checkpoint(path)
-        assert (found.format.name, found.iteration) == ("megatron", 10)
-        assert found.path.name == "iter_0000010"
-    one = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
-    assert facet_of(one.catalog, RankFacts).is_single_rank
+        checkpoint = open_checkpoint(path)
+        assert (checkpoint.format.name, checkpoint.iteration) == ("megatron", 10)
+        assert checkpoint.path.name == "iter_0000010"
+    single = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
+    assert facet_of(single.catalog, RankFacts).is_single_rank
     assert open_checkpoint(golden / "torch_dcp/fsdp2_dp2/.metadata").format.name == "dcp"
     assert open_checkpoint(golden / "hf/llama/torch_single/model_zip.pt").format.name == "torch"
 

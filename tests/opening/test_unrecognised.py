@@ -192,9 +192,9 @@ def test_every_verb_wants_the_loose_file_named(
         "manifest": ["."],
     }
     assert main([verb, *words[verb]]) == 4
-    told = capsys.readouterr().err
-    assert "contains one torch or safetensors file: last.ckpt" in told
-    assert "point at last.ckpt" in told.lower()
+    err = capsys.readouterr().err
+    assert "contains one torch or safetensors file: last.ckpt" in err
+    assert "point at last.ckpt" in err.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -248,11 +248,11 @@ def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
     title = "a web page" if bad == PAGE else "but its header ends at byte 24"
     for words in (["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
-        told = capsys.readouterr().err
-        assert "part_3.safetensors" in told
-        assert title in told
+        err = capsys.readouterr().err
+        assert "part_3.safetensors" in err
+        assert title in err
         assert (
-            "the other files can be read one by one: part_1.safetensors, part_2.safetensors" in told
+            "the other files can be read one by one: part_1.safetensors, part_2.safetensors" in err
         )
     # inspect shows the other files.
     assert main(["inspect", str(tmp_path)]) == 3
