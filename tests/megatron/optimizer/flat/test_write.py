@@ -179,8 +179,8 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
         entries = entry if isinstance(entry, list) else [entry]
         assert len(entries) == (2 if after.ep > 1 else 1)
         flags = [
-            [group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]]
-            for one in entries
+            [group["is_expert_parallel"] for group in entry_of_rank["optimizer"]["param_groups"]]
+            for entry_of_rank in entries
         ]
         assert flags[0] == [False, False] and flags[1:] in ([], [[True]])
         for rank_content in entries:
