@@ -72,8 +72,8 @@ def main() -> int:
         if name not in names:
             parser.error(f"{name} is none of the {options.n} hosts")
     try:
-        with hosts(options.n, private_dirs=private_dirs) as found:
-            return run(found, options)
+        with hosts(options.n, private_dirs=private_dirs) as started:
+            return run(started, options)
     except NotPermittedError as err:
         print(f"scripts/hosts: skipped, hosts cannot be made here: {err}", file=sys.stderr)
         return SKIPPED
@@ -91,20 +91,22 @@ def run(found: Sequence[Host], options: argparse.Namespace) -> int:
     for printer in printers:
         printer.start()
     events = sorted(
-        (at, name, what)
-        for what in ("kill", "unplug", "plug")
-        for name, at in getattr(options, what)
+        (at, name, kind)
+        for kind in ("kill", "unplug", "plug")
+        for name, at in getattr(options, kind)
     )
     begun = time.monotonic()
     killed = set()
     while any(process.poll() is None for process in running):
         seconds = time.monotonic() - begun
         if events and events[0][0] <= seconds:
-            _, name, what = events.pop(0)
+            _, name, action = events.pop(0)
             host = next(host for host in found if host.name == name)
-            print(f"scripts/hosts: {what} {name}, {seconds:.1f} s after the beginning", flush=True)
-            getattr(host, what)()
-            killed |= {name} if what == "kill" else set()
+            print(
+                f"scripts/hosts: {action} {name}, {seconds:.1f} s after the beginning", flush=True
+            )
+            getattr(host, action)()
+            killed |= {name} if action == "kill" else set()
         if seconds > options.limit:
             print(f"scripts/hosts: a command still runs after {options.limit:g} s", file=sys.stderr)
             return 1

@@ -51,12 +51,12 @@ def write_source(folder: Path) -> Path:
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a command: this process's, without what a launcher may have put there."""
-    found = {
+    environ = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("SLURM_", "OMPI_", "PMI_"))
     }
-    return {**found, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", **(more or {})}
+    return {**environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", **(more or {})}
 
 
 def start(

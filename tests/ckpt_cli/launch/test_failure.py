@@ -27,8 +27,10 @@ def cause(
     processes = [Ended(rank, code, log_path) for rank, code in ended.items()]
     return cause_of(
         processes,
-        {one.rank: one for one in results},
-        first=None if first is None else next(one for one in processes if one.rank == first),
+        {result.rank: result for result in results},
+        first=None
+        if first is None
+        else next(process for process in processes if process.rank == first),
         host="here",
     )
 
@@ -60,29 +62,29 @@ STOPPED = -signal.SIGTERM
 def test_the_cause_is_the_worker_that_failed_by_itself(
     ended: dict[int, int], results: list[WorkerResult], rank: int, message: str
 ) -> None:
-    found = cause(ended, results)
-    assert found is not None
-    assert (found.rank, found.message) == (rank, message)
+    failure = cause(ended, results)
+    assert failure is not None
+    assert (failure.rank, failure.message) == (rank, message)
 
 
 def test_a_frozen_worker_that_the_agent_had_to_kill_is_not_said_to_lack_memory() -> None:
-    found = cause({0: 8, 1: -9}, [said(0, 8, SILENT, is_secondary=True)])
-    assert found is not None and "sent no heartbeat" in (found.hint or "")
-    found = cause({0: 8, 1: -9}, [said(0, 8, "the store is gone", is_secondary=True)])
-    assert found is not None and "memory" in (found.hint or "")
+    failure = cause({0: 8, 1: -9}, [said(0, 8, SILENT, is_secondary=True)])
+    assert failure is not None and "sent no heartbeat" in (failure.hint or "")
+    failure = cause({0: 8, 1: -9}, [said(0, 8, "the store is gone", is_secondary=True)])
+    assert failure is not None and "memory" in (failure.hint or "")
 
 
 def test_an_error_that_came_from_another_host_names_it() -> None:
-    found = cause({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")])
-    assert found is not None
-    assert found.sentence == "rank 5 on there failed: no space"
+    failure = cause({0: 6}, [said(0, 6, "no space", worker=5, worker_host="there")])
+    assert failure is not None
+    assert failure.sentence == "rank 5 on there failed: no space"
 
 
 def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> None:
-    found = cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)], first=1)
-    assert found is not None
+    failure = cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)], first=1)
+    assert failure is not None
     assert (
-        found.sentence
+        failure.sentence
         == "rank 1 on here failed: its process was terminated from outside by SIGTERM"
     )
     assert cause({1: 143, 0: 143}, [said(0, 143), said(1, 143)]) is None
@@ -91,10 +93,12 @@ def test_a_process_that_was_ended_from_outside_is_no_other_hosts_failure() -> No
 def test_a_process_without_a_result_is_told_by_the_last_line_of_its_log(tmp_path: Path) -> None:
     log_path = tmp_path / "stderr.log"
     log_path.write_bytes(b"x" * 9000 + b"\nImportError: no such \xff thing\n\n")
-    found = cause({1: 1}, [], log_path=log_path)
-    assert found is not None
-    assert found.message == "its process ended with exit code 1: ImportError: no such \ufffd thing"
-    assert found.log_path == log_path
+    failure = cause({1: 1}, [], log_path=log_path)
+    assert failure is not None
+    assert (
+        failure.message == "its process ended with exit code 1: ImportError: no such \ufffd thing"
+    )
+    assert failure.log_path == log_path
 
 
 def test_verdicts_are_no_failures() -> None:
@@ -102,9 +106,9 @@ def test_verdicts_are_no_failures() -> None:
 
 
 def test_the_error_says_who_why_and_how_to_go_on_and_its_fields_hold_the_workers_own() -> None:
-    found = Cause(3, "node2", "no space left.", Path("/logs/3"), {"code": "capacity"}, 7)
+    failed_worker = Cause(3, "node2", "no space left.", Path("/logs/3"), {"code": "capacity"}, 7)
     failure = failure_of(
-        LaunchError(found, n_restarts=2, hint="the same command goes on from there")
+        LaunchError(failed_worker, n_restarts=2, hint="the same command goes on from there")
     )
     assert failure.exit_code == 8
     assert failure.line == (
