@@ -54,7 +54,7 @@ def test_a_hole_lies_in_the_region_and_in_no_box(found: tuple[list[Box], list[Bo
 
 
 def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
-    found = set()
+    elements = set()
     for box in some:
         common = box.intersect(region)
         if common is not None:
@@ -65,8 +65,8 @@ def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
                 ):
                     index.append(offset + number % extent)
                     number //= extent
-                found.add(tuple(index))
-    return found
+                elements.add(tuple(index))
+    return elements
 
 
 def test_a_large_shuffled_grid_is_proven_without_comparing_all_pairs() -> None:
