@@ -39,9 +39,9 @@ def differences(source: Any, result: Any) -> list[Difference]:
     aliases.
     """
     comparison = _Comparison(result)
-    found = list(comparison.root(source, result))
+    listed = list(comparison.root(source, result))
     return [
-        *found,
+        *listed,
         *_sharing(comparison.tensors, "alias", _first_byte),
         *_sharing(comparison.containers, "shared", id),
     ]
@@ -109,9 +109,9 @@ class _Comparison:
             return
         yield from self._pair(one, other, ())
         if isinstance(other, Mapping):
-            known = {str(key) for key in one} if isinstance(one, Mapping) else set()
+            keys = {str(key) for key in one} if isinstance(one, Mapping) else set()
             for key in other:
-                if str(key) not in known | self._moved:
+                if str(key) not in keys | self._moved:
                     yield Difference(str(key), "added")
 
     def _pair(self, one: Any, other: Any, path: Path) -> Iterator[Difference]:
