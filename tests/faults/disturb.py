@@ -112,7 +112,7 @@ def counted_like(trace: Sequence[Operation], operation: Operation, disturb: Dist
 
     It is told by its name and path, and by how many alike came before it.
     """
-    n_before = sum(_are_alike(one, operation) for one in trace[: operation.number])
+    n_before = sum(_are_alike(earlier, operation) for earlier in trace[: operation.number])
     n_seen = 0
 
     def renumbered(found: Operation, call: Call) -> object:

@@ -96,7 +96,7 @@ def test_a_disk_that_is_too_small_gets_nothing(
     golden: Path,
     tmp_path: Path,
 ) -> None:
-    said = converted_on(
+    lines = converted_on(
         tmp_path / "disk", str(int(written_bytes * share)), golden / SOURCE, "--quiet", *more
     )
-    assert said == ["code 7", *left, "then 0", "out"]
+    assert lines == ["code 7", *left, "then 0", "out"]
