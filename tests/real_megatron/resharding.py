@@ -92,7 +92,7 @@ def prove(
     )
     if experts is not None:
         run = replace(run, model=replace(run.model, grouped=experts == "grouped"))
-    found = worker.load(
+    resharded = worker.load(
         run.at(target),
         target_form,
         folder / "resharded",
@@ -101,8 +101,10 @@ def prove(
         optim=optim,
     )
     if not optim:
-        wanted, found = (Result(_weights(one.before), {}, one.losses) for one in (wanted, found))
-    assert_same(run, target, wanted, found, is_same_sum=experts is None)
+        wanted, resharded = (
+            Result(_weights(result.before), {}, result.losses) for result in (wanted, resharded)
+        )
+    assert_same(run, target, wanted, resharded, is_same_sum=experts is None)
 
 
 def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
