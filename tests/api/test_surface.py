@@ -173,12 +173,12 @@ def _parameters(args: Any, defaults: Any, kind: Any, module: str) -> Iterator[Pa
         yield Parameter(arg.arg, kind, value, annotation)
 
 
-def is_same_default(one: Any, other: Any) -> bool:
-    if isinstance(one, types.LambdaType) and one.__name__ == "<lambda>":
-        return callable(other) and one(one) is other(
-            one
+def is_same_default(default: Any, other: Any) -> bool:
+    if isinstance(default, types.LambdaType) and default.__name__ == "<lambda>":
+        return callable(other) and default(default) is other(
+            default
         )  # the documented ones return what they are given
-    return type(one) is type(other) and bool(one == other)
+    return type(default) is type(other) and bool(default == other)
 
 
 def check_signature(function: Any, text: str, module: str, name: str) -> None:
