@@ -56,14 +56,14 @@ def damaged(golden: Path, tmp_path: Path) -> Callable[..., Path]:
     return call
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_can_be_read_is_shown_below_the_damage(
-    what: str,
+    damage: str,
     golden: Path,
     damaged: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source, file, breaks, named = DAMAGES[what]
+    source, file, breaks, named = DAMAGES[damage]
     assert main(["inspect", str(golden / source), "--json"]) == 0
     intact = json.loads(capsys.readouterr().out)
     assert intact["problems"] == []

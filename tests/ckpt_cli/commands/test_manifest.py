@@ -18,7 +18,7 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     return copied
 
 
-def test_it_writes_a_manifest_into_the_checkpoint_and_says_so(
+def test_manifest_writes_into_the_checkpoint_and_says_so(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["manifest", str(checkpoint)]) == 0

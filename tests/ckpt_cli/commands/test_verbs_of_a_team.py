@@ -22,7 +22,7 @@ Said = tuple[int, str, str]
 """Exit code, stdout, stderr."""
 
 
-def said(team: Team, words: list[str]) -> Said:
+def run_on_rank(team: Team, words: list[str]) -> Said:
     """What the command says on one rank."""
     teamwork.join(team)
     out, err = io.StringIO(), io.StringIO()
@@ -35,7 +35,7 @@ def said(team: Team, words: list[str]) -> Said:
 
 
 def several(team: Team, commands: list[list[str]]) -> list[Said]:
-    return [said(team, words) for words in commands]
+    return [run_on_rank(team, words) for words in commands]
 
 
 def together(n: int, commands: list[list[str]]) -> list[Said]:
@@ -47,12 +47,12 @@ def together(n: int, commands: list[list[str]]) -> list[Said]:
     return lead
 
 
-def timeless(one: Said) -> Said:
+def timeless(outcome: Said) -> Said:
     """Without what differs from run to run."""
     return (
-        one[0],
-        re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", one[1]),
-        one[2],
+        outcome[0],
+        re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", outcome[1]),
+        outcome[2],
     )
 
 
@@ -81,7 +81,7 @@ def test_validate(golden: Path, damaged: Path, tmp_path: Path) -> None:
         ["validate", "--all-iterations", "--deep", str(roots)],
     ]
     assert [timeless(outcome) for outcome in together(3, commands)] == [
-        timeless(said(ALONE, words)) for words in commands
+        timeless(run_on_rank(ALONE, words)) for words in commands
     ]
 
 
@@ -89,7 +89,7 @@ def test_the_json_of_validate_says_who_read_how_much(golden: Path, damaged: Path
     paths = [str(golden / "hf/llama/safetensors_sharded"), str(damaged)]
     words = ["validate", "--deep", "--json", *paths]
     (outcome,) = together(3, [words])
-    report, alone = json.loads(outcome[1]), json.loads(said(ALONE, words)[1])
+    report, alone = json.loads(outcome[1]), json.loads(run_on_rank(ALONE, words)[1])
     launch = report.pop("launch")
     for checkpoint in (*report["checkpoints"], *alone["checkpoints"]):
         del checkpoint["seconds"]
@@ -135,11 +135,11 @@ def test_manifest(golden: Path, tmp_path: Path, name: str) -> None:
     for n in (1, 3):
         output = tmp_path / f"{n}.ckpt-manifest.json"
         words = ["manifest", "--json", "-o", str(output), str(golden / name)]
-        code, out, err = said(ALONE, words) if n == 1 else together(n, [words])[0]
+        code, out, err = run_on_rank(ALONE, words) if n == 1 else together(n, [words])[0]
         assert (code, err) == (0, "")
         texts.append(output.read_bytes())
         reports.append(json.loads(out))
-        again = said(ALONE, words) if n == 1 else run_team(n, said, words)[0]
+        again = run_on_rank(ALONE, words) if n == 1 else run_team(n, run_on_rank, words)[0]
         assert again[0] == 2
     assert texts[0] == texts[1]
     read = sum(worker["read_bytes"] for worker in reports[1].pop("launch")["workers"])
@@ -149,8 +149,8 @@ def test_manifest(golden: Path, tmp_path: Path, name: str) -> None:
 
 def test_no_manifest_is_made_of_damage(damaged: Path, tmp_path: Path) -> None:
     words = ["manifest", "-o", str(tmp_path / "manifest.json"), str(damaged)]
-    outcomes = run_team(2, said, words)
-    assert outcomes[0] == outcomes[1] == said(ALONE, words) and outcomes[0][0] == 3
+    outcomes = run_team(2, run_on_rank, words)
+    assert outcomes[0] == outcomes[1] == run_on_rank(ALONE, words) and outcomes[0][0] == 3
 
 
 def test_a_mistake_is_an_error_of_every_rank(golden: Path, tmp_path: Path) -> None:
@@ -161,8 +161,8 @@ def test_a_mistake_is_an_error_of_every_rank(golden: Path, tmp_path: Path) -> No
         ["validate", "--against", nowhere, intact],
         ["validate", "--rules", nowhere, intact],
     ):
-        outcomes = run_team(2, said, words)
-        assert outcomes[0] == outcomes[1] == said(ALONE, words) and outcomes[0][0] == 2
+        outcomes = run_team(2, run_on_rank, words)
+        assert outcomes[0] == outcomes[1] == run_on_rank(ALONE, words) and outcomes[0][0] == 2
 
 
 def test_diff(golden: Path, damaged: Path) -> None:
@@ -177,11 +177,11 @@ def test_diff(golden: Path, damaged: Path) -> None:
         ["diff", "--stat-only", single, other],
     ]
     assert [timeless(shown) for shown in together(3, commands)] == [
-        timeless(said(ALONE, words)) for words in commands
+        timeless(run_on_rank(ALONE, words)) for words in commands
     ]
     words = ["diff", "--json", other, str(damaged)]
     (outcome,) = together(3, [words])
-    report, alone = json.loads(outcome[1]), json.loads(said(ALONE, words)[1])
+    report, alone = json.loads(outcome[1]), json.loads(run_on_rank(ALONE, words)[1])
     launch = report.pop("launch")
     del report["seconds"], alone["seconds"]
     assert report == alone and outcome[0] == 1

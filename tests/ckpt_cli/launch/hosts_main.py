@@ -79,14 +79,14 @@ def main() -> int:
         return SKIPPED
 
 
-def run(found: Sequence[Host], options: argparse.Namespace) -> int:
+def run(machines: Sequence[Host], options: argparse.Namespace) -> int:
     """Runs the command on every host, and lets happen what was asked for at its time."""
     running = [
         host.start([word.format(number=host.number, name=host.name) for word in options.command])
-        for host in found
+        for host in machines
     ]
     printers = [
-        threading.Thread(target=_print, args=pair) for pair in zip(found, running, strict=True)
+        threading.Thread(target=_print, args=pair) for pair in zip(machines, running, strict=True)
     ]
     for printer in printers:
         printer.start()
@@ -101,7 +101,7 @@ def run(found: Sequence[Host], options: argparse.Namespace) -> int:
         seconds = time.monotonic() - begun
         if events and events[0][0] <= seconds:
             _, name, action = events.pop(0)
-            host = next(host for host in found if host.name == name)
+            host = next(host for host in machines if host.name == name)
             print(
                 f"scripts/hosts: {action} {name}, {seconds:.1f} s after the beginning", flush=True
             )
@@ -115,7 +115,7 @@ def run(found: Sequence[Host], options: argparse.Namespace) -> int:
         printer.join()
     codes = [
         process.returncode
-        for host, process in zip(found, running, strict=True)
+        for host, process in zip(machines, running, strict=True)
         if host.name not in killed
     ]
     return next((code for code in codes if code), 0)

@@ -122,7 +122,7 @@ def tree(place: Path) -> dict[str, str]:
 
 
 def wait_for(
-    what: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]
+    is_done: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]
 ) -> None:
     """Waits until something has happened while a process runs.
 
@@ -130,7 +130,7 @@ def wait_for(
         AssertionError: the process ended before, or it has not happened in time.
     """
     end = time.monotonic() + LIMIT_S
-    while not what():
+    while not is_done():
         assert process.poll() is None, "ended before it could be disturbed"
         assert time.monotonic() < end, f"has not happened within {LIMIT_S} s"
         time.sleep(0.002)

@@ -67,8 +67,8 @@ def _run(path: Path, command: list[str], environ: dict[str, str]) -> None:
     os._exit(code)
 
 
-def _failed(found: Ended) -> dict[str, Any]:
-    return dict(json.loads(found.out)["error"])
+def _failed(ended: Ended) -> dict[str, Any]:
+    return dict(json.loads(ended.out)["error"])
 
 
 def test_workers_do_one_job_and_only_the_lead_prints(tmp_path: Path, golden: Path):
