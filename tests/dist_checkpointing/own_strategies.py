@@ -83,8 +83,8 @@ def _held(sharded_state_dict: Any) -> list[tuple[Any, ...]]:
     return parts
 
 
-def _write(held: list[tuple[Any, ...]], checkpoint_dir: Path, rank: int) -> None:
-    torch.save(held, checkpoint_dir / f"rank_{rank}.pt")
+def _write(parts: list[tuple[Any, ...]], checkpoint_dir: Path, rank: int) -> None:
+    torch.save(parts, checkpoint_dir / f"rank_{rank}.pt")
 
 
 class OwnLoad(LoadShardedStrategy):

@@ -84,11 +84,11 @@ def test_leaves_are_mapped_in_place_and_out_of_place(theirs: ModuleType, tree: A
             assert first == other
 
 
-@given(one=trees, other=trees)
-def test_trees_merge_to_the_same_or_in_neither(theirs: ModuleType, one: Any, other: Any) -> None:
+@given(first=trees, other=trees)
+def test_trees_merge_to_the_same_or_in_neither(theirs: ModuleType, first: Any, other: Any) -> None:
     merges = []
     for module in (dict_utils, theirs):
-        target = copy.deepcopy(one)
+        target = copy.deepcopy(first)
         try:
             merged = module.merge(target, copy.deepcopy(other))
             assert merged is target

@@ -274,8 +274,8 @@ def _exchanged_by(
     return distribution, wrong
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+def _is_same(first: torch.Tensor, other: torch.Tensor) -> bool:
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, other)]
     return torch.equal(*raw)
 
 
@@ -308,7 +308,7 @@ def _broken(rank: int, world: int) -> dict[str, str]:
     }
 
 
-def _error_of(rank: int, algorithm: str, what: str) -> str:
+def _error_of(rank: int, algorithm: str, fault: str) -> str:
     """What a rank raises if rank 1 does what it should not."""
     shards = {"a": _tensor("a", 8), "b": _tensor("b", 8), "c": _tensor("c", 2)}
     distribution = determine_main_replica_uniform_distribution(shards, None, True)
@@ -319,15 +319,15 @@ def _error_of(rank: int, algorithm: str, what: str) -> str:
             loaded[shard] = tensor.data
         else:
             unloaded[shard] = tensor
-    if rank == 1 and what == "not loaded":
+    if rank == 1 and fault == "not loaded":
         loaded.clear()
-    if rank == 1 and what == "wrong dtype":
+    if rank == 1 and fault == "wrong dtype":
         loaded = {shard: tensor.double() for shard, tensor in loaded.items()}
-    if rank == 1 and what == "no memory":
+    if rank == 1 and fault == "no memory":
         for tensor in unloaded.values():
             tensor.data = None
             tensor.init_data = _out_of_memory  # type: ignore[method-assign]
-    if rank == 1 and what == "not distributed":
+    if rank == 1 and fault == "not distributed":
         unloaded["z", (0,), None] = _tensor("z", 4)
     try:
         exchange_by_distribution(loaded, unloaded, distribution, None, algorithm)

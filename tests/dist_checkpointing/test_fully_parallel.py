@@ -157,12 +157,12 @@ def expected(rank: int, world: int, **options: Any) -> Any:
     return dict_list_map_outplace(lambda leaf: leaf.data, state(rank, world, **options))
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def equal(first: Any, other: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(equal(first[key], other[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(other) and all(map(equal, first, other))
+    return torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
 
 
 def group_of(rank: int, world: int, tp: int) -> Any:
@@ -225,8 +225,8 @@ def _saved_and_loaded(rank: int, world: int, folder: str, tp: int) -> Any:
     return [_loaded(rank, world, folder, tp, group, algorithm) for algorithm in ALGORITHMS]
 
 
-def _replicas(held: Any) -> list[Any]:
-    return [leaf.replica_id for leaf in nested_values(held)]
+def _replicas(state_dict: Any) -> list[Any]:
+    return [leaf.replica_id for leaf in nested_values(state_dict)]
 
 
 def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: str) -> Any:

@@ -285,24 +285,24 @@ def trees(place: Place, *, is_filled: bool) -> tuple[dict[Any, Any], dict[Any, A
     return sharded, plain
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
+def differences(first: Any, other: Any, path: str = "") -> list[str]:
     """Where two trees are not of the same bits."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        texts = [f"{path}.{key} is in one only" for key in one.keys() ^ other.keys()]
+    if isinstance(first, dict) and isinstance(other, dict):
+        texts = [f"{path}.{key} is in one only" for key in first.keys() ^ other.keys()]
         return texts + [
             text
-            for key in one.keys() & other.keys()
-            for text in differences(one[key], other[key], f"{path}.{key}")
+            for key in first.keys() & other.keys()
+            for text in differences(first[key], other[key], f"{path}.{key}")
         ]
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        is_same = one.dtype == other.dtype and one.shape == other.shape
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_same = first.dtype == other.dtype and first.shape == other.shape
         return (
             []
             if is_same
-            and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+            and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (first, other)))
             else [path]
         )
-    return [] if type(one) is type(other) and one == other else [path]
+    return [] if type(first) is type(other) and first == other else [path]
 
 
 def _save_all(rank: int, world: int, folder: str, backend: str) -> None:

@@ -180,7 +180,7 @@ def test_sharded_objects_and_other_backends_are_refused(small: Path) -> None:
         LOADER.check_version_compatibility(2)
 
 
-def test_it_becomes_the_default_when_it_is_registered() -> None:
+def test_the_strategy_becomes_the_default_when_it_is_registered() -> None:
     before = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
     try:
         register_default_tensorstore_strategies()

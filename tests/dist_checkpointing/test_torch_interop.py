@@ -52,7 +52,7 @@ def _theirs(state: Any) -> Any:
     """The same state of megatron-core's ShardedTensors and ShardedObjects."""
     from megatron.core.dist_checkpointing import mapping
 
-    def made(leaf: ShardedTensor | ShardedObject) -> Any:
+    def make_leaf(leaf: ShardedTensor | ShardedObject) -> Any:
         values = {
             field.name: getattr(leaf, field.name)
             for field in fields(leaf)
@@ -60,7 +60,7 @@ def _theirs(state: Any) -> Any:
         }
         return getattr(mapping, type(leaf).__name__)(**values)
 
-    return dict_list_map_outplace(made, state)
+    return dict_list_map_outplace(make_leaf, state)
 
 
 def _megatron() -> Any:

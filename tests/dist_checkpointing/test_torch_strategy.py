@@ -87,23 +87,23 @@ def state_of(rank: int, world: int, *, is_filled: bool = True) -> dict[str, obje
     }
 
 
-def differences(found: object, wanted: object, path: str = "") -> list[str]:
+def differences(loaded: object, wanted: object, path: str = "") -> list[str]:
     """Where what was loaded is not what was saved."""
     if isinstance(wanted, dict):
-        return [d for key in wanted for d in differences(found[key], wanted[key], f"{path}/{key}")]
+        return [d for key in wanted for d in differences(loaded[key], wanted[key], f"{path}/{key}")]
     if isinstance(wanted, list):
-        assert isinstance(found, list) and len(found) == len(wanted)
+        assert isinstance(loaded, list) and len(loaded) == len(wanted)
         return [
             d
-            for n, (a, b) in enumerate(zip(found, wanted, strict=True))
+            for n, (a, b) in enumerate(zip(loaded, wanted, strict=True))
             for d in differences(a, b, f"{path}/{n}")
         ]
     if isinstance(wanted, ShardedObject):
-        return [] if found == wanted.data else [path]
+        return [] if loaded == wanted.data else [path]
     same = (
-        torch.equal(found, wanted.data)
-        and found.dtype == wanted.dtype
-        and found.shape == wanted.data.shape
+        torch.equal(loaded, wanted.data)
+        and loaded.dtype == wanted.dtype
+        and loaded.shape == wanted.data.shape
     )
     return [] if same else [path]
 
@@ -123,12 +123,12 @@ def on_ranks(n: int, function, *args: object) -> list:
     return [function(0, 1, *args)] if n == 1 else run_ranks(n, function, *args)
 
 
-def check_tensors(found: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    assert found.keys() == SHAPES.keys()
+def check_tensors(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    assert tensors.keys() == SHAPES.keys()
     for key, (shape, dtype) in SHAPES.items():
         want = global_tensor(key, shape, dtype)
         data = want.flatten().view(torch.uint8).numpy().tobytes()
-        assert found[key] == (str(dtype).removeprefix("torch."), shape, data), key
+        assert tensors[key] == (str(dtype).removeprefix("torch."), shape, data), key
 
 
 @pytest.mark.dist
@@ -276,10 +276,10 @@ def test_what_one_rank_cannot_write_fails_on_every_rank_and_leaves_no_metadata(t
     assert not (tmp_path / ".metadata").exists()
 
 
-def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
+def _save_twice(rank: int, world: int, folder: Path, kind: str) -> str:
     state: dict[str, object] = {"x": part_of("x", (4,), (0, rank, world))}
     state["twice"] = (
-        part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
+        part_of("w", (4,)) if kind == "tensor" else ShardedObject("w", rank, (1,), (0,))
     )
     try:
         saves().save(state, folder)
@@ -289,9 +289,9 @@ def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("what", ["tensor", "object"])
-def test_a_shard_with_main_replicas_on_two_ranks_is_refused_on_both(what, tmp_path):
-    errors = run_ranks(2, _save_twice, tmp_path, what)
+@pytest.mark.parametrize("kind", ["tensor", "object"])
+def test_a_shard_with_main_replicas_on_two_ranks_is_refused_on_both(kind, tmp_path):
+    errors = run_ranks(2, _save_twice, tmp_path, kind)
     assert all("ranks 0 and 1 both save the same shard (tensor w" in text for text in errors), (
         errors
     )

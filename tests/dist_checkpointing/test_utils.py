@@ -36,13 +36,13 @@ def tree(module: ModuleType) -> Any:
     }
 
 
-def shown(found: Any) -> Any:
+def shown(item: Any) -> Any:
     """Types and keys of the leaves, in their nesting."""
-    if isinstance(found, dict):
-        return {key: shown(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [shown(value) for value in found]
-    return type(found).__name__, getattr(found, "key", None)
+    if isinstance(item, dict):
+        return {key: shown(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [shown(value) for value in item]
+    return type(item).__name__, getattr(item, "key", None)
 
 
 @pytest.fixture(scope="module")

@@ -531,7 +531,7 @@ def test_only_backend_zarr_of_version_1_is_loaded() -> None:
         LOADER.check_version_compatibility(2)
 
 
-def test_these_strategies_are_the_default_ones() -> None:
+def test_the_zarr_strategies_are_the_default_ones() -> None:
     assert (
         type(get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1))
         is ZarrSaveShardedStrategy
