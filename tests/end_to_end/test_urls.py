@@ -194,7 +194,7 @@ def test_a_bucket_is_listed_like_a_directory(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["inspect", "s3://runs/nothing"], 2, "no such object"),
         (["inspect", "s3://nowhere/x"], 6, "no such bucket: nowhere"),
@@ -209,10 +209,10 @@ def test_a_bucket_is_listed_like_a_directory(
     ],
 )
 def test_requests_that_cannot_be_met_say_why(
-    bucket: Any, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+    bucket: Any, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_manifest_is_written_beside_the_data(
