@@ -21,7 +21,7 @@ def _stored(name: str, n: int, offset: int = 0) -> StoredArray:
     return StoredArray(name, "float32", (n,), Extent(name, offset))
 
 
-def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) -> None:
+def _fill(dense_array: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) -> None:
     """Copies a fragment out of its file; an element is copied once."""
     assert fragment.array is not None
     start = fragment.array.extent.offset // 4
@@ -30,8 +30,8 @@ def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) ->
     )
     box = fragment.box
     region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
-    assert (whole[region] == -1).all()
-    whole[region] = dense[
+    assert (dense_array[region] == -1).all()
+    dense_array[region] = dense[
         tuple(slice(a, a + n) for a, n in zip(fragment.at, box.shape, strict=True))
     ]
 

@@ -134,7 +134,7 @@ def test_any_cut_becomes_any_other(
 @given(data=st.data())
 def test_random_shapes_cuts_buffers_and_item_sizes(data: st.DataObject) -> None:
     extents = st.lists(st.sampled_from([1, 6, 12, 24, 60]), min_size=1, max_size=4)
-    shape = data.draw(extents.map(tuple).filter(lambda found: prod(found) <= 5000))
+    shape = data.draw(extents.map(tuple).filter(lambda extent_list: prod(extent_list) <= 5000))
 
     def cut() -> Cut:
         axis = data.draw(st.integers(0, len(shape) - 1))

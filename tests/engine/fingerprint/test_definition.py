@@ -99,7 +99,7 @@ def content(shape: Shape, itemsize: int, *, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(prod(shape) * itemsize)
 
 
-def whole(
+def lanes_of(
     shape: Shape, itemsize: int, data: bytes, products: Products = products_in_numpy
 ) -> tuple[int, ...]:
     form_sum = FormSum(form_of(shape, itemsize), products)
@@ -115,19 +115,19 @@ def test_both_engines_compute_what_the_definition_says(
     shape: Shape, itemsize: int, engine: Products
 ) -> None:
     data = content(shape, itemsize)
-    assert whole(shape, itemsize, data, engine) == plain(shape, itemsize, data)
+    assert lanes_of(shape, itemsize, data, engine) == plain(shape, itemsize, data)
 
 
 def test_extreme_bytes_do_not_overflow() -> None:
     for byte in (b"\x80", b"\x7f"):
         data = byte * 4096
         assert (
-            whole((1, 4096), 1, data)
-            == whole((1, 4096), 1, data, products_in_torch)
+            lanes_of((1, 4096), 1, data)
+            == lanes_of((1, 4096), 1, data, products_in_torch)
             == plain((1, 4096), 1, data)
         )
     large = b"\x80" * (1 << 22)
-    assert whole((1 << 22,), 1, large) == whole((1 << 22,), 1, large, products_in_torch)
+    assert lanes_of((1 << 22,), 1, large) == lanes_of((1 << 22,), 1, large, products_in_torch)
 
 
 def test_golden_values() -> None:
@@ -136,8 +136,8 @@ def test_golden_values() -> None:
     assert [factor(0, 0, lane) for lane in range(4)] == GOLDEN_SMALL
     assert [factor(table, 4095, 15) for table in (1, 2, 3)] == GOLDEN_LARGE
     counting = bytes(n % 251 for n in range(6 * 5 * 130 * 2))
-    assert format_lanes(whole((6, 5, 130), 2, counting)) == GOLDEN_TEXT
-    assert format_lanes(whole((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
+    assert format_lanes(lanes_of((6, 5, 130), 2, counting)) == GOLDEN_TEXT
+    assert format_lanes(lanes_of((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
 
 
 GOLDEN_SMALL = [99, -17, -121, 121]
@@ -192,7 +192,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
     shape, itemsize, boxes = case
     data = content(shape, itemsize)
     elements = np.frombuffer(data, f"V{itemsize}").reshape(shape)
-    wanted = whole(shape, itemsize, data)
+    wanted = lanes_of(shape, itemsize, data)
     form = form_of(shape, itemsize)
     parts = []
     together = FormSum(form, products_in_numpy)
@@ -217,7 +217,7 @@ def test_runs_that_end_anywhere_add_up(data: st.DataObject) -> None:
     spans = list(zip((0, *cuts), (*cuts, len(content_)), strict=True))
     for start, stop in data.draw(st.permutations(spans)):
         form_sum.add_run(start, memoryview(content_)[start:stop])
-    assert form_sum.lanes == whole(shape, itemsize, content_)
+    assert form_sum.lanes == lanes_of(shape, itemsize, content_)
 
 
 def test_wide_boxes_of_joined_axes_are_spread_in_pieces() -> None:
@@ -227,17 +227,17 @@ def test_wide_boxes_of_joined_axes_are_spread_in_pieces() -> None:
     only[5:299_005, 3:5] = elements[5:299_005, 3:5]
     form_sum = FormSum(form_of(shape, 2), products_in_numpy)
     form_sum.add_box(shape, box, 2, memoryview(elements[5:299_005, 3:5].tobytes()))
-    assert form_sum.lanes == whole(shape, 2, only.tobytes())
+    assert form_sum.lanes == lanes_of(shape, 2, only.tobytes())
 
 
 def test_any_flipped_bit_is_seen() -> None:
     for shape, itemsize in (((5, 3), 2), ((2, 257), 4)):
         data = content(shape, itemsize)
-        fingerprints = {whole(shape, itemsize, data)}
+        fingerprints = {lanes_of(shape, itemsize, data)}
         for at, bit in product(range(len(data)), range(8)):
             changed = bytearray(data)
             changed[at] ^= 1 << bit
-            fingerprints.add(whole(shape, itemsize, bytes(changed)))
+            fingerprints.add(lanes_of(shape, itemsize, bytes(changed)))
         assert len(fingerprints) == 1 + 8 * len(data)
 
 
@@ -245,16 +245,16 @@ def test_any_flipped_bit_is_seen() -> None:
 def test_swapped_and_moved_rows_columns_and_elements_are_seen(shape: Shape) -> None:
     chance = random.Random(3)
     elements = np.frombuffer(content(shape, 2), np.uint16).reshape(shape)
-    fingerprints = {whole(shape, 2, elements.tobytes())}
+    fingerprints = {lanes_of(shape, 2, elements.tobytes())}
     n_changes = 0
     for axis in range(len(shape)):
         for _ in range(12):
             i, other = chance.sample(range(shape[axis]), 2)
             order = list(range(shape[axis]))
             order[i], order[other] = other, i
-            fingerprints.add(whole(shape, 2, elements.take(order, axis).tobytes()))
+            fingerprints.add(lanes_of(shape, 2, elements.take(order, axis).tobytes()))
             n_changes += 1
-        fingerprints.add(whole(shape, 2, np.roll(elements, 1, axis).tobytes()))
+        fingerprints.add(lanes_of(shape, 2, np.roll(elements, 1, axis).tobytes()))
         n_changes += 1
     flat = elements.reshape(-1)
     for _ in range(200):
@@ -262,7 +262,7 @@ def test_swapped_and_moved_rows_columns_and_elements_are_seen(shape: Shape) -> N
         for moved in (flat[[i, other]][::-1], np.array([0, flat[i]], np.uint16)):
             changed = flat.copy()
             changed[[i, other]] = moved
-            fingerprints.add(whole(shape, 2, changed.tobytes()))
+            fingerprints.add(lanes_of(shape, 2, changed.tobytes()))
             n_changes += 1
     repeats = 2 * 12 * len(shape)  # the same two rows may be drawn twice
     assert n_changes - repeats < len(fingerprints) - 1 <= n_changes
@@ -299,17 +299,17 @@ def test_few_values_in_many_places_do_not_collide() -> None:
 
 def test_zeros_add_nothing() -> None:
     data = content((3, 300), 2)
-    assert whole((5, 300), 2, data + bytes(1200)) == whole((3, 300), 2, data)
-    assert whole((3, 300), 2, bytes(1800)) == (0,) * LANES
+    assert lanes_of((5, 300), 2, data + bytes(1200)) == lanes_of((3, 300), 2, data)
+    assert lanes_of((3, 300), 2, bytes(1800)) == (0,) * LANES
 
 
 def test_read_only_bytes_are_taken_without_a_warning() -> None:
     data = content((4, 4096), 1)
-    assert whole((4, 4096), 1, bytes(data), products_in_torch) == whole((4, 4096), 1, data)
+    assert lanes_of((4, 4096), 1, bytes(data), products_in_torch) == lanes_of((4, 4096), 1, data)
 
 
 def test_texts_are_read_back_and_others_refused() -> None:
-    lanes = whole((3, 300), 2, content((3, 300), 2))
+    lanes = lanes_of((3, 300), 2, content((3, 300), 2))
     assert parse_lanes(format_lanes(lanes)) == lanes
     for wrong in ("", "f" * 128, "0" * 127, "g" * 128, "+" + "0" * 127):
         with pytest.raises(ValueError, match="not a fingerprint"):
@@ -327,7 +327,7 @@ def test_the_kernel_restores_the_threads_of_torch() -> None:
     before = torch.get_num_threads()
     with fastest_products(1 << 40) as products:
         data = content((4, 4096), 1)
-        assert whole((4, 4096), 1, data, products) == whole((4, 4096), 1, data)
+        assert lanes_of((4, 4096), 1, data, products) == lanes_of((4, 4096), 1, data)
     assert torch.get_num_threads() == before
 
 

@@ -37,7 +37,7 @@ def validated(team: PipeTeam, paths: list[Path], options: dict[str, object]) -> 
 def together(n: int, paths: list[Path], **options: object) -> list[Validation]:
     """What rank 0 of ``n`` says; the others say the same."""
     results = run_team(n, validated, paths, options)
-    assert all(said(validations) == said(results[0]) for validations in results)
+    assert all(without_times(validations) == without_times(results[0]) for validations in results)
     return results[0]
 
 
@@ -45,8 +45,8 @@ def alone(paths: list[Path], **options: object) -> list[Validation]:
     return [validate(path, threads=2, **options) for path in paths]
 
 
-def said(found: list[Validation]) -> list[Validation]:
-    return [replace(validation, seconds=0, figures=()) for validation in found]
+def without_times(validations: list[Validation]) -> list[Validation]:
+    return [replace(validation, seconds=0, figures=()) for validation in validations]
 
 
 GOLDEN = (
@@ -127,26 +127,26 @@ def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_files_that_are_hashed_as_a_whole(hashed: Path, n: int) -> None:
-    expected = said(alone([hashed], level=Level.DEEP))
+    expected = without_times(alone([hashed], level=Level.DEEP))
     assert [
         (finding.code, finding.file) for finding in expected[0].findings if finding.code == "CK812"
     ] == [("CK812", "__1_0.distcp")]
-    assert said(together(n, [hashed], level=Level.DEEP)) == expected
+    assert without_times(together(n, [hashed], level=Level.DEEP)) == expected
 
 
 @pytest.mark.long  # as the damaged ones, of which most files are whole
 def test_golden_checkpoints(golden: Path) -> None:
     paths = [golden / name for name in GOLDEN]
-    expected = said(alone(paths, level=Level.DEEP))
-    assert said(together(3, paths, level=Level.DEEP)) == expected
+    expected = without_times(alone(paths, level=Level.DEEP))
+    assert without_times(together(3, paths, level=Level.DEEP)) == expected
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_damaged_checkpoints(damaged: list[Path], n: int) -> None:
-    expected = said(alone(damaged, level=Level.DEEP))
+    expected = without_times(alone(damaged, level=Level.DEEP))
     codes = {finding.code for result in expected for finding in result.findings}
     assert {"CK701", "CK710", "CK103"} <= codes
-    validations = said(together(n, damaged, level=Level.DEEP))
+    validations = without_times(together(n, damaged, level=Level.DEEP))
     for validation, other in zip(validations, expected, strict=True):
         assert validation == other
 
@@ -274,8 +274,8 @@ def compared(team: Team, against: Path, path: Path, level: Level) -> Validation 
         return type(err).__name__, err.sentence
 
 
-def bare(found: Validation | tuple[str, str]) -> object:
-    return replace(found, seconds=0, figures=()) if isinstance(found, Validation) else found
+def bare(result: Validation | tuple[str, str]) -> object:
+    return replace(result, seconds=0, figures=()) if isinstance(result, Validation) else result
 
 
 def fingerprints(team: Team, path: Path, memory_bytes: int) -> dict[str, Fingerprint] | str:
