@@ -28,14 +28,14 @@ def state_dict(value: int) -> dict[str, Any]:
 
     from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    def whole(key: str, data: torch.Tensor) -> ShardedTensor:
+    def make_sharded(key: str, data: torch.Tensor) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(key, data)
 
     return {
-        "weight": whole(
+        "weight": make_sharded(
             "weight", torch.arange(value, value + 6000, dtype=torch.float32).reshape(60, 100)
         ),
-        "bias": whole("bias", torch.full((100,), value, dtype=torch.bfloat16)),
+        "bias": make_sharded("bias", torch.full((100,), value, dtype=torch.bfloat16)),
         "rng": ShardedObject("rng", {"seed": value}, (1,), (0,)),
         "iteration": value,
     }

@@ -219,17 +219,17 @@ class WorkerCases:
         return check
 
     def _signalled(
-        self, rank: int, operation: Operation, what: signal.Signals
+        self, rank: int, operation: Operation, number: signal.Signals
     ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self._run(
-                **{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, what))}
+                **{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, number))}
             )
-            if ended[rank].code not in (0, 128 + what):
+            if ended[rank].code not in (0, 128 + number):
                 yield f"exit code {ended[rank].code}: {ended[rank].output[-300:]}"
             for end in ended:
-                if end.code not in (0, WORKER_CODE, 128 + what):
+                if end.code not in (0, WORKER_CODE, 128 + number):
                     yield f"another worker ended with {end.code}: {end.output[-600:]}"
             yield from self._whole()
             if ended[0].code == 0 and not self.target.is_complete():
@@ -380,8 +380,8 @@ def _is_others(operation: Operation) -> bool:
     return operation.name in ("open", "read", "close", "fstat") and "/journal" in operation.path
 
 
-def _freeze(seen: Path, go: Path) -> None:
-    seen.touch()
+def _freeze(mark: Path, go: Path) -> None:
+    mark.touch()
     until = time.monotonic() + 60
     while not go.exists() and time.monotonic() < until:
         time.sleep(0.002)

@@ -146,9 +146,9 @@ class Workers:
         return self._notes_dir / f"output-{rank}"
 
 
-def _close(pairs: list[tuple[Connection, Connection]], kept: list[Connection | None]) -> None:
+def _close(pairs: list[tuple[Connection, Connection]], own: list[Connection | None]) -> None:
     """Closes what belongs to others, so that the death of a worker closes its pipes."""
     for pair in pairs:
         for pipe in pair:
-            if not any(pipe is own_pipe for own_pipe in kept):
+            if not any(pipe is own_pipe for own_pipe in own):
                 pipe.close()
