@@ -169,25 +169,25 @@ def torch_objects(folder: Path) -> dict[str, object]:
     return wanted
 
 
-def assert_same_tree(found: object, expected: object) -> None:
-    assert type(found) is type(expected)
+def assert_same_tree(actual: object, expected: object) -> None:
+    assert type(actual) is type(expected)
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert plain_bytes(found) == plain_bytes(expected)
+        assert isinstance(actual, torch.Tensor)
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape
+        assert plain_bytes(actual) == plain_bytes(expected)
     elif isinstance(expected, dict):
-        assert isinstance(found, dict)
-        assert list(found) == list(expected)
+        assert isinstance(actual, dict)
+        assert list(actual) == list(expected)
         for key in expected:
-            assert_same_tree(found[key], expected[key])
+            assert_same_tree(actual[key], expected[key])
     elif isinstance(expected, (list, tuple)):
-        assert isinstance(found, (list, tuple))
-        assert len(found) == len(expected)
-        for ours, two in zip(found, expected, strict=True):
+        assert isinstance(actual, (list, tuple))
+        assert len(actual) == len(expected)
+        for ours, two in zip(actual, expected, strict=True):
             assert_same_tree(ours, two)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 # ---- reading
@@ -659,9 +659,9 @@ def test_a_short_file_is_named_with_a_tensor_behind_its_end(written: Path, tmp_p
     assert caught.value.span is not None
 
 
-@pytest.mark.parametrize("left", [".metadata.tmp", "__0_0.distcp"])
-def test_an_unfinished_save_is_called_so(tmp_path: Path, left: str) -> None:
-    (tmp_path / left).write_bytes(b"")
+@pytest.mark.parametrize("leftover", [".metadata.tmp", "__0_0.distcp"])
+def test_an_unfinished_save_is_called_so(tmp_path: Path, leftover: str) -> None:
+    (tmp_path / leftover).write_bytes(b"")
     store = LocalStore(tmp_path)
     assert dcp.FORMAT.sniff(store)
     with pytest.raises(MissingShardError, match="did not finish"):

@@ -202,12 +202,12 @@ class Zero:
         end = max(end for _, end in self._flat(self.groups[number], "fp32")[1].values()) + self.gap
         return part[: max(0, min(len(part), end - rank * len(part)))].clone()
 
-    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        n = -(-whole.numel() // self.n_ranks)
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        n = -(-tensor.numel() // self.n_ranks)
         padded = torch.cat(
             [
-                whole.flatten(),
-                torch.full((n * self.n_ranks - whole.numel(),), -3.0, dtype=whole.dtype),
+                tensor.flatten(),
+                torch.full((n * self.n_ranks - tensor.numel(),), -3.0, dtype=tensor.dtype),
             ]
         )
         return [padded[rank * n : (rank + 1) * n].clone() for rank in range(self.n_ranks)]

@@ -118,11 +118,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("contradiction", BROKEN)
 def test_what_contradicts_itself_is_refused(
-    deepspeed_parallel: Path, tmp_path: Path, what: str
+    deepspeed_parallel: Path, tmp_path: Path, contradiction: str
 ) -> None:
-    change, message = BROKEN[what]
+    change, message = BROKEN[contradiction]
     case = "moe_zero1_data_first" if change is _exchange else "moe_zero1"
     store = edited(deepspeed_parallel / case / "global_step2", tmp_path / "x", change)
     with pytest.raises(CorruptError, match=message):

@@ -694,9 +694,9 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(tmp_path: Path, what: str) -> None:
-    stage, edit, kind, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named(tmp_path: Path, case: str) -> None:
+    stage, edit, kind, message = BROKEN[case]
     folder = Zero(stage, 2).write(tmp_path / "x", edit)
     with pytest.raises(kind, match=message) as caught:
         deepspeed.read(LocalStore(folder))

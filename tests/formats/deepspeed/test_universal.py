@@ -53,7 +53,7 @@ def plain(value: object) -> object:
 
 
 def assert_equal(
-    one: tuple[ReadStore, Catalog],
+    first: tuple[ReadStore, Catalog],
     other: tuple[ReadStore, Catalog],
     *,
     without: tuple[str, ...] = (),
@@ -61,20 +61,20 @@ def assert_equal(
     """Two checkpoints hold the same tensors and objects."""
     tensors = [
         {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()}
-        for _, catalog in (one, other)
+        for _, catalog in (first, other)
     ]
     assert tensors[0] == tensors[1]
     for key in tensors[0]:
         assert (
-            tensor_bytes(one[1], one[0], key).tobytes()
+            tensor_bytes(first[1], first[0], key).tobytes()
             == tensor_bytes(other[1], other[0], key).tobytes()
         ), key
     objects = [
         {key: plain(item.value) for key, item in catalog.objects.items() if key not in without}
-        for _, catalog in (one, other)
+        for _, catalog in (first, other)
     ]
     assert objects[0] == objects[1]
-    assert one[1].iteration == other[1].iteration
+    assert first[1].iteration == other[1].iteration
 
 
 def in_memory(
@@ -417,19 +417,19 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, what: str) -> None:
-    arrays, objects, key, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    arrays, objects, key, message = REFUSED[case]
     store, catalog = in_memory(arrays, objects)
     with pytest.raises(UnsupportedError, match=message) as caught:
         written(catalog, store, tmp_path)
-    assert (caught.value.key == key and caught.value.hint) or what == "a long step"
+    assert (caught.value.key == key and caught.value.hint) or case == "a long step"
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_the_check_refuses_what_laying_out_refuses(what: str) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_check_refuses_what_laying_out_refuses(case: str) -> None:
     _, target = source_and_target(
-        in_memory(REFUSED[what][0], REFUSED[what][1])[1], deepspeed_universal.FORMAT
+        in_memory(REFUSED[case][0], REFUSED[case][1])[1], deepspeed_universal.FORMAT
     )
     with pytest.raises(UnsupportedError) as refused:
         deepspeed_universal.lay_out(target)
@@ -481,9 +481,9 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(tmp_path: Path, what: str) -> None:
-    stem, value, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named(tmp_path: Path, case: str) -> None:
+    stem, value, message = BROKEN[case]
     folder = _made(tmp_path)
     torch.save(value, folder / "zero" / "deep" / f"{stem}.pt")
     with pytest.raises(CorruptError, match=message) as caught:

@@ -68,26 +68,26 @@ def bits(tensor: torch.Tensor) -> bytes:
     return b"" if not dense.numel() else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(mine: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Equal types, nesting and order; tensors equal bit for bit."""
-    assert type(mine) is type(expected), f"{type(mine)} for {type(expected)}"
+    assert type(actual) is type(expected), f"{type(actual)} for {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert (mine.dtype, mine.shape, mine.requires_grad) == (
+        assert (actual.dtype, actual.shape, actual.requires_grad) == (
             expected.dtype,
             expected.shape,
             expected.requires_grad,
         )
-        assert bits(mine) == bits(expected)
+        assert bits(actual) == bits(expected)
     elif isinstance(expected, dict):
-        assert list(mine) == list(expected)
+        assert list(actual) == list(expected)
         for key, item in expected.items():
-            assert_same(mine[key], item)
+            assert_same(actual[key], item)
     elif isinstance(expected, (list, tuple)):
-        assert len(mine) == len(expected)
-        for our_item, other in zip(mine, expected, strict=True):
+        assert len(actual) == len(expected)
+        for our_item, other in zip(actual, expected, strict=True):
             assert_same(our_item, other)
     else:
-        assert mine == expected
+        assert actual == expected
 
 
 def kinds_of(dtype: torch.dtype) -> dict[str, Any]:
