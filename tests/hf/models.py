@@ -701,12 +701,12 @@ def written(catalog: Catalog, store: LocalStore, folder: Path) -> Path:
     return folder
 
 
-def assert_same(found: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None:
+def assert_same(actual: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None:
     """The same keys with the same bytes and shapes."""
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     for key, data in wanted.items():
-        assert found[key].shape == data.shape, key
-        assert np.array_equal(found[key], data), key
+        assert actual[key].shape == data.shape, key
+        assert np.array_equal(actual[key], data), key
 
 
 def arguments(catalog: Catalog) -> dict[str, object]:

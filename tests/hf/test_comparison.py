@@ -77,10 +77,8 @@ def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -
         return getattr(transformers, auto_class).from_config(config)
 
 
-def changed(tensors: Tensors, *without: str, **others: tuple[str, Tensor]) -> Tensors:
-    return {key: meta for key, meta in tensors.items() if key not in without} | dict(
-        others.values()
-    )
+def changed(tensors: Tensors, *without: str, **more: tuple[str, Tensor]) -> Tensors:
+    return {key: meta for key, meta in tensors.items() if key not in without} | dict(more.values())
 
 
 def kinds(problems: tuple[Problem, ...]) -> list[str]:

@@ -175,7 +175,7 @@ def _tokens() -> torch.Tensor:
     return torch.tensor([token * 7 % 130 for token in range(3, 33)])[None]
 
 
-def test_it_goes_to_megatron_and_back_in_every_layout(
+def test_a_nemotron_nas_model_goes_to_megatron_and_back_in_every_layout(
     model: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
     folder, _ = model

@@ -106,14 +106,14 @@ def entry_of(shape: tuple[int, ...], fragments: list[Fragment], number: int) -> 
     return fragment
 
 
-def test_one_of_a_stack_has_an_axis_less() -> None:
+def test_an_entry_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
     pieces = [Fragment(full_box((4, 2, 3)), array, (0, 0, 0))]
     entry = entry_of((4, 2, 3), pieces, 2)
     assert (entry.box, entry.at) == (full_box((2, 3)), (2, 0, 0))
 
 
-def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
+def test_an_entry_of_a_stack_may_be_stored_alone() -> None:
     arrays = [
         StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)
     ]
