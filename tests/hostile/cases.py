@@ -185,10 +185,10 @@ BASES: dict[str, dict[str, bytes | str]] = {
 """Small checkpoints that are sound, but for Orbax's."""
 
 
-def changed(base: str, **others: bytes | str | None) -> Make:
+def changed(base: str, **changes: bytes | str | None) -> Make:
     """One of them with other files, or without some (None)."""
     return files(
-        **{name: data for name, data in {**BASES[base], **others}.items() if data is not None}
+        **{name: data for name, data in {**BASES[base], **changes}.items() if data is not None}
     )
 
 
@@ -488,12 +488,12 @@ def _placed(name: str, offset: int, n_bytes: int) -> Make:
     return _metadata(TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), name, offset, n_bytes)]))
 
 
-def _zarray(**others: object) -> Make:
-    return changed("zarr", **{"w/.zarray": json.dumps({**ZARRAY, **others})})
+def _zarray(**fields: object) -> Make:
+    return changed("zarr", **{"w/.zarray": json.dumps({**ZARRAY, **fields})})
 
 
-def _zarr_json(**others: object) -> Make:
-    return changed("zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, **others})})
+def _zarr_json(**fields: object) -> Make:
+    return changed("zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, **fields})})
 
 
 def _grid(*chunk_shape: int) -> dict[str, object]:
@@ -533,12 +533,12 @@ def _index(**weight_map: str) -> Make:
 
 
 def _deflated(
-    record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **others: bytes
+    record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **more_records: bytes
 ) -> Make:
     """A torch file with a deflated record of ``n`` equal units."""
 
     def make(folder: Path) -> Path:
-        records = {"data.pkl": b"\x80\x02}.", **others, record: begin + unit * n + end}
+        records = {"data.pkl": b"\x80\x02}.", **more_records, record: begin + unit * n + end}
         return torch_file(zipped(records, method=zipfile.ZIP_DEFLATED))(folder)
 
     return make

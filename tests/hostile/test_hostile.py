@@ -231,7 +231,7 @@ def _follow(server: Server, source: Path, folder: Path) -> None:
     assert all(end.code in (0, *_REFUSED) for end in ends)
 
 
-def test_there_are_more_than_a_hundred() -> None:
+def test_the_hostile_cases_are_more_than_three_hundred() -> None:
     assert len(CASES) > 300
     assert set(CASES) >= _LONG
 
