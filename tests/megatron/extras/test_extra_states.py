@@ -77,7 +77,7 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     ids=["tensor", "stream"],
 )
 @pytest.mark.parametrize(
-    ("one", "other", "why"),
+    ("first", "other", "why"),
     [
         (delayed(1.5), delayed(2.5), "delayed FP8 scaling.*repeats the measurements"),
         (
@@ -90,10 +90,10 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     ids=["delayed", "recipe", "one_empty"],
 )
 def test_states_that_differ_become_empty_with_a_note(
-    golden: Path, tmp_path: Path, kind: Any, one: bytes, other: bytes, why: str
+    golden: Path, tmp_path: Path, kind: Any, first: bytes, other: bytes, why: str
 ) -> None:
     source = with_state(
-        golden, tmp_path / "a", {"mp_rank_00": kind(one), "mp_rank_01": kind(other)}
+        golden, tmp_path / "a", {"mp_rank_00": kind(first), "mp_rank_01": kind(other)}
     )
     report = resharded(source, tmp_path / "out", tp=1)
     model = model_of(tmp_path / "out", "mp_rank_00")
@@ -229,7 +229,7 @@ def test_maxima_that_differ_are_found(golden: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "what"),
+    ("name", "value", "message"),
     [
         (AMAX, torch.ones(128, 1), "per-channel scales of a quantized model"),
         (AMAX.replace("_amax", "_scale"), torch.ones(()), r"quantized models \(ModelOpt\)"),
@@ -237,10 +237,10 @@ def test_maxima_that_differ_are_found(golden: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_determined_is_refused_by_name(
-    golden: Path, tmp_path: Path, name: str, value: torch.Tensor, what: str
+    golden: Path, tmp_path: Path, name: str, value: torch.Tensor, message: str
 ) -> None:
     source = with_entry(golden, tmp_path / "a", name, value)
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         resharded(source, tmp_path / "out", tp=1)
 
 

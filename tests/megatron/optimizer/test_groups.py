@@ -142,7 +142,7 @@ def test_groups_are_those_that_megatron_makes(
     order = [
         settings
         for settings, _ in sorted(
-            megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"])
+            megatron[case], key=lambda group: bool(group[0]["is_expert_parallel"])
         )
     ]
     assert (list(assigned.settings), assigned.is_sorted) == (order, True)
@@ -209,12 +209,12 @@ def test_groups_that_look_alike_are_told_by_their_masters() -> None:
     ]
     groups = [slots({**WD, "lr_mult": 0.5}, (1, 2), params), slots(WD, (0,), params)]
     true = {(1, 0, 0), (2, 0, 1), (0, 1, 0)}
-    assignment = assign(params, groups, tuple(policies_of({})), agrees=lambda *which: which in true)
+    assignment = assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: pair in true)
     assert assignment == ((1, 2), (0,))
     with pytest.raises(UnsupportedError, match="several assignments"):
         assign(params, groups, tuple(policies_of({})), agrees=None)
     with pytest.raises(UnsupportedError, match="do not fit"):
-        assign(params, groups, tuple(policies_of({})), agrees=lambda *which: False)
+        assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: False)
 
 
 def test_a_policy_cannot_tell_groups_of_the_same_traits() -> None:

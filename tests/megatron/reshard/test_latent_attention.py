@@ -104,7 +104,7 @@ def test_query_groups_mean_nothing_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but there are 12"),
         ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but there are 12"),
@@ -114,10 +114,10 @@ def test_query_groups_mean_nothing_here() -> None:
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_sizes_that_contradict_the_shapes_are_corrupt(
-    changes: dict[str, object], what: str, tp: int
+    changes: dict[str, object], message: str, tp: int
 ) -> None:
     _, catalog = FUSED.catalog(Topology(tp=tp))
-    with pytest.raises(CorruptError, match=what):
+    with pytest.raises(CorruptError, match=message):
         unshard(replace(catalog, args=replaced(catalog.args, changes)), rules=RULES)
 
 

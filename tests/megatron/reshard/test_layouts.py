@@ -191,7 +191,7 @@ def broken(
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "array", "error", "what"),
+    ("folder", "name", "array", "error", "message"),
     [
         (
             "mp_rank_01",
@@ -225,9 +225,9 @@ def broken(
     ],
 )
 def test_ranks_that_disagree_are_reported(
-    folder: str, name: str, array: np.ndarray | None, error: type[Exception], what: str
+    folder: str, name: str, array: np.ndarray | None, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(broken(Model(), Topology(tp=2), folder, name, array), rules=RULES)
 
 
@@ -284,7 +284,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"hybrid_layer_pattern": "[M-]*-E"}, "kind '\\['"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "only the path of their description"),
@@ -292,10 +292,10 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
         ({"num_layers": None}, "have no num_layers"),
     ],
 )
-def test_arguments_of_other_models_are_refused(changes: dict[str, object], what: str) -> None:
+def test_arguments_of_other_models_are_refused(changes: dict[str, object], message: str) -> None:
     model = Model(more_args=changes)
     _, catalog = model.catalog(Topology())
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         unshard(catalog, rules=RULES)
 
 

@@ -220,7 +220,7 @@ def among(
 BLOCK = ATTENTION | MLP
 
 
-def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
+def with_prediction(kind: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
     """A model with one multi-token prediction, whose own layers are in a layer called
     ``mtp_model_layer``.
     """
@@ -231,12 +231,12 @@ def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: 
         **{f"mtp_model_layer.{name}": place for name, place in layers.items()},
         "final_layernorm.weight": ((8,), REPLICATED),
     }
-    tensors = dict(made.tensors)
+    tensors = dict(kind.tensors)
     output = tensors.pop("output_layer.weight")
     tensors |= {f"mtp.layers.0.{name}": place for name, place in own.items()}
     more = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": None, **args}
     return replace(
-        made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more}
+        kind, tensors={**tensors, "output_layer.weight": output}, args={**kind.args, **more}
     )
 
 
@@ -400,11 +400,11 @@ def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
 
 
 def refusal(
-    made: Made, a: Topology, b: Topology, *, rules: Rules = RULES
+    kind: Made, a: Topology, b: Topology, *, rules: Rules = RULES
 ) -> CheckpointingException:
     """The error of a change of layout."""
     with pytest.raises(CheckpointingException) as caught:
-        made.check(a, b, rules=rules)
+        kind.check(a, b, rules=rules)
     return caught.value
 
 
@@ -434,17 +434,19 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "what"),
+    ("args", "message"),
     [
         ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
         ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 by the arguments"),
         ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 by the arguments"),
     ],
 )
-def test_sizes_that_contradict_the_shapes_are_corrupt(args: dict[str, object], what: str) -> None:
+def test_sizes_that_contradict_the_shapes_are_corrupt(
+    args: dict[str, object], message: str
+) -> None:
     error = refusal(replace(MODELS["Mamba-2 by shapes"], args=args), Topology(), Topology(tp=2))
     assert isinstance(error, CorruptError)
-    assert re.search(what, error.message), error.message
+    assert re.search(message, error.message), error.message
 
 
 def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
@@ -487,7 +489,7 @@ def test_a_pattern_without_cuts_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what"),
+    ("pattern", "message"),
     [
         (
             "M-*M",
@@ -497,11 +499,11 @@ def test_a_pattern_without_cuts_is_kept() -> None:
         ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
     ],
 )
-def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, what: str) -> None:
+def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, message: str) -> None:
     changed = replace(PATTERN, args={"hybrid_override_pattern": pattern})
     error = refusal(changed, Topology(pp=2), Topology())
     assert isinstance(error, CorruptError)
-    assert error.message == what
+    assert error.message == message
 
 
 def test_predictions_of_a_pattern_are_counted() -> None:

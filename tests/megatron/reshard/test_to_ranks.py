@@ -194,7 +194,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "what"),
+    ("wanted", "message"),
     [
         (Topology(ep=3), r"4 experts do not divide over EP 3.*EP sizes that do: 1, 2, 4$"),
         (Topology(etp=2), r"ETP 2 does not divide TP 1: several ranks of Megatron write one file"),
@@ -203,10 +203,10 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
     ],
 )
 def test_sizes_that_experts_cannot_have_are_refused(
-    golden: Path, wanted: Topology, what: str
+    golden: Path, wanted: Topology, message: str
 ) -> None:
     _, source = global_form(golden, "moe_seq", "tp2_pp1_ep2")
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         shard(source, wanted, rules=RULES)
 
 
@@ -270,7 +270,7 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "what"),
+    ("wanted", "message"),
     [
         (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
@@ -288,10 +288,10 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     ],
 )
 def test_sizes_that_do_not_work_are_refused_with_those_that_do(
-    golden: Path, wanted: Topology, what: str
+    golden: Path, wanted: Topology, message: str
 ) -> None:
     _, source = global_form(golden, "dense_gqa", "tp2_pp1")
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         shard(source, wanted, rules=RULES)
 
 

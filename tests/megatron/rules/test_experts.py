@@ -224,7 +224,7 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "folder", "error", "what"),
+    ("name", "array", "folder", "error", "message"),
     [
         (
             f"{LOCAL}1.linear_fc2.weight",
@@ -285,14 +285,14 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
     ],
 )
 def test_experts_that_contradict_each_other_are_reported(
-    name: str, array: np.ndarray | None, folder: str, error: type[Exception], what: str
+    name: str, array: np.ndarray | None, folder: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(broken(name, array, folder), rules=RULES)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "what"),
+    ("changes", "error", "message"),
     [
         (
             {"num_experts": 16},
@@ -308,11 +308,11 @@ def test_experts_that_contradict_each_other_are_reported(
     ],
 )
 def test_arguments_that_contradict_the_experts_are_refused(
-    changes: dict[str, object], error: type[Exception], what: str
+    changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     _, catalog = MIXED.catalog(Topology(tp=2, ep=2))
     wrong = replace(catalog, args=replaced(catalog.args, changes))
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(wrong, rules=RULES)
 
 

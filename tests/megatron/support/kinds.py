@@ -214,7 +214,7 @@ def dist_tensors(folder: Path, name: str, sizes: tuple[int, int, int]) -> Arrays
 def catalog_of(
     args: Mapping[str, object],
     topology: Topology,
-    held: Mapping[str, Mapping[str, np.ndarray | None]],
+    arrays_of_ranks: Mapping[str, Mapping[str, np.ndarray | None]],
 ) -> tuple[MemoryStore, Catalog]:
     """The catalog of rank files, and the store that holds their bytes."""
     contents: dict[str, bytes | bytearray] = {}
@@ -224,7 +224,7 @@ def catalog_of(
     for rank in topology.ranks():
         coords, folder = topology.coords(rank), rank_dir(topology, rank)
         entries: dict[object, object] = {}
-        for name, array in held[folder].items():
+        for name, array in arrays_of_ranks[folder].items():
             key = f"{folder}:model.{name}"
             entries[name] = None
             if array is not None:

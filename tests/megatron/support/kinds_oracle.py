@@ -292,17 +292,19 @@ def tensors_of(value):
             yield from tensors_of(item)
 
 
-def filled(tensor, every):
+def filled(tensor, global_tensors):
     """Gives a shard the values of its place in the global tensor."""
     shape = tensor.global_shape
-    values = every.get(tensor.key)
+    values = global_tensors.get(tensor.key)
     if values is None:
         n = 1
         for extent in shape:
             n *= extent
         assert n <= 4096, (tensor.key, shape)
         start = zlib.crc32(tensor.key.encode()) % 4096 * 4096
-        values = every[tensor.key] = (torch.arange(n) + start).reshape(shape).to(tensor.data.dtype)
+        values = global_tensors[tensor.key] = (
+            (torch.arange(n) + start).reshape(shape).to(tensor.data.dtype)
+        )
     at = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, shape_of(tensor), strict=True))
     with torch.no_grad():
         tensor.data.copy_(values[at].reshape(tensor.data.shape))

@@ -41,13 +41,13 @@ def optim_oracle(golden: Path, model: str) -> dict[str, Bytes]:
         return {key.replace("|", "."): _bytes(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118
 
 
-def assert_true_states(found: Catalog, store: ReadStore, golden: Path, model: str) -> None:
+def assert_true_states(unsharded: Catalog, store: ReadStore, golden: Path, model: str) -> None:
     """The states are those of the oracle, all of them, bit for bit."""
     true = optim_oracle(golden, model)
-    states = {key: name for key in found.tensors if (name := split_state_key(key)) is not None}
+    states = {key: name for key in unsharded.tensors if (name := split_state_key(key)) is not None}
     assert {f"{state}.{fused(param)}" for state, param in states.values()} == set(true)
     for key, (state, param) in states.items():
-        values = tensor_bytes(found, store, key)
+        values = tensor_bytes(unsharded, store, key)
         assert values.shape == true[f"{state}.{fused(param)}"].shape
         assert (values == true[f"{state}.{fused(param)}"]).all(), key
 
@@ -91,18 +91,18 @@ def true_state(model: Model, state: str, param: str) -> np.ndarray:
     return model.tensors()[param] * np.float32(STATES["param" if state == "fp32_param" else state])
 
 
-def assert_states(model: Model, store: ReadStore, found: Catalog) -> None:
+def assert_states(model: Model, store: ReadStore, unsharded: Catalog) -> None:
     """Every parameter of a synthetic model has its states."""
     wanted = [name for name in model.tensors() if not name.endswith("expert_bias")]
-    assert {key for key in found.tensors if split_state_key(key)} == {
+    assert {key for key in unsharded.tensors if split_state_key(key)} == {
         state_key("fp32_param" if state == "param" else state, name)
         for name in wanted
         for state in STATES
     }
-    for key in found.tensors:
+    for key in unsharded.tensors:
         state = split_state_key(key)
         if state is not None:
-            values = tensor_bytes(found, store, key)
+            values = tensor_bytes(unsharded, store, key)
             true = true_state(model, *state)
             assert values.tobytes() == true.tobytes(), key
 

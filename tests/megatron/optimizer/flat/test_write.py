@@ -47,21 +47,21 @@ SOURCES = [
 ]
 
 
-def assert_same_tree(found: Any, wanted: Any, name: str) -> None:
+def assert_same_tree(actual: Any, wanted: Any, name: str) -> None:
     """Equal keys, in one order, values and tensors."""
-    assert type(found) is type(wanted), name
+    assert type(actual) is type(wanted), name
     if isinstance(wanted, torch.Tensor):
-        assert_same_bits(found, wanted, name)
+        assert_same_bits(actual, wanted, name)
     elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), name
+        assert list(actual) == list(wanted), name
         for key in wanted:
-            assert_same_tree(found[key], wanted[key], f"{name}.{key}")
+            assert_same_tree(actual[key], wanted[key], f"{name}.{key}")
     elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), name
-        for number, (item, other) in enumerate(zip(found, wanted, strict=True)):
+        assert len(actual) == len(wanted), name
+        for number, (item, other) in enumerate(zip(actual, wanted, strict=True)):
             assert_same_tree(item, other, f"{name}.{number}")
     else:
-        assert found == wanted, name
+        assert actual == wanted, name
 
 
 @pytest.mark.each_value

@@ -40,9 +40,9 @@ GOLD = [
 ]
 
 
-def joined(model: Catalog, found: GlobalStates) -> Catalog:
+def joined(model: Catalog, states: GlobalStates) -> Catalog:
     """The model with its optimizer."""
-    return replace(model, tensors={**model.tensors, **found.tensors})
+    return replace(model, tensors={**model.tensors, **states.tensors})
 
 
 @pytest.mark.parametrize(("family", "case"), GOLD)
