@@ -110,18 +110,18 @@ def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "title"),
     [
         ("model.gguf", "a GGUF file"),
         ("model.nemo", "a NeMo archive"),
     ],
 )
 def test_the_usual_formats_that_are_not_read_are_named(
-    tmp_path: Path, name: str, what: str
+    tmp_path: Path, name: str, title: str
 ) -> None:
     (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(64))
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UnsupportedError, match=f"{what} cannot be read") as refusal:
+        with pytest.raises(UnsupportedError, match=f"{title} cannot be read") as refusal:
             open_checkpoint(path)
         assert "safetensors" in str(refusal.value.hint)
 

@@ -50,19 +50,19 @@ def saved(path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.pt", "pytorch_model.bin", "last.ckpt", "model.pth"]
 )
-@pytest.mark.parametrize("what", INSTEAD)
-def test_what_was_saved_in_place_of_weights_is_told(what: str, name: str, tmp_path: Path) -> None:
-    data, title = INSTEAD[what]
+@pytest.mark.parametrize("case", INSTEAD)
+def test_what_was_saved_in_place_of_weights_is_told(case: str, name: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[case]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointingException, match=title) as refusal:
         open_checkpoint(tmp_path / name)
     assert refusal.value.hint
-    assert ("git lfs pull" in refusal.value.hint) == (what == "a pointer")
+    assert ("git lfs pull" in refusal.value.hint) == (case == "a pointer")
 
 
-@pytest.mark.parametrize("what", INSTEAD)
-def test_a_directory_of_downloads_that_failed_is_told(what: str, tmp_path: Path) -> None:
-    data, title = INSTEAD[what]
+@pytest.mark.parametrize("case", INSTEAD)
+def test_a_directory_of_downloads_that_failed_is_told(case: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[case]
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_bytes(data if name != "config.json" else b"{}")
     with pytest.raises(CorruptError, match=title):
@@ -72,11 +72,11 @@ def test_a_directory_of_downloads_that_failed_is_told(what: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("what", INSTEAD)
+@pytest.mark.parametrize("case", INSTEAD)
 def test_validate_finds_what_was_saved_in_place_of_weights(
-    what: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, title = INSTEAD[what]
+    data, title = INSTEAD[case]
     (tmp_path / name).write_bytes(data)
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / name):
