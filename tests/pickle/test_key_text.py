@@ -236,7 +236,7 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
 @pytest.mark.each_value
 @pytest.mark.parametrize("to", FLAT)
 @pytest.mark.parametrize(
-    ("state", "where", "what", "glob"),
+    ("state", "where", "message", "glob"),
     [
         (
             {"w": numbers(1), "proto": {Plain(): numbers(2), Plain(): numbers(3)}},
@@ -255,12 +255,12 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
     ids=["of a class", "tensor", "root"],
 )
 def test_a_key_without_a_text_is_refused_by_name(
-    state: object, where: str, what: str, glob: str, to: str, tmp_path: Path
+    state: object, where: str, message: str, glob: str, to: str, tmp_path: Path
 ) -> None:
     source = saved(state, tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match=f"the dict {where} has objects as keys") as caught:
         converted(source, tmp_path / "out", to)
-    assert caught.value.file == str(source) and what in caught.value.message
+    assert caught.value.file == str(source) and message in caught.value.message
     assert (
         caught.value.hint is not None
         and "--to torch" in caught.value.hint

@@ -325,7 +325,7 @@ def test_a_hook_with_wrong_arguments_is_a_corrupt_file() -> None:
         load(
             b"\x80\x02cm\nf\n(K\x01K\x02K\x03K\x04tR.",
             label="x",
-            hooks={("m", "f"): lambda one: one},
+            hooks={("m", "f"): lambda value: value},
         )
 
 

@@ -455,19 +455,19 @@ def test_any_plain_tree_is_read_back_equal(tree: object, protocol: int) -> None:
 def test_random_records_survive() -> None:
     rng = random.Random(5)
 
-    def record(depth: int, known: list[Any]) -> Any:
+    def record(depth: int, records: list[Any]) -> Any:
         if depth == 0 or rng.random() < 0.2:
-            return rng.choice([1, "a", None, Global("m", "x"), *known])
+            return rng.choice([1, "a", None, Global("m", "x"), *records])
         inert = Inert(
             rng.choice(["reduce", "newobj", "newobj_ex"]), Global("m", f"C{rng.randrange(3)}")
         )
-        inert.args = tuple(record(depth - 1, known) for _ in range(rng.randrange(3)))
-        inert.kwargs = {"k": record(depth - 1, known)} if inert.how == "newobj_ex" else None
-        known.append(inert)
-        inert.items = [record(depth - 1, known) for _ in range(rng.randrange(3))]
-        inert.entries = [(f"k{i}", record(depth - 1, known)) for i in range(rng.randrange(3))]
+        inert.args = tuple(record(depth - 1, records) for _ in range(rng.randrange(3)))
+        inert.kwargs = {"k": record(depth - 1, records)} if inert.how == "newobj_ex" else None
+        records.append(inert)
+        inert.items = [record(depth - 1, records) for _ in range(rng.randrange(3))]
+        inert.entries = [(f"k{i}", record(depth - 1, records)) for i in range(rng.randrange(3))]
         if rng.random() < 0.5:
-            inert.state = record(depth - 1, known)
+            inert.state = record(depth - 1, records)
         return inert
 
     for _ in range(200):
