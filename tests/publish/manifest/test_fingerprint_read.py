@@ -68,7 +68,7 @@ def fingerprints(path: Path) -> dict[str, Fingerprint]:
         opened.store.close()
 
 
-def made(path: Path) -> Inventory:
+def make_inventory(path: Path) -> Inventory:
     """What ``ckpt manifest`` would write."""
     return read_inventory(path, threads=2)
 
@@ -80,7 +80,7 @@ def test_all_layouts_and_formats_of_a_model_have_equal_fingerprints(
     cases_by_key: dict[str, dict[Fingerprint, str]] = {}
     step = 1 if request.config.getoption("--long") else 2
     for case in MODELS[model][::step]:
-        stated = made(golden / case).fingerprints
+        stated = make_inventory(golden / case).fingerprints
         assert stated == fingerprints(golden / case), (
             f"{case}: passing by and reading through the engine differ"
         )
