@@ -71,7 +71,7 @@ def imports(modules: dict[str, ast.Module]) -> tuple[Import, ...]:
     )
 
 
-def _imports_of(importer: str, tree: ast.Module, known: Collection[str]) -> Iterator[Import]:
+def _imports_of(importer: str, tree: ast.Module, own_modules: Collection[str]) -> Iterator[Import]:
     def visit(node: ast.AST, is_run: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -82,7 +82,10 @@ def _imports_of(importer: str, tree: ast.Module, known: Collection[str]) -> Iter
                 for alias in child.names:
                     full_name = f"{base}.{alias.name}"
                     yield Import(
-                        importer, full_name if full_name in known else base, is_run, child.lineno
+                        importer,
+                        full_name if full_name in own_modules else base,
+                        is_run,
+                        child.lineno,
                     )
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from visit(child, False)
