@@ -80,7 +80,7 @@ def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
             for f in findings
             if f.code in codes | {"CK100"} and f.severity > Severity.NOTE
         },
-        key=lambda found: (found[0], found[1] or ""),
+        key=lambda damage: (damage[0], damage[1] or ""),
     )
 
 
@@ -100,7 +100,9 @@ def test_a_damage_is_found_and_named(
     for level in levels if is_long else (row.level,):
         findings = validate(path, level=level).findings
         assert own(findings) == (
-            sorted(row.found, key=lambda one: (one[0], one[1] or "")) if level >= row.level else []
+            sorted(row.found, key=lambda damage: (damage[0], damage[1] or ""))
+            if level >= row.level
+            else []
         )
         for finding in findings:
             assert finding.hint and finding.message and (finding.file or finding.key), finding

@@ -85,7 +85,7 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
         ("mcore_legacy/dense_gqa/tp2_pp2", "format=hf", "ckpt writes it as safetensors"),
     ],
 )
-def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
+def test_a_plan_that_is_possible_says_how(name: str, text: str, says: str, golden: Path) -> None:
     by_code = asked(golden / name, text)
     (how,) = by_code["CK902"]
     assert says in how.message
@@ -99,7 +99,7 @@ def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
         ("torch_dcp/fsdp2_dp2", "tp=2", "neither Megatron's names and training arguments"),
     ],
 )
-def test_it_says_why_not(name: str, text: str, says: str, golden: Path) -> None:
+def test_a_plan_that_is_impossible_says_why(name: str, text: str, says: str, golden: Path) -> None:
     (why,) = asked(golden / name, text)["CK901"]
     assert why.severity == Severity.ERROR
     assert says in why.message

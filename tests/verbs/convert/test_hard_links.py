@@ -20,8 +20,8 @@ DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
 DCP = "torch_dcp/fsdp2_dp4"
 
 
-def _same_file(one: Path, other: Path) -> bool:
-    return one.stat().st_ino == other.stat().st_ino
+def _same_file(path: Path, other: Path) -> bool:
+    return path.stat().st_ino == other.stat().st_ino
 
 
 def test_another_layout_of_torch_dist_is_links_alone(golden: Path, tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ def tensors_of(path: Path, format: str) -> dict[str, torch.Tensor]:
     return torch_tensors(path) if format == "torch" else dcp_tensors(path)
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same_tensors(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for key in wanted:
-        assert_same_bits(found[key], wanted[key], key)
+        assert_same_bits(actual[key], wanted[key], key)
 
 
 @pytest.mark.each_value

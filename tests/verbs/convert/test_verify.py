@@ -70,7 +70,7 @@ def _with_two_swapped(
 ) -> Callable[[TargetCatalog], list[FileImage]]:
     """A layout that puts the input norms of layers 0 and 1 into each other's places."""
 
-    def made(target: TargetCatalog) -> list[FileImage]:
+    def lay_out_swapped(target: TargetCatalog) -> list[FileImage]:
         images = []
         for image in lay_out(target):
             names = [placed.array.name for placed in image.arrays]
@@ -93,7 +93,7 @@ def _with_two_swapped(
             images.append(replace(image, arrays=arrays))
         return images
 
-    return made
+    return lay_out_swapped
 
 
 def test_tensors_in_each_others_places_are_found(

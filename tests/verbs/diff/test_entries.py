@@ -12,7 +12,7 @@ from core.verbs.diff.entries import EntryDiff, entry_diffs
 
 def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:
     return entry_diffs(
-        a, b, same_tensors=lambda one, other: None if one == other else "it differs"
+        a, b, same_tensors=lambda first, other: None if first == other else "it differs"
     )[0]
 
 
@@ -34,7 +34,7 @@ def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ((1, 2), [1, 2]),
         ({"a": 1}, make_ordered_dict({"a": 1})),
@@ -48,12 +48,12 @@ def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
         ([0.5] * 700, [0.5] * 700),
     ],
 )
-def test_what_holds_the_same_is_equal(one: object, other: object) -> None:
-    assert diffs({"x": one}, {"x": other}) == []
+def test_what_holds_the_same_is_equal(first: object, other: object) -> None:
+    assert diffs({"x": first}, {"x": other}) == []
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "texts"),
+    ("first", "other", "texts"),
     [
         (True, 1, ("True", "1")),
         ("1", 1, ("'1'", "1")),
@@ -74,8 +74,8 @@ def test_what_holds_the_same_is_equal(one: object, other: object) -> None:
         (Inert("newobj", Global("m", "C")), Inert("newobj", Global("m", "D")), ("m.C", "m.D")),
     ],
 )
-def test_values_that_differ_are_shown(one: object, other: object, texts: tuple[str, str]) -> None:
-    assert diffs({"x": one}, {"x": other}) == [EntryDiff("x", "changed", *texts)]
+def test_values_that_differ_are_shown(first: object, other: object, texts: tuple[str, str]) -> None:
+    assert diffs({"x": first}, {"x": other}) == [EntryDiff("x", "changed", *texts)]
 
 
 def test_trees_that_hold_themselves_or_share_their_parts_end() -> None:

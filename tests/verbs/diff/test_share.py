@@ -23,22 +23,22 @@ from tests.support.teams import PipeTeam, run_team
 Said = tuple[object, ...]
 
 
-def said(found: Diff) -> Said:
+def without_times(result: Diff) -> Said:
     """What a result says; without what cannot be pickled, and without times."""
     rest = (
-        found.entries,
-        found.of_layout,
-        found.n_entries,
-        found.left_out,
-        found.notes,
-        found.read_bytes,
+        result.entries,
+        result.of_layout,
+        result.n_entries,
+        result.left_out,
+        result.notes,
+        result.read_bytes,
     )
-    return found.same, found.tensors, *rest
+    return result.same, result.tensors, *rest
 
 
 def compared(team: Team, jobs: list[DiffJob]) -> list[tuple[Said, tuple[Figures, ...]]]:
     results = [diff(job, team=team) for job in jobs]
-    return [(said(result), result.figures) for result in results]
+    return [(without_times(result), result.figures) for result in results]
 
 
 def alone(jobs: list[DiffJob]) -> list[Said]:

@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 DENSE = "mcore_legacy/dense_gqa"
 
 
-def models(tmp_path: Path, n: int = 3, **others: torch.Tensor) -> list[Path]:
+def models(tmp_path: Path, n: int = 3, **more: torch.Tensor) -> list[Path]:
     """Directories with random tensors of several dtypes, and some that all have."""
     paths = []
     for seed in range(n):
@@ -42,7 +42,7 @@ def models(tmp_path: Path, n: int = 3, **others: torch.Tensor) -> list[Path]:
             "empty": torch.zeros(0, 4),
             "scalar": torch.randn((), generator=generator),
             "positions": torch.arange(12),
-            **others,
+            **more,
         }
         path = tmp_path / f"model{seed}"
         path.mkdir()

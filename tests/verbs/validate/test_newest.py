@@ -63,7 +63,7 @@ def test_damaged_ones_are_skipped_with_the_reason(
         assert skipped.why.startswith("CK")
 
 
-def test_none_is_whole(root: Path) -> None:
+def test_no_iteration_is_complete(root: Path) -> None:
     for path in iteration_paths(root):
         (path / ".metadata").write_bytes(b"")
     result = newest(root)
