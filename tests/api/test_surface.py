@@ -83,27 +83,27 @@ def namespace(module: str) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     import zarr
 
-    found = {
+    names = {
         **vars(typing),
         "core": importlib.import_module("core"),
         "torch": torch,
         "pathlib": pathlib,
         "np": numpy,
     }
-    found |= {
+    names |= {
         "logging": logging,
         "ABC": ABC,
         "abc": importlib.import_module("abc"),
         "enum": enum,
         "Enum": enum.Enum,
     }
-    found |= {name: getattr(dcp, name) for name in ("DefaultSavePlanner", "DefaultLoadPlanner")}
-    found |= {"FileSystemWriter": dcp.FileSystemWriter, "FileSystemReader": dcp.FileSystemReader}
-    found |= {"numpy": numpy, "zarr": zarr, "Path": pathlib.Path}
+    names |= {name: getattr(dcp, name) for name in ("DefaultSavePlanner", "DefaultLoadPlanner")}
+    names |= {"FileSystemWriter": dcp.FileSystemWriter, "FileSystemReader": dcp.FileSystemReader}
+    names |= {"numpy": numpy, "zarr": zarr, "Path": pathlib.Path}
     mapping = importlib.import_module(
         f"{PACKAGE}.mapping"
     )  # where types alone need them, modules do not import these
-    return found | vars(mapping) | vars(module_of(module))
+    return names | vars(mapping) | vars(module_of(module))
 
 
 def evaluated(text: Any, module: str) -> Any:
@@ -153,13 +153,15 @@ def stated(signature: str, module: str) -> tuple[list[Parameter], Any]:
     args = node.args
     plain = [*args.posonlyargs, *args.args]
     defaults = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
-    found = list(_parameters(plain, defaults, inspect.Parameter.POSITIONAL_OR_KEYWORD, module))
+    parameters = list(_parameters(plain, defaults, inspect.Parameter.POSITIONAL_OR_KEYWORD, module))
     if args.vararg:
-        found += _parameters([args.vararg], [None], inspect.Parameter.VAR_POSITIONAL, module)
-    found += _parameters(args.kwonlyargs, args.kw_defaults, inspect.Parameter.KEYWORD_ONLY, module)
+        parameters += _parameters([args.vararg], [None], inspect.Parameter.VAR_POSITIONAL, module)
+    parameters += _parameters(
+        args.kwonlyargs, args.kw_defaults, inspect.Parameter.KEYWORD_ONLY, module
+    )
     if args.kwarg:
-        found += _parameters([args.kwarg], [None], inspect.Parameter.VAR_KEYWORD, module)
-    return found, None if node.returns is None else normal(ast.unparse(node.returns), module)
+        parameters += _parameters([args.kwarg], [None], inspect.Parameter.VAR_KEYWORD, module)
+    return parameters, None if node.returns is None else normal(ast.unparse(node.returns), module)
 
 
 def _parameters(args: Any, defaults: Any, kind: Any, module: str) -> Iterator[Parameter]:
@@ -171,12 +173,12 @@ def _parameters(args: Any, defaults: Any, kind: Any, module: str) -> Iterator[Pa
         yield Parameter(arg.arg, kind, value, annotation)
 
 
-def is_same_default(one: Any, other: Any) -> bool:
-    if isinstance(one, types.LambdaType) and one.__name__ == "<lambda>":
-        return callable(other) and one(one) is other(
-            one
+def is_same_default(default: Any, other: Any) -> bool:
+    if isinstance(default, types.LambdaType) and default.__name__ == "<lambda>":
+        return callable(other) and default(default) is other(
+            default
         )  # the documented ones return what they are given
-    return type(one) is type(other) and bool(one == other)
+    return type(default) is type(other) and bool(default == other)
 
 
 def check_signature(function: Any, text: str, module: str, name: str) -> None:
@@ -193,16 +195,18 @@ def check_signature(function: Any, text: str, module: str, name: str) -> None:
                 and parameter.default is not parameter.empty
             )
     assert [(p.name, p.kind) for p in actual] == [(p.name, p.kind) for p in expected]
-    for mine, theirs in zip(actual, expected, strict=True):
-        assert is_same_default(theirs.default, mine.default), (
-            f"{mine.name}: {mine.default!r}, not {theirs.default!r}"
+    for actual_parameter, theirs in zip(actual, expected, strict=True):
+        assert is_same_default(theirs.default, actual_parameter.default), (
+            f"{actual_parameter.name}: {actual_parameter.default!r}, not {theirs.default!r}"
         )
         if theirs.annotation is not None:
-            assert mine.annotation is not mine.empty, f"{mine.name} has no annotation"
-            found, wanted = normal(mine.annotation, module), theirs.annotation
-            if mine.default is None:
-                found, wanted = optional(found), optional(wanted)
-            assert found == wanted, f"{mine.name}: {found}, not {wanted}"
+            assert actual_parameter.annotation is not actual_parameter.empty, (
+                f"{actual_parameter.name} has no annotation"
+            )
+            annotation, wanted = normal(actual_parameter.annotation, module), theirs.annotation
+            if actual_parameter.default is None:
+                annotation, wanted = optional(annotation), optional(wanted)
+            assert annotation == wanted, f"{actual_parameter.name}: {annotation}, not {wanted}"
     if returned is not None:
         assert normal(signature.return_annotation, module) == returned
 
@@ -285,9 +289,11 @@ def test_a_method_has_the_documented_kind_and_signature(
     module: str, name: str, kind: str, signature: str
 ) -> None:
     cls, method = getattr(module_of(module), name), signature.split("(")[0]
-    found = inspect.getattr_static(cls, method)
-    assert isinstance(found, METHOD_KINDS[kind])
-    function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+    attribute = inspect.getattr_static(cls, method)
+    assert isinstance(attribute, METHOD_KINDS[kind])
+    function = (
+        attribute.__func__ if isinstance(attribute, classmethod | staticmethod) else attribute
+    )
     check_signature(inspect.unwrap(function), signature, module, f"{module}.{name}.{method}")
 
 

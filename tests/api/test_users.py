@@ -70,5 +70,5 @@ USERS: dict[str, dict[str, str]] = {
     ],
 )
 def test_names_that_other_programs_import_are_there(module: str, names: str) -> None:
-    found = importlib.import_module(f"core.dist_checkpointing.{module}")
-    assert [name for name in names.split() if not hasattr(found, name)] == []
+    imported = importlib.import_module(f"core.dist_checkpointing.{module}")
+    assert [name for name in names.split() if not hasattr(imported, name)] == []

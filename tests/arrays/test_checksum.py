@@ -56,38 +56,38 @@ def test_runs_in_any_order_and_of_any_length_give_the_same_sums(data: st.DataObj
     cuts = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=6))})
     runs = list(pairwise(cuts))
     random.Random(n).shuffle(runs)
-    whole = ArraySum(n, crc=True, digest=True)
+    array_sum = ArraySum(n, crc=True, digest=True)
     for number, (start, stop) in enumerate(runs):
-        assert not whole.is_complete
+        assert not array_sum.is_complete
         if data.draw(st.booleans()) or number:
             run = RunSum(start, n, crc=True, digest=True)
             middle = data.draw(st.integers(start, stop))
             run.feed(memoryview(content)[start:middle])
             run.feed(memoryview(content)[middle:stop])
-            whole.add(run)
+            array_sum.add(run)
         else:
-            whole.add_unsummed(stop - start)
-    assert whole.is_complete
+            array_sum.add_unsummed(stop - start)
+    assert array_sum.is_complete
 
     def read(offset: int, buffer: memoryview) -> None:
         buffer[:] = content[offset : offset + len(buffer)]
 
-    assert whole.finish(read) == (zlib.crc32(content), digest_of(content))
+    assert array_sum.finish(read) == (zlib.crc32(content), digest_of(content))
 
 
 def test_aligned_runs_need_no_reading() -> None:
     n = 2 * BLOCK_BYTES + 9
     content = bytes(range(256)) * (n // 256 + 1)
-    whole = ArraySum(n, crc=True, digest=True)
+    array_sum = ArraySum(n, crc=True, digest=True)
     for start, stop in ((BLOCK_BYTES, n), (0, BLOCK_BYTES)):
         run = RunSum(start, n, crc=True, digest=True)
         run.feed(memoryview(content)[start:stop])
-        whole.add(run)
+        array_sum.add(run)
 
     def read(offset: int, buffer: memoryview) -> None:
         raise AssertionError("nothing is to be read")
 
-    assert whole.finish(read)[1] == digest_of(content[:n])
+    assert array_sum.finish(read)[1] == digest_of(content[:n])
 
 
 @settings(max_examples=30, deadline=None)
@@ -109,10 +109,10 @@ def test_what_two_processes_have_of_an_array_joins_to_the_whole(
     def read(offset: int, buffer: memoryview) -> None:
         buffer[:] = content[offset : offset + len(buffer)]
 
-    whole = ArraySum(n, crc=True, digest=True)
+    joined = ArraySum(n, crc=True, digest=True)
     for half in halves:
         part = half.part(read)
         ends = [offset + n_bytes for offset, n_bytes, _ in part.runs]
         assert all(end < run[0] for end, run in zip(ends, part.runs[1:], strict=False))
-        whole.join(part)
-    assert whole.is_complete and whole.finish(read) == (crc32(content), digest_of(content))
+        joined.join(part)
+    assert joined.is_complete and joined.finish(read) == (crc32(content), digest_of(content))

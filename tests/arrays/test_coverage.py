@@ -21,8 +21,8 @@ sets_of_boxes = st.integers(0, 3).flatmap(lambda rank: st.tuples(boxes(rank), bo
 
 
 @given(sets_of_boxes)
-def test_an_overlap_is_found_exactly_if_two_boxes_meet(found: tuple[list[Box], list[Box]]) -> None:
-    some, _ = found
+def test_an_overlap_is_found_exactly_if_two_boxes_meet(drawn: tuple[list[Box], list[Box]]) -> None:
+    some, _ = drawn
     brute = [
         (i, j) for j in range(len(some)) for i in range(j) if some[i].intersect(some[j]) is not None
     ]
@@ -31,8 +31,8 @@ def test_an_overlap_is_found_exactly_if_two_boxes_meet(found: tuple[list[Box], l
 
 
 @given(sets_of_boxes)
-def test_the_index_finds_what_comparing_all_would_find(found: tuple[list[Box], list[Box]]) -> None:
-    some, (query,) = found
+def test_the_index_finds_what_comparing_all_would_find(drawn: tuple[list[Box], list[Box]]) -> None:
+    some, (query,) = drawn
     wanted = [
         (number, common)
         for number, box in enumerate(some)
@@ -42,8 +42,8 @@ def test_the_index_finds_what_comparing_all_would_find(found: tuple[list[Box], l
 
 
 @given(sets_of_boxes)
-def test_a_hole_lies_in_the_region_and_in_no_box(found: tuple[list[Box], list[Box]]) -> None:
-    some, (region,) = found
+def test_a_hole_lies_in_the_region_and_in_no_box(drawn: tuple[list[Box], list[Box]]) -> None:
+    some, (region,) = drawn
     hole = first_hole(region, some)
     if hole is None:
         covered = sum(len(first_parts) for first_parts in [_elements(region, some)])
@@ -54,7 +54,7 @@ def test_a_hole_lies_in_the_region_and_in_no_box(found: tuple[list[Box], list[Bo
 
 
 def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
-    found = set()
+    elements = set()
     for box in some:
         common = box.intersect(region)
         if common is not None:
@@ -65,8 +65,8 @@ def _elements(region: Box, some: list[Box]) -> set[tuple[int, ...]]:
                 ):
                     index.append(offset + number % extent)
                     number //= extent
-                found.add(tuple(index))
-    return found
+                elements.add(tuple(index))
+    return elements
 
 
 def test_a_large_shuffled_grid_is_proven_without_comparing_all_pairs() -> None:

@@ -72,14 +72,14 @@ def test_shards_tile_the_tensor(units: list[int], n: int, axis: int) -> None:
     shape = tuple(sum(parts) if a == axis else 2 for a in range(3))
     owner: dict[int, int] = {}
     for rank in range(n):
-        held = 0
+        n_before = 0
         for piece in split_axis(shape, axis, parts=parts, rank=rank, n=n):
-            assert piece.at[axis] == held
-            held += piece.box.shape[axis]
+            assert piece.at[axis] == n_before
+            n_before += piece.box.shape[axis]
             for index in range(piece.box.offset[axis], piece.box.end[axis]):
                 assert index not in owner
                 owner[index] = rank
-        assert held == shard_shape(shape, axis, n)[axis]
+        assert n_before == shard_shape(shape, axis, n)[axis]
     assert sorted(owner) == list(range(shape[axis]))
 
 

@@ -36,9 +36,9 @@ def modules_after(*arguments: str) -> set[str]:
     "arguments", [("--help",), ("inspect", "--help"), ("convert", "--help-all"), ("--version",)]
 )
 def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -> None:
-    found = modules_after(*arguments)
-    assert not found.intersection(HEAVY)
-    assert not found.intersection(
+    modules = modules_after(*arguments)
+    assert not modules.intersection(HEAVY)
+    assert not modules.intersection(
         {
             "core.verbs.convert.run",
             "core.opening.open",

@@ -196,15 +196,15 @@ def test_a_file_that_would_run_code_is_shown_but_not_converted(
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
-@pytest.mark.parametrize("what", ["source", "destination"])
+@pytest.mark.parametrize("place", ["source", "destination"])
 def test_no_permission_is_an_input_output_error(
-    what: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = copied(DCP)(golden, tmp_path)
     (tmp_path / "closed").mkdir(mode=0o500)
-    if what == "source":
+    if place == "source":
         (source / "__0_0.distcp").chmod(0)
-    target = tmp_path / ("closed/out" if what == "destination" else "out")
+    target = tmp_path / ("closed/out" if place == "destination" else "out")
     assert main(["convert", str(source), str(target), "--to", "torch"]) == 6
     assert "permission denied" in capsys.readouterr().err
 

@@ -65,13 +65,13 @@ class OwnAsyncSave(AsyncSaveShardedStrategy):
 
 
 def _held(sharded_state_dict: Any) -> list[tuple[Any, ...]]:
-    found = []
+    parts = []
     for part in nested_values(sharded_state_dict):
         assert isinstance(part, ShardedTensor)
         if is_main_replica(part.replica_id):
             flat = part.flattened_range
             place = part.global_offset, (1,) * part.prepend_axis_num + tuple(part.local_shape)
-            found.append(
+            parts.append(
                 (
                     part.key,
                     part.global_shape,
@@ -80,11 +80,11 @@ def _held(sharded_state_dict: Any) -> list[tuple[Any, ...]]:
                     part.data.clone(),
                 )
             )
-    return found
+    return parts
 
 
-def _write(held: list[tuple[Any, ...]], checkpoint_dir: Path, rank: int) -> None:
-    torch.save(held, checkpoint_dir / f"rank_{rank}.pt")
+def _write(parts: list[tuple[Any, ...]], checkpoint_dir: Path, rank: int) -> None:
+    torch.save(parts, checkpoint_dir / f"rank_{rank}.pt")
 
 
 class OwnLoad(LoadShardedStrategy):
@@ -100,15 +100,17 @@ class OwnLoad(LoadShardedStrategy):
         def value(part: ShardedTensor) -> torch.Tensor:
             if part.key not in stored:
                 raise KeyError(part.key)
-            found = stored[part.key][part.global_slice()].to(part.dtype)
-            return found if part.flattened_range is None else found.flatten()[part.flattened_range]
+            tensor = stored[part.key][part.global_slice()].to(part.dtype)
+            return (
+                tensor if part.flattened_range is None else tensor.flatten()[part.flattened_range]
+            )
 
         return dict_list_map_outplace(value, sharded_state_dict)
 
     def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
         return {
-            key: ShardedTensor.from_rank_offsets(key, whole).without_data()
-            for key, whole in _whole(Path(checkpoint_dir)).items()
+            key: ShardedTensor.from_rank_offsets(key, tensor).without_data()
+            for key, tensor in _whole(Path(checkpoint_dir)).items()
         }
 
     def remove_sharded_tensors(self, checkpoint_dir: Any, key_prefix: str) -> None:
@@ -119,18 +121,18 @@ class OwnLoad(LoadShardedStrategy):
 
 
 def _whole(checkpoint_dir: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in sorted(checkpoint_dir.glob("rank_*.pt")):
         for key, shape, offset, local, flat, data in torch.load(path):
-            whole = found.setdefault(key, torch.zeros(shape, dtype=data.dtype))
-            place = whole[tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))]
+            tensor = tensors.setdefault(key, torch.zeros(shape, dtype=data.dtype))
+            place = tensor[tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))]
             if flat is None:
                 place.copy_(data.reshape(local))
             else:
                 shard = place.flatten()
                 shard[slice(*flat)] = data
                 place.copy_(shard.reshape(local))
-    return found
+    return tensors
 
 
 class OwnCommonSave(SaveCommonStrategy):
@@ -146,13 +148,13 @@ class OwnCommonSave(SaveCommonStrategy):
             torch.save(common_state_dict, Path(checkpoint_dir) / "state.pt")
 
     def save_sharded_objects(self, sharded_objects_state_dict: Any, checkpoint_dir: Any) -> None:
-        held = [
+        parts = [
             part
             for part in nested_values(sharded_objects_state_dict)
             if is_main_replica(part.replica_id)
         ]
         torch.save(
-            {part.unique_key: part.data for part in held},
+            {part.unique_key: part.data for part in parts},
             Path(checkpoint_dir) / f"object_{comm.rank()}.pt",
         )
 
@@ -182,10 +184,10 @@ class OwnCommonLoad(LoadCommonStrategy):
 
 
 def _objects(checkpoint_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
     for path in checkpoint_dir.glob("object_*.pt"):
-        found |= torch.load(path)
-    return found
+        objects |= torch.load(path)
+    return objects
 
 
 def register() -> None:

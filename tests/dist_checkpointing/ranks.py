@@ -53,31 +53,31 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        found: dict[int, tuple[str, Any, str]] = {}
+        outcomes: dict[int, tuple[str, Any, str]] = {}
         deadline = datetime.datetime.now() + datetime.timedelta(seconds=TIMEOUT_S)
         try:
-            while len(found) < n and datetime.datetime.now() < deadline:
+            while len(outcomes) < n and datetime.datetime.now() < deadline:
                 if not results.empty():
                     number, *outcome = results.get()
-                    found[number] = tuple(outcome)
+                    outcomes[number] = tuple(outcome)
                 elif all(not process.is_alive() for process in processes) and results.empty():
                     break
                 else:
-                    processes[min(set(range(n)) - set(found))].join(0.02)
+                    processes[min(set(range(n)) - set(outcomes))].join(0.02)
             for process in processes:
                 process.join(5)
         finally:
             for process in processes:  # they are no daemons, for these may not start writers
                 if process.is_alive():
                     process.kill()
-    missing = sorted(set(range(n)) - set(found))
-    failed = {number: outcome for number, outcome in found.items() if outcome[0] == "raised"}
+    missing = sorted(set(range(n)) - set(outcomes))
+    failed = {number: outcome for number, outcome in outcomes.items() if outcome[0] == "raised"}
     if missing or (failed and not allow_failure):
         texts = [f"rank {number}: {outcome[2]}" for number, outcome in sorted(failed.items())]
         if missing:
             texts.append(f"ranks {missing} died or hung")
         raise AssertionError("\n".join(texts))
-    return [found[number][1] for number in range(n)]
+    return [outcomes[number][1] for number in range(n)]
 
 
 def _rank(

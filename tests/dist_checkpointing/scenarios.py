@@ -74,15 +74,17 @@ class Layout:
 
     def dp_group(self, place: Place) -> Any:
         """The process group of the ranks that differ in dp only; a collective call."""
-        found = None
+        own_group = None
         for pp_rank in range(self.pp):
             for tp_rank in range(self.tp):
                 ranks = [
                     tp_rank + self.tp * (dp_rank + self.dp * pp_rank) for dp_rank in range(self.dp)
                 ]
                 group = dist.new_group(ranks)
-                found = group if (tp_rank, pp_rank) == (place.tp_rank, place.pp_rank) else found
-        return found
+                own_group = (
+                    group if (tp_rank, pp_rank) == (place.tp_rank, place.pp_rank) else own_group
+                )
+        return own_group
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,11 @@ def shard(
     """
     dtype = more.pop("dtype", torch.float32)
     n_prepended = more.get("prepend_axis_num", 0)
-    whole = values(key, shape, dtype)
+    tensor = values(key, shape, dtype)
     for axis, index, n in cuts:
         extent = shape[axis] // n
-        whole = whole.narrow(axis, index * extent, extent)
-    data = whole.reshape(whole.shape[n_prepended:]).clone()
+        tensor = tensor.narrow(axis, index * extent, extent)
+    data = tensor.reshape(tensor.shape[n_prepended:]).clone()
     return api.ShardedTensor.from_rank_offsets(
         key, data if is_filled else torch.zeros_like(data), *cuts, **more
     )
@@ -265,9 +267,9 @@ def gated(api: Any, place: Place, layer: tuple[int, int, int], *, is_filled: boo
     tensor.
     """
     tp, tp_rank = place.layout.tp, place.tp_rank
-    whole = values("decoder.fc1.weight", (N_LAYERS, 2 * FFN, HIDDEN))[layer[1]]
+    fused = values("decoder.fc1.weight", (N_LAYERS, 2 * FFN, HIDDEN))[layer[1]]
     rows = FFN // tp
-    data = torch.cat([part[tp_rank * rows : (tp_rank + 1) * rows] for part in whole.chunk(2)])
+    data = torch.cat([part[tp_rank * rows : (tp_rank + 1) * rows] for part in fused.chunk(2)])
 
     def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> Any:
         return [
@@ -298,9 +300,9 @@ def save_model(api: Any, place: Place, folder: str) -> Any:
 
 
 def load_model(api: Any, place: Place, folder: str) -> Any:
-    found = api.load(model_state(api, place, is_filled=False), folder)
-    assert found.pop("content_metadata") == {"kind": "model", "version": 2}
-    return shown(found)
+    loaded = api.load(model_state(api, place, is_filled=False), folder)
+    assert loaded.pop("content_metadata") == {"kind": "model", "version": 2}
+    return shown(loaded)
 
 
 def expected_model(api: Any, place: Place) -> Any:
@@ -328,8 +330,8 @@ def load_model_without_data(api: Any, place: Place, folder: str) -> Any:
         ],
     }
     state = {"a": state["a"].without_data(), "b": [state["b"][0].without_data()]}
-    found = api.load(state, folder, validate_access_integrity=False)
-    return shown({name: found[name] for name in ("a", "b")})
+    loaded = api.load(state, folder, validate_access_integrity=False)
+    return shown({name: loaded[name] for name in ("a", "b")})
 
 
 def look_at_model(api: Any, place: Place, folder: str) -> Any:
@@ -377,7 +379,7 @@ def save_fully_parallel(api: Any, place: Place, folder: str) -> Any:
 
 
 def load_fully_parallel(api: Any, place: Place, folder: str) -> Any:
-    found = {}
+    loaded = {}
     group = place.layout.dp_group(place)
     for exchange in ("broadcast", "gather_object", "gather_rounds"):
         strategy = api.FullyParallelLoadStrategyWrapper(
@@ -385,8 +387,8 @@ def load_fully_parallel(api: Any, place: Place, folder: str) -> Any:
         )
         state = api.load(model_state(api, place, is_filled=False), folder, strategy)
         state.pop("content_metadata")
-        found[exchange] = shown(state)
-    return found
+        loaded[exchange] = shown(state)
+    return loaded
 
 
 def expected_fully_parallel(api: Any, place: Place) -> Any:
@@ -406,9 +408,9 @@ def save_async(api: Any, place: Place, folder: str) -> Any:
     number = queue.schedule_async_request(request)
     waiting = queue.get_num_unfinalized_calls()
     done = queue.maybe_finalize_async_calls(blocking=True)
-    left = queue.get_num_unfinalized_calls()
+    n_left = queue.get_num_unfinalized_calls()
     queue.close()
-    assert (waiting, done, left) == (1, [number], 0), (waiting, done, left)
+    assert (waiting, done, n_left) == (1, [number], 0), (waiting, done, n_left)
 
 
 def save_async_at_once(api: Any, place: Place, folder: str) -> Any:
@@ -571,7 +573,7 @@ PADDED = {1: 12, 2: 12, 4: 16, 8: 8}
 
 def padded_state(api: Any, place: Place, *, is_filled: bool) -> Any:
     tp, tp_rank = place.layout.tp, place.tp_rank
-    made = shard(
+    sharded = shard(
         api,
         "vocab",
         (PADDED[tp], 4),
@@ -579,7 +581,7 @@ def padded_state(api: Any, place: Place, *, is_filled: bool) -> Any:
         is_filled=is_filled,
         allow_shape_mismatch=True,
     )
-    return {"vocab": made}
+    return {"vocab": sharded}
 
 
 def save_padded(api: Any, place: Place, folder: str) -> Any:
@@ -592,9 +594,9 @@ def load_padded(api: Any, place: Place, folder: str) -> Any:
 
 def expected_padded(api: Any, place: Place) -> Any:
     rows = PADDED[place.layout.tp] // place.layout.tp
-    whole = torch.zeros(16, 4)
-    whole[:12] = values("vocab", (12, 4))
-    return shown({"vocab": whole[place.tp_rank * rows : (place.tp_rank + 1) * rows]})
+    vocab = torch.zeros(16, 4)
+    vocab[:12] = values("vocab", (12, 4))
+    return shown({"vocab": vocab[place.tp_rank * rows : (place.tp_rank + 1) * rows]})
 
 
 # ---- strictness
@@ -618,7 +620,7 @@ def save_strict(api: Any, place: Place, folder: str) -> Any:
 
 def load_strict(api: Any, place: Place, folder: str) -> Any:
     """What each value of ``strict`` returns or raises, for exact, missing, unexpected and both."""
-    found = {}
+    outcomes = {}
     for strict in api.StrictHandling:
         for names in ("abAB", "aA", "abcABC", "acAC"):
             has_unexpected = "c" in names
@@ -626,13 +628,13 @@ def load_strict(api: Any, place: Place, folder: str) -> Any:
                 continue  # nobody says what happens then
             # Its text is a value, too.
             for given in (strict, strict.value) if names == "aA" else (strict,):
-                found[str(given), names] = attempted(
+                outcomes[str(given), names] = attempted(
                     api,
                     lambda names=names, given=given: api.load(
                         strict_state(api, place, names), folder, strict=given
                     ),
                 )
-    return found
+    return outcomes
 
 
 def load_absent(api: Any, place: Place, folder: str) -> Any:
@@ -685,29 +687,29 @@ def violations(api: Any) -> dict[str, list[Any]]:
 
 
 def save_violations(api: Any, place: Place, folder: str) -> Any:
-    found = {}
+    outcomes = {}
     for name, leaves in violations(api).items():
         target = Path(folder, name.replace(" ", "-"))
         target.mkdir()
-        found[name] = attempted(
+        outcomes[name] = attempted(
             api, lambda leaves=leaves, target=target: api.save({"s": leaves, "x": 1}, str(target))
         )
-    return found
+    return outcomes
 
 
 def load_violations(api: Any, place: Place, folder: str) -> Any:
     """The same requests of a checkpoint that has everything; and what the save made of them."""
-    found = {}
+    outcomes = {}
     for name, leaves in violations(api).items():
         if any(leaf.key == "o" for leaf in leaves):
             source = str(Path(folder, "objects"))
         else:
             source = str(Path(folder, "complete"))
         if name not in ("two dtypes", "two shapes", "two extents", "two axes", "an object missing"):
-            found[name] = attempted(
+            outcomes[name] = attempted(
                 api, lambda leaves=leaves, source=source: bool(api.load({"s": leaves}, source))
             )
-    return found
+    return outcomes
 
 
 @dataclass(frozen=True)

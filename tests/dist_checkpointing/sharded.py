@@ -72,10 +72,10 @@ def flat_part_of(
     offsets: tuple = (),
 ) -> ShardedTensor:
     """Elements [start, stop) of a flattened part of ``global_tensor(key, shape)``."""
-    whole = part_of(key, shape, *offsets)
-    data = whole.data.flatten()[start:stop].clone()
+    part = part_of(key, shape, *offsets)
+    data = part.data.flatten()[start:stop].clone()
     if not is_filled:
         data.fill_(-1)
     return ShardedTensor.from_rank_offsets_flat(
-        key, data, whole.local_shape, *offsets, flattened_range=slice(start, stop)
+        key, data, part.local_shape, *offsets, flattened_range=slice(start, stop)
     )

@@ -125,9 +125,9 @@ def test_an_asynchronous_save_makes_the_files_of_a_synchronous_one(
     assert (
         run_ranks(world, _saved_twice, tmp_path, persistent, is_shared_out) == [[[], [0]]] * world
     )
-    found = _files(tmp_path / "async")
-    assert found == _files(tmp_path / "sync")
-    assert {"metadata.json", "common.pt", ".metadata", "__0_0.distcp"} <= found.keys()
+    files = _files(tmp_path / "async")
+    assert files == _files(tmp_path / "sync")
+    assert {"metadata.json", "common.pt", ".metadata", "__0_0.distcp"} <= files.keys()
 
 
 def _several(rank: int, world: int, folder: Path) -> list[Any]:
@@ -137,14 +137,14 @@ def _several(rank: int, world: int, folder: Path) -> list[Any]:
         queue.schedule_async_request(_begin(state, folder / f"{number}", folder / f"go{number}"))
         for tensor in _tensors(state):
             tensor.view(torch.uint8).add_(1) if tensor.dim() else tensor.add_(1)
-    seen = []
+    finalized = []
     for number in (2, 1, 0):
         (folder / f"go{number}").touch()
         if number:
             time.sleep(0.2)
-            seen.append(queue.maybe_finalize_async_calls())
-    seen.append(queue.maybe_finalize_async_calls(blocking=True))
-    return [*seen, free_bytes(POOL) > 0]
+            finalized.append(queue.maybe_finalize_async_calls())
+    finalized.append(queue.maybe_finalize_async_calls(blocking=True))
+    return [*finalized, free_bytes(POOL) > 0]
 
 
 def _cannot_write(rank: int, world: int, folder: Path, is_async: bool) -> tuple[str, list[int]]:
@@ -274,7 +274,7 @@ def test_the_request_of_a_scheduled_save_keeps_no_tensor_of_the_training_alive(t
     alive = [weakref.ref(tensor) for tensor in _tensors(state)]
     queue.schedule_async_request(_begin(state, tmp_path / "a", tmp_path / "go"))
     del state
-    assert not any(one() is not None for one in alive)
+    assert not any(reference() is not None for reference in alive)
     (tmp_path / "go").touch()
     queue.close()
     assert _loads(tmp_path / "a")

@@ -101,14 +101,14 @@ def test_odd_views_are_saved_as_they_read(tmp_path):
         flattened_range=slice(2, 8),
     )
     rest = [slice(0, 2), slice(8, 10)]
-    others = [
+    flat_parts = [
         ShardedTensor(
             "flat", torch.zeros(2), torch.float32, (2, 5), (2, 5), (0, 0), (1, 1), flattened_range=r
         )
         for r in rest
     ]
     _write(
-        [*(ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()), flat, *others],
+        [*(ShardedTensor.from_rank_offsets(k, v) for k, v in views.items()), flat, *flat_parts],
         str(tmp_path),
         format="dcp",
     )
@@ -116,15 +116,15 @@ def test_odd_views_are_saved_as_they_read(tmp_path):
         assert torch.equal(
             _loaded(tmp_path, ShardedTensor.from_rank_offsets(key, torch.zeros_like(view))), view
         ), key
-    whole = _loaded(tmp_path, ShardedTensor.from_rank_offsets("flat", torch.ones(2, 5)))
-    assert whole.reshape(-1).tolist() == [0, 0, *base[::4].tolist(), 0, 0]
+    full = _loaded(tmp_path, ShardedTensor.from_rank_offsets("flat", torch.ones(2, 5)))
+    assert full.reshape(-1).tolist() == [0, 0, *base[::4].tolist(), 0, 0]
 
 
 def test_metadata_tells_global_shapes(tmp_path):
     _save_columns(0, 1, str(tmp_path), "torch_dist")
     _complete(tmp_path, "torch_dist")
-    found = bridge.sharded_metadata(tmp_path)
-    assert {key: (item.global_shape, item.dtype) for key, item in found.items()} == {
+    metadata = bridge.sharded_metadata(tmp_path)
+    assert {key: (item.global_shape, item.dtype) for key, item in metadata.items()} == {
         "w": ((6, 8), torch.float32),
         "layers.w": ((1, 3), torch.bfloat16),
     }
@@ -155,8 +155,8 @@ def test_values_are_those_of_copy(tmp_path, stored, target):
     _complete(tmp_path, "torch_dist")
     expected = torch.empty(2, 4, dtype=target).copy_(values)
     # Complete, with other strides, a flattened range, and larger than what is stored.
-    whole = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4, dtype=target))
-    assert torch.equal(_loaded(tmp_path, whole), expected)
+    part = ShardedTensor.from_rank_offsets("w", torch.ones(2, 4, dtype=target))
+    assert torch.equal(_loaded(tmp_path, part), expected)
     turned = ShardedTensor.from_rank_offsets("w", torch.ones(4, 2, dtype=target).T)
     assert torch.equal(_loaded(tmp_path, turned), expected)
     flat = ShardedTensor.from_rank_offsets_flat(

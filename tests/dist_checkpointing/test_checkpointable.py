@@ -46,7 +46,7 @@ def _state(
     start, stop = (round(n_cells * at / world) + (0 < at < world) for at in (rank, rank + 1))
     rows = 2 if world == 4 else 1
     layers = SHAPES["layers"][0] // world
-    held = {
+    parts_by_key = {
         "column": [part_of("column", SHAPES["column"], (0, rank, world), is_filled=is_filled)],
         "row": [part_of("row", SHAPES["row"], (1, rank, world), is_filled=is_filled)],
         "grid": [
@@ -81,9 +81,10 @@ def _state(
         ],
     }
     state = {
-        key: _contained(parts) if len(parts) > 1 else wrap(parts[0]) for key, parts in held.items()
+        key: _contained(parts) if len(parts) > 1 else wrap(parts[0])
+        for key, parts in parts_by_key.items()
     }
-    return {"model": state}, [part for parts in held.values() for part in parts]
+    return {"model": state}, [part for parts in parts_by_key.values() for part in parts]
 
 
 def _save(rank: int, world: int, folder: Path) -> None:
@@ -92,11 +93,11 @@ def _save(rank: int, world: int, folder: Path) -> None:
 
 def _load(rank: int, world: int, folder: Path) -> list[str]:
     """Keys of what came back otherwise than it was saved."""
-    state, found = _state(rank, world, is_filled=False)
+    state, parts = _state(rank, world, is_filled=False)
     dcp.load(state, checkpoint_id=folder)
     return [
         got.key
-        for got, want in zip(found, _state(rank, world)[1], strict=True)
+        for got, want in zip(parts, _state(rank, world)[1], strict=True)
         if not torch.equal(got.data, want.data)
     ]
 
@@ -138,26 +139,26 @@ def _wanted() -> dict[str, torch.Tensor]:
 
 def _irregular(is_filled: bool = True) -> list[ShardedTensor]:
     """Rows 0–2 and 3–7 of a tensor, the second transposed in memory."""
-    whole = global_tensor("uneven", (8, 4))
+    full = global_tensor("uneven", (8, 4))
     return [
         ShardedTensor(
             "uneven",
             data if is_filled else torch.full_like(data, -1),
-            whole.dtype,
+            full.dtype,
             tuple(data.shape),
             (8, 4),
             (start, 0),
             None,
         )
-        for start, data in ((0, whole[:3].clone()), (3, whole[3:].t().contiguous().t()))
+        for start, data in ((0, full[:3].clone()), (3, full[3:].t().contiguous().t()))
     ]
 
 
 def test_shards_of_different_sizes_and_any_strides_are_kept(tmp_path):
     dcp.save({"uneven": _contained(_irregular())}, checkpoint_id=tmp_path)
-    found = _irregular(is_filled=False)
-    dcp.load({"uneven": _contained(found)}, checkpoint_id=tmp_path)
-    assert torch.equal(torch.cat([part.data for part in found]), global_tensor("uneven", (8, 4)))
+    parts = _irregular(is_filled=False)
+    dcp.load({"uneven": _contained(parts)}, checkpoint_id=tmp_path)
+    assert torch.equal(torch.cat([part.data for part in parts]), global_tensor("uneven", (8, 4)))
 
 
 def test_copies_of_a_shard_in_one_container_are_written_once_and_all_loaded(tmp_path):
@@ -166,9 +167,9 @@ def test_copies_of_a_shard_in_one_container_are_written_once_and_all_loaded(tmp_
         checkpoint_id=tmp_path,
     )
     assert len(dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].chunks) == 1
-    found = [part_of("w", (4,), is_filled=False) for _ in range(2)]
-    dcp.load({"w": _contained(found)}, checkpoint_id=tmp_path)
-    assert all(torch.equal(part.data, global_tensor("w", (4,))) for part in found)
+    parts = [part_of("w", (4,), is_filled=False) for _ in range(2)]
+    dcp.load({"w": _contained(parts)}, checkpoint_id=tmp_path)
+    assert all(torch.equal(part.data, global_tensor("w", (4,))) for part in parts)
 
 
 def test_a_parameter_that_requires_gradients_is_loaded_in_place(tmp_path):
@@ -182,12 +183,12 @@ def test_an_empty_flattened_range_writes_and_loads_nothing(tmp_path):
     parts = [flat_part_of("w", (4, 3), 0, 0), flat_part_of("w", (4, 3), 0, 12)]
     assert wrap(parts[0]).__create_chunk_list__() == []
     dcp.save({"w": _contained(parts)}, checkpoint_id=tmp_path)
-    found = [
+    loaded = [
         flat_part_of("w", (4, 3), 0, 0, is_filled=False),
         flat_part_of("w", (4, 3), 0, 12, is_filled=False),
     ]
-    dcp.load({"w": _contained(found)}, checkpoint_id=tmp_path)
-    assert torch.equal(found[1].data, parts[1].data)
+    dcp.load({"w": _contained(loaded)}, checkpoint_id=tmp_path)
+    assert torch.equal(loaded[1].data, parts[1].data)
 
 
 def test_items_state_box_global_size_and_type():
@@ -206,8 +207,8 @@ def test_a_chunk_is_found_by_its_offset_whatever_the_hint_says():
     shards = _contained(parts)
     for offset, want in ((4, parts[0]), (0, parts[1])):
         for hint in (None, 0, 1, 7):
-            found = shards.__get_tensor_shard__(MetadataIndex("w", torch.Size((offset,)), hint))
-            assert found.data_ptr() == want.data.data_ptr()
+            tensor = shards.__get_tensor_shard__(MetadataIndex("w", torch.Size((offset,)), hint))
+            assert tensor.data_ptr() == want.data.data_ptr()
     with pytest.raises(ValueError, match="no chunk at"):
         shards.__get_tensor_shard__(MetadataIndex("w", torch.Size((2,)), 0))
     with pytest.raises(ValueError, match="an offset is needed"):
@@ -220,11 +221,11 @@ def test_a_chunk_is_found_by_its_offset_whatever_the_hint_says():
 
 def test_no_operation_works_on_them():
     shard = wrap(part_of("w", (4,)))
-    for made in (shard, LocalShardsContainer([shard])):
-        assert made.size() == (4,)
-        assert repr(made).startswith(f"{type(made).__name__}(")
-        with pytest.raises(NotImplementedError, match=type(made).__name__):
-            made + 1
+    for sharded in (shard, LocalShardsContainer([shard])):
+        assert sharded.size() == (4,)
+        assert repr(sharded).startswith(f"{type(sharded).__name__}(")
+        with pytest.raises(NotImplementedError, match=type(sharded).__name__):
+            sharded + 1
 
 
 def test_what_is_no_shard_is_refused():

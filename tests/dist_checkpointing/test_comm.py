@@ -64,9 +64,9 @@ def _collecting(rank: int, world: int) -> object:
 
 @pytest.mark.dist
 def test_results_are_collected_and_one_that_cannot_be_pickled_fails_on_every_rank():
-    found = run_ranks(3, _collecting)
-    assert [values for values, _ in found] == [[0, 2, 4]] * 3
-    assert (found[0][1], found[2][1]) == ("WorkerError", "WorkerError") and found[1][
+    results = run_ranks(3, _collecting)
+    assert [values for values, _ in results] == [[0, 2, 4]] * 3
+    assert (results[0][1], results[2][1]) == ("WorkerError", "WorkerError") and results[1][
         1
     ] != "WorkerError"
 
@@ -77,23 +77,24 @@ def _failing_before_the_others_meet(rank: int, world: int) -> list[str]:
             raise CorruptError("this shard is bad")
         return comm.collect(lambda: rank)
 
-    found = []
+    outcomes = []
     for work in (inner, lambda: comm.together(inner)):
         try:
             comm.together(work)
         except CheckpointingException as err:
-            found.append(str(err))
-        found.append(str(comm.all_gather(rank)))
-    return found
+            outcomes.append(str(err))
+        outcomes.append(str(comm.all_gather(rank)))
+    return outcomes
 
 
 @pytest.mark.dist
 def test_ranks_that_wait_inside_of_work_that_another_failed_at_end_and_stay_in_step():
-    found = run_ranks(3, _failing_before_the_others_meet)
+    results = run_ranks(3, _failing_before_the_others_meet)
     assert all(
-        "this shard is bad" in of_rank[0] and "this shard is bad" in of_rank[2] for of_rank in found
+        "this shard is bad" in of_rank[0] and "this shard is bad" in of_rank[2]
+        for of_rank in results
     )
-    assert all(of_rank[1] == of_rank[3] == "[0, 1, 2]" for of_rank in found)
+    assert all(of_rank[1] == of_rank[3] == "[0, 1, 2]" for of_rank in results)
 
 
 def _at_different_steps(rank: int, world: int) -> tuple[str, list[int]]:

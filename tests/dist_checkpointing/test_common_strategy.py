@@ -72,9 +72,9 @@ def test_sharded_objects_come_back_in_their_places(tmp_path: Path):
     SAVE.save_sharded_objects(state, tmp_path)
     assert sorted(os.listdir(tmp_path / "rng_state")) == ["shard_0.0_1.2.pt", "shard_0.1_1.2.pt"]
     wanted = {"a": [shard(0, 2)], "b": {"c": shard(1, 2)}}
-    found = LOAD.load_sharded_objects(wanted, tmp_path)
-    assert found is wanted
-    assert_alike(found, {"a": [{"x": torch.arange(3)}], "b": {"c": (1, 2)}})
+    loaded = LOAD.load_sharded_objects(wanted, tmp_path)
+    assert loaded is wanted
+    assert_alike(loaded, {"a": [{"x": torch.arange(3)}], "b": {"c": (1, 2)}})
 
 
 def test_metadata_are_read_from_names_alone(tmp_path: Path):
@@ -83,9 +83,9 @@ def test_metadata_are_read_from_names_alone(tmp_path: Path):
     )
     for path in tmp_path.rglob("*.pt"):
         path.write_bytes(b"")
-    found = LOAD.load_sharded_metadata(tmp_path)
+    metadata = LOAD.load_sharded_metadata(tmp_path)
     expected = [shard(0, 2), shard(1, 2), ShardedObject("in/a/folder", None, (4,), (3,))]
-    assert found == {item.unique_key: item for item in expected}
+    assert metadata == {item.unique_key: item for item in expected}
 
 
 def test_shards_named_by_the_first_checkpoints_are_read(tmp_path: Path):
@@ -236,19 +236,19 @@ def test_what_megatrons_strategy_writes_is_read(tmp_path: Path):
     from megatron.core.optimizer import OptimizerConfig
 
     run_ranks(1, _save_with_megatron, str(tmp_path))
-    found = LOAD.load_common(tmp_path)
-    assert found.pop("kind") is ModelType.encoder_or_decoder
-    assert found.pop("config") == OptimizerConfig()
-    assert_alike(found, common_state())
+    common = LOAD.load_common(tmp_path)
+    assert common.pop("kind") is ModelType.encoder_or_decoder
+    assert common.pop("config") == OptimizerConfig()
+    assert_alike(common, common_state())
     assert_alike(LOAD.load_sharded_objects([shard(0, 1)], tmp_path), [common_state()])
 
 
 def test_the_newest_dialect_has_its_common_state_in_an_item(golden: Path):
-    found = next(
+    folder = next(
         path.parent for path in sorted((golden / "mcore_torch_dist").rglob("metadata.json"))
     )
-    assert not (found / "common.pt").exists()
-    common = LOAD.load_common(found)
+    assert not (folder / "common.pt").exists()
+    common = LOAD.load_common(folder)
     assert common["iteration"] == 10 and common["args"].num_layers == 4
 
 
@@ -279,9 +279,9 @@ def _fail(rank: int, world: int, folder: str) -> str:
 
 @pytest.mark.dist
 def test_a_failure_to_write_is_raised_on_every_rank(tmp_path: Path):
-    own, *others = run_ranks(2, _fail, str(tmp_path))
+    own, *rest = run_ranks(2, _fail, str(tmp_path))
     assert own.startswith("UnsupportedError: a sparse")
-    assert all(text.startswith("UnsupportedError: rank 0 failed: a sparse") for text in others)
+    assert all(text.startswith("UnsupportedError: rank 0 failed: a sparse") for text in rest)
     assert os.listdir(tmp_path) == []
 
 

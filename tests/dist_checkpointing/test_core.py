@@ -22,11 +22,11 @@ CONFIG = CheckpointingConfig("zarr", 1)
 
 def test_the_config_is_read_by_megatron_core_and_the_other_way_round(tmp_path: Path) -> None:
     theirs = pytest.importorskip("megatron.core.dist_checkpointing.core")
-    for writer, reader, made in (
+    for writer, reader, config in (
         (save_config, theirs.maybe_load_config, CONFIG),
         (theirs.save_config, maybe_load_config, theirs.CheckpointingConfig("zarr", 1)),
     ):
-        writer(made, str(tmp_path))
+        writer(config, str(tmp_path))
         assert vars(reader(str(tmp_path))) == vars(CONFIG)
         assert json.loads((tmp_path / "metadata.json").read_text()) == vars(CONFIG)
 

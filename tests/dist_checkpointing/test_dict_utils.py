@@ -61,48 +61,48 @@ def test_leaves_are_mapped_in_place_and_out_of_place(theirs: ModuleType, tree: A
     def doubled(leaf: Any) -> Any:
         return [leaf, leaf]
 
-    one, other, kept = copy.deepcopy(tree), copy.deepcopy(tree), copy.deepcopy(tree)
-    assert dict_utils.dict_list_map_inplace(doubled, one) == theirs.dict_list_map_inplace(
+    first, other, unchanged = copy.deepcopy(tree), copy.deepcopy(tree), copy.deepcopy(tree)
+    assert dict_utils.dict_list_map_inplace(doubled, first) == theirs.dict_list_map_inplace(
         doubled, other
     )
-    assert one == other
+    assert first == other
     assert dict_utils.dict_list_map_outplace(doubled, tree) == theirs.dict_list_map_outplace(
-        doubled, kept
+        doubled, unchanged
     )
-    assert tree == kept
+    assert tree == unchanged
     if isinstance(tree, dict):
         for function, call in (
             ("dict_map", str),
             ("dict_map_with_key", lambda key, leaf: (key, leaf)),
         ):
-            one, other = copy.deepcopy(tree), copy.deepcopy(tree)
+            first, other = copy.deepcopy(tree), copy.deepcopy(tree)
             assert (
-                getattr(dict_utils, function)(call, one)
+                getattr(dict_utils, function)(call, first)
                 is getattr(theirs, function)(call, other)
                 is None
             )
-            assert one == other
+            assert first == other
 
 
-@given(one=trees, other=trees)
-def test_trees_merge_to_the_same_or_in_neither(theirs: ModuleType, one: Any, other: Any) -> None:
-    found = []
+@given(first=trees, other=trees)
+def test_trees_merge_to_the_same_or_in_neither(theirs: ModuleType, first: Any, other: Any) -> None:
+    merges = []
     for module in (dict_utils, theirs):
-        target = copy.deepcopy(one)
+        target = copy.deepcopy(first)
         try:
             merged = module.merge(target, copy.deepcopy(other))
             assert merged is target
-            found.append(merged)
+            merges.append(merged)
         except ValueError:
-            found.append("refused")
-    assert found[0] == found[1]
+            merges.append("refused")
+    assert merges[0] == merges[1]
 
 
 @given(tree=containers)
 def test_what_was_told_apart_merges_again(tree: Any) -> None:
     if isinstance(tree, dict):
-        found = dict_utils.extract_matching_values(tree, is_odd, return_lists_as_dicts=True)
-        merged = dict_utils.merge(*copy.deepcopy(found))
+        parts = dict_utils.extract_matching_values(tree, is_odd, return_lists_as_dicts=True)
+        merged = dict_utils.merge(*copy.deepcopy(parts))
         assert sorted(map(str, dict_utils.nested_values(merged))) == sorted(
             str(leaf)
             for leaf in dict_utils.nested_values(tree)
@@ -115,8 +115,8 @@ dicts = st.recursive(
 )
 
 
-@given(one=dicts, other=dicts)
-def test_differences_of_dicts_are_the_same(theirs: ModuleType, one: Any, other: Any) -> None:
+@given(first=dicts, other=dicts)
+def test_differences_of_dicts_are_the_same(theirs: ModuleType, first: Any, other: Any) -> None:
     def comparable(
         tree: Any,
     ) -> Any:  # tuples of unequal types or lengths are reported differently, see below
@@ -124,9 +124,11 @@ def test_differences_of_dicts_are_the_same(theirs: ModuleType, one: Any, other: 
             lambda leaf: str(leaf) if isinstance(leaf, tuple) else leaf, tree
         )
 
-    one, other = comparable(one), comparable(other)
-    mine, found = dict_utils.diff(one, other), theirs.diff(one, other)
-    assert [sorted(map(str, part)) for part in mine] == [sorted(map(str, part)) for part in found]
+    first, other = comparable(first), comparable(other)
+    our_difference, their_difference = dict_utils.diff(first, other), theirs.diff(first, other)
+    assert [sorted(map(str, part)) for part in our_difference] == [
+        sorted(map(str, part)) for part in their_difference
+    ]
 
 
 def test_lists_of_unequal_lengths_differ_in_the_paths_beyond_the_shorter() -> None:
@@ -142,9 +144,9 @@ def test_lists_of_unequal_lengths_differ_in_the_paths_beyond_the_shorter() -> No
 
 
 def test_tensors_differ_by_their_elements_or_shapes() -> None:
-    one, other = torch.zeros(2, 2), torch.tensor([[0, 0], [5.0, 0]])
-    assert dict_utils.diff({"a": one}, {"a": one.clone()}) == ([], [], [])
-    ((path, *types, n_unequal, shape, where),) = dict_utils.diff({"a": one}, {"a": other})[2]
+    first, other = torch.zeros(2, 2), torch.tensor([[0, 0], [5.0, 0]])
+    assert dict_utils.diff({"a": first}, {"a": first.clone()}) == ([], [], [])
+    ((path, *types, n_unequal, shape, where),) = dict_utils.diff({"a": first}, {"a": other})[2]
     assert (path, types, int(n_unequal), shape, where) == (
         ("a",),
         [torch.Tensor] * 2,
@@ -152,18 +154,18 @@ def test_tensors_differ_by_their_elements_or_shapes() -> None:
         (2, 2),
         [[1, 0]],
     )
-    assert dict_utils.diff(one, torch.zeros(3))[2] == [
+    assert dict_utils.diff(first, torch.zeros(3))[2] == [
         ((), torch.Tensor, torch.Tensor, (2, 2), (3,))
     ]
 
 
 def test_sharded_tensors_differ_by_their_data() -> None:
-    one, other = (
+    first, other = (
         ShardedTensor.from_rank_offsets("w", torch.full((2,), value)) for value in (0.0, 1.0)
     )
-    assert dict_utils.diff(one, one) == ([], [], [])
-    assert dict_utils.diff({"a": one}, {"a": other})[2][0][0] == ("a", ShardedTensor)
-    assert dict_utils.diff({"a": one}, {"a": 3})[2] == [(("a",), ShardedTensor, int)]
+    assert dict_utils.diff(first, first) == ([], [], [])
+    assert dict_utils.diff({"a": first}, {"a": other})[2][0][0] == ("a", ShardedTensor)
+    assert dict_utils.diff({"a": first}, {"a": 3})[2] == [(("a",), ShardedTensor, int)]
 
 
 def test_types_are_written_line_by_line_as_megatron_core_does(
@@ -175,9 +177,9 @@ def test_types_are_written_line_by_line_as_megatron_core_does(
 
     tree = {"a": [1, {"b": torch.zeros(2)}], "c": "x" * 40, "d": Nameless(), "e": {}}
     dict_utils.inspect_types(tree)
-    mine = capsys.readouterr().out
+    ours = capsys.readouterr().out
     theirs.inspect_types(tree)
-    assert mine == capsys.readouterr().out
+    assert ours == capsys.readouterr().out
 
 
 @given(xs=st.lists(st.integers(0, 9)))

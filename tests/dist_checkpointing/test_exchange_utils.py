@@ -62,9 +62,9 @@ def workloads(
 @given(workloads())
 def test_every_shard_is_given_once_to_one_of_its_holders(workload):
     shard_to_ranks, sizes, n_ranks, foreign = workload
-    found = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
-    assert found.keys() == shard_to_ranks.keys()
-    assert all(found[shard] in ranks for shard, ranks in shard_to_ranks.items())
+    distribution = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
+    assert distribution.keys() == shard_to_ranks.keys()
+    assert all(distribution[shard] in ranks for shard, ranks in shard_to_ranks.items())
 
 
 @given(workloads(), st.randoms(use_true_random=False))
@@ -73,17 +73,17 @@ def test_the_order_of_the_arguments_does_not_matter(workload, rng: random.Random
     items = list(shard_to_ranks.items())
     rng.shuffle(items)
     shuffled = {shard: rng.sample(ranks, len(ranks)) for shard, ranks in items}
-    one = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
+    first = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
     other = distribute_shards_to_ranks(shuffled, sizes, n_ranks, foreign)
-    assert list(one.items()) == list(other.items())
+    assert list(first.items()) == list(other.items())
 
 
 @given(workloads(replicated=True))
 def test_fully_replicated_shards_are_balanced_within_the_bound_of_largest_first(workload):
     shard_to_ranks, sizes, n_ranks, foreign = workload
-    found = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
+    distribution = distribute_shards_to_ranks(shard_to_ranks, sizes, n_ranks, foreign)
     loads = [
-        sum(sizes[shard] for shard, rank in found.items() if rank == number)
+        sum(sizes[shard] for shard, rank in distribution.items() if rank == number)
         for number in range(n_ranks)
     ]
     ordered = sorted(sizes.values(), reverse=True)
@@ -192,31 +192,31 @@ def _shards(rank: int, world: int) -> dict[str, ShardedTensor]:
     """What a rank holds: tensors of all ranks, of some, of itself only; all dtypes, empty, 0-d,
     flat, strided.
     """
-    found = {
+    shards = {
         f"all.{dtype}": _tensor(f"all.{dtype}", 3 + index, dtype)
         for index, dtype in enumerate(DTYPES)
     }
-    found["empty"] = _tensor("empty", 0)
-    found["large"] = _tensor("large", PARCEL_BYTES // 4 + 3)
-    found["wide"] = ShardedTensor.from_rank_offsets(
-        "wide", found["large"].data[:-3].view(8, -1).t()
+    shards["empty"] = _tensor("empty", 0)
+    shards["large"] = _tensor("large", PARCEL_BYTES // 4 + 3)
+    shards["wide"] = ShardedTensor.from_rank_offsets(
+        "wide", shards["large"].data[:-3].view(8, -1).t()
     )
-    found["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5))
+    shards["scalar"] = ShardedTensor.from_rank_offsets("scalar", torch.tensor(2.5))
     matrix = torch.arange(35.0).view(7, 5).t()
-    found["strided"] = ShardedTensor.from_rank_offsets("strided", matrix)
-    found["stacked"] = ShardedTensor.from_rank_offsets(
+    shards["strided"] = ShardedTensor.from_rank_offsets("strided", matrix)
+    shards["stacked"] = ShardedTensor.from_rank_offsets(
         "stacked", torch.arange(6.0), (0, 2, 3), prepend_axis_num=1
     )
     flat = ShardedTensor.from_rank_offsets("flat", torch.arange(24.0).view(4, 6))
     flat.data, flat.flattened_range = torch.arange(5.0, 17.0), slice(5, 17)
-    found["flat"] = flat
+    shards["flat"] = flat
     if rank % 2 == 0:
-        found["even"] = _tensor("even", 17)
-        found["even.large"] = _tensor("even.large", PARCEL_BYTES + 3, torch.uint8)
-    found[f"own.{rank}"] = _tensor(f"own.{rank}", 11)
-    for index, tensor in enumerate(found.values()):
+        shards["even"] = _tensor("even", 17)
+        shards["even.large"] = _tensor("even.large", PARCEL_BYTES + 3, torch.uint8)
+    shards[f"own.{rank}"] = _tensor(f"own.{rank}", 11)
+    for index, tensor in enumerate(shards.values()):
         tensor.replica_id = (0, rank) if index % 3 else 0 if rank == 0 else rank
-    return found
+    return shards
 
 
 def _members(world: int, size: int) -> list[list[int]]:
@@ -242,10 +242,10 @@ def _exchanged_by(
     rank: int, world: int, group: Any, algorithm: str, has_memory: bool
 ) -> tuple[Any, list[str]]:
     expected = _shards(rank, world)
-    held = _shards(rank, world)
-    distribution = determine_main_replica_uniform_distribution(held, group, True)
+    shards = _shards(rank, world)
+    distribution = determine_main_replica_uniform_distribution(shards, group, True)
     loaded, unloaded, places = {}, {}, {}
-    for name, tensor in held.items():
+    for name, tensor in shards.items():
         shard = _sharded_tensor_shard_id(tensor)
         if distribution.main_rank_for_shard[shard] == comm.rank(group):
             loaded[shard] = tensor.data
@@ -254,11 +254,11 @@ def _exchanged_by(
             if has_memory:
                 places[name] = torch.zeros_like(tensor.data)  # keeps the strides
             tensor.data = places.get(name)
-    found = exchange_by_distribution(loaded, unloaded, distribution, group, algorithm)
+    exchanged = exchange_by_distribution(loaded, unloaded, distribution, group, algorithm)
     wrong = []
-    assert found.keys() == {_sharded_tensor_shard_id(tensor) for tensor in held.values()}
+    assert exchanged.keys() == {_sharded_tensor_shard_id(tensor) for tensor in shards.values()}
     for name, tensor in expected.items():
-        got = found[_sharded_tensor_shard_id(tensor)]
+        got = exchanged[_sharded_tensor_shard_id(tensor)]
         if (
             got.dtype != tensor.dtype
             or got.shape != tensor.data.shape
@@ -270,8 +270,8 @@ def _exchanged_by(
     return distribution, wrong
 
 
-def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+def _is_same(first: torch.Tensor, other: torch.Tensor) -> bool:
+    raw = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, other)]
     return torch.equal(*raw)
 
 
@@ -285,45 +285,45 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     ],
 )
 def test_exchanged_tensors_are_equal_bit_for_bit(world, size):
-    found = run_ranks(world, _exchanged, size)
-    assert [wrong for _, wrong in found] == [[]] * world
+    results = run_ranks(world, _exchanged, size)
+    assert [wrong for _, wrong in results] == [[]] * world
     for ranks in _members(world, size):
-        one = found[ranks[0]][0]
+        first = results[ranks[0]][0]
         for rank in ranks[1:]:
-            assert found[rank][0].main_rank_for_shard == one.main_rank_for_shard
-            assert list(found[rank][0].main_rank_for_shard) == list(one.main_rank_for_shard)
-            assert found[rank][0].all_ranks_for_shard == one.all_ranks_for_shard
-            assert found[rank][0].shards_in_this_group == one.shards_in_this_group
+            assert results[rank][0].main_rank_for_shard == first.main_rank_for_shard
+            assert list(results[rank][0].main_rank_for_shard) == list(first.main_rank_for_shard)
+            assert results[rank][0].all_ranks_for_shard == first.all_ranks_for_shard
+            assert results[rank][0].shards_in_this_group == first.shards_in_this_group
 
 
 def _broken(rank: int, world: int) -> dict[str, str]:
     return {
-        f"{algorithm}, {what}": _error_of(rank, algorithm, what)
+        f"{algorithm}, {fault}": _error_of(rank, algorithm, fault)
         for algorithm in ALGORITHMS
-        for what in ("not loaded", "wrong dtype", "no memory", "not distributed")
+        for fault in ("not loaded", "wrong dtype", "no memory", "not distributed")
     }
 
 
-def _error_of(rank: int, algorithm: str, what: str) -> str:
+def _error_of(rank: int, algorithm: str, fault: str) -> str:
     """What a rank raises if rank 1 does what it should not."""
-    held = {"a": _tensor("a", 8), "b": _tensor("b", 8), "c": _tensor("c", 2)}
-    distribution = determine_main_replica_uniform_distribution(held, None, True)
+    shards = {"a": _tensor("a", 8), "b": _tensor("b", 8), "c": _tensor("c", 2)}
+    distribution = determine_main_replica_uniform_distribution(shards, None, True)
     loaded, unloaded = {}, {}
-    for tensor in held.values():
+    for tensor in shards.values():
         shard = _sharded_tensor_shard_id(tensor)
         if distribution.main_rank_for_shard[shard] == rank:
             loaded[shard] = tensor.data
         else:
             unloaded[shard] = tensor
-    if rank == 1 and what == "not loaded":
+    if rank == 1 and fault == "not loaded":
         loaded.clear()
-    if rank == 1 and what == "wrong dtype":
+    if rank == 1 and fault == "wrong dtype":
         loaded = {shard: tensor.double() for shard, tensor in loaded.items()}
-    if rank == 1 and what == "no memory":
+    if rank == 1 and fault == "no memory":
         for tensor in unloaded.values():
             tensor.data = None
             tensor.init_data = _out_of_memory  # type: ignore[method-assign]
-    if rank == 1 and what == "not distributed":
+    if rank == 1 and fault == "not distributed":
         unloaded["z", (0,), None] = _tensor("z", 4)
     try:
         exchange_by_distribution(loaded, unloaded, distribution, None, algorithm)
@@ -344,36 +344,36 @@ def test_what_fails_on_one_rank_fails_on_all_before_anything_is_sent():
         "no memory": "no memory",
         "not distributed": "no rank of the group has loaded z at offset (0,)",
     }
-    found = run_ranks(2, _broken)
-    for what, text in texts.items():
+    results = run_ranks(2, _broken)
+    for fault, text in texts.items():
         for algorithm in ALGORITHMS:
-            other, own = (of_rank[f"{algorithm}, {what}"] for of_rank in found)
-            assert text in own and text in other, (algorithm, what)
+            other, own = (of_rank[f"{algorithm}, {fault}"] for of_rank in results)
+            assert text in own and text in other, (algorithm, fault)
             assert "failed: " in other or "failed: " in own
 
 
 def _disagreeing(rank: int, world: int) -> str:
-    held = {"a": _tensor("a", 8, torch.float32 if rank == 0 else torch.float16)}
+    shards = {"a": _tensor("a", 8, torch.float32 if rank == 0 else torch.float16)}
     with pytest.raises(CheckpointingException) as caught:
-        determine_main_replica_uniform_distribution(held, None)
+        determine_main_replica_uniform_distribution(shards, None)
     return str(caught.value)
 
 
 @pytest.mark.dist
 def test_ranks_that_disagree_about_a_shard_all_fail():
-    one, other = run_ranks(2, _disagreeing)
-    assert one == other and "dtype" in one and "tensor a" in one
+    first, other = run_ranks(2, _disagreeing)
+    assert first == other and "dtype" in first and "tensor a" in first
 
 
 def _groups_apart(rank: int, world: int) -> Any:
     group = _group(rank, world, 2)
-    held = {
+    shards = {
         "x": _tensor("x", 8, replica_id=rank),
         "y": _tensor("y", 8, replica_id=0 if rank == 3 else rank + 1),
     }
-    assert is_main_replica(held["x"].replica_id) == (rank == 0)
-    saved = determine_main_replica_uniform_distribution(held, group)
-    loaded = determine_main_replica_uniform_distribution(held, group, True)
+    assert is_main_replica(shards["x"].replica_id) == (rank == 0)
+    saved = determine_main_replica_uniform_distribution(shards, group)
+    loaded = determine_main_replica_uniform_distribution(shards, group, True)
     return sorted(shard[0] for shard in saved.main_rank_for_shard), sorted(
         loaded.main_rank_for_shard.values()
     )
@@ -413,14 +413,14 @@ def test_float8_tensors_of_transformer_engine_are_none_without_it():
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1), (2, 3), (1, 4, 1)])
 def test_bytes_are_found_whatever_the_strides_of_axes_of_one_element_are(shape):
-    whole = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).repeat(2, 2, 2)[0, 0]
-    tensor = whole.flatten()[: torch.Size(shape).numel()].reshape(shape)
+    full = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).repeat(2, 2, 2)[0, 0]
+    tensor = full.flatten()[: torch.Size(shape).numel()].reshape(shape)
     strides = [
         7 if extent == 1 else step for extent, step in zip(shape, tensor.stride(), strict=True)
     ]
     odd = tensor.as_strided(shape, strides)
-    found = own_bytes(odd, torch.device("cpu"))
-    assert odd.is_contiguous() and bytes(found.tolist()) == tensor.numpy().tobytes()
+    data = own_bytes(odd, torch.device("cpu"))
+    assert odd.is_contiguous() and bytes(data.tolist()) == tensor.numpy().tobytes()
 
 
 def test_the_memory_of_a_conjugated_view_is_not_its_value():
@@ -442,12 +442,12 @@ def _status_bytes(name: str) -> int:
 def _extra_bytes(rank: int, world: int, algorithm: str) -> int:
     """Peak of the memory that an exchange takes beside the tensors, which all exist before it."""
     for n in (1 << 10, MEASURED_BYTES // 4):  # the first exchange sets up what gloo needs
-        held = {index: _filled(f"w{index}", n, index) for index in range(world + 1)}
+        shards = {index: _filled(f"w{index}", n, index) for index in range(world + 1)}
         if rank < 2:  # the others forward a shard that they do not keep
-            held[world + 1] = _filled("of.few", n, world + 1)
-        distribution = determine_main_replica_uniform_distribution(held, None, True)
+            shards[world + 1] = _filled("of.few", n, world + 1)
+        distribution = determine_main_replica_uniform_distribution(shards, None, True)
         loaded, unloaded = {}, {}
-        for tensor in held.values():
+        for tensor in shards.values():
             shard = _sharded_tensor_shard_id(tensor)
             if distribution.main_rank_for_shard[shard] == rank:
                 loaded[shard] = tensor.data
@@ -458,7 +458,7 @@ def _extra_bytes(rank: int, world: int, algorithm: str) -> int:
         before = _status_bytes("VmRSS")
         exchange_by_distribution(loaded, unloaded, distribution, None, algorithm)
         extra = _status_bytes("VmHWM") - before
-        assert all(tensor.data.eq(number).all() for number, tensor in held.items())
+        assert all(tensor.data.eq(number).all() for number, tensor in shards.items())
     return extra
 
 

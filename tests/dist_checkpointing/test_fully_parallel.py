@@ -87,11 +87,11 @@ class PieceLoad(LoadShardedStrategy):
         )
 
     def _value(self, leaf: Any, checkpoint_dir: Path) -> Any:
-        found = list(checkpoint_dir.glob(f"{file_of(leaf)}@*"))
-        if len(found) != 1:
-            raise StorageError(f"{len(found)} files", file=file_of(leaf))
+        pieces = list(checkpoint_dir.glob(f"{file_of(leaf)}@*"))
+        if len(pieces) != 1:
+            raise StorageError(f"{len(pieces)} files", file=file_of(leaf))
         self.read.append(leaf.key)
-        value = torch.load(found[0])
+        value = torch.load(pieces[0])
         if isinstance(leaf, ShardedObject):
             return value
         if leaf.data is None:
@@ -157,12 +157,12 @@ def expected(rank: int, world: int, **options: Any) -> Any:
     return dict_list_map_outplace(lambda leaf: leaf.data, state(rank, world, **options))
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+def equal(first: Any, other: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(equal(first[key], other[key]) for key in first)
+    if isinstance(first, list):
+        return len(first) == len(other) and all(map(equal, first, other))
+    return torch.equal(first, other) if isinstance(first, torch.Tensor) else first == other
 
 
 def group_of(rank: int, world: int, tp: int) -> Any:
@@ -174,14 +174,14 @@ def group_of(rank: int, world: int, tp: int) -> Any:
 
 
 def test_in_one_process_the_wrapped_strategy_does_everything(tmp_path):
-    held = state(0, 1)
+    state_dict = state(0, 1)
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
-    save.save(held, tmp_path)
+    save.save(state_dict, tmp_path)
     assert len(list(tmp_path.iterdir())) == 15
     base = PieceLoad()
     load = FullyParallelLoadStrategyWrapper(base)
     assert equal(load.load(state(0, 1, data=False), tmp_path), expected(0, 1))
-    assert len(base.read) == 15 and load.apply_loading_parallelization(held) is None
+    assert len(base.read) == 15 and load.apply_loading_parallelization(state_dict) is None
 
 
 def test_the_wrappers_answer_for_what_they_wrap():
@@ -219,14 +219,14 @@ def test_asynchronous_saving_needs_a_strategy_that_can(tmp_path):
 
 def _saved_and_loaded(rank: int, world: int, folder: str, tp: int) -> Any:
     group = group_of(rank, world, tp)
-    held = state(rank, world, tp=tp)
-    FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(held, folder)
+    state_dict = state(rank, world, tp=tp)
+    FullyParallelSaveStrategyWrapper(AsyncPieceSave(), group).save(state_dict, folder)
     comm.barrier()
     return [_loaded(rank, world, folder, tp, group, algorithm) for algorithm in ALGORITHMS]
 
 
-def _replicas(held: Any) -> list[Any]:
-    return [leaf.replica_id for leaf in nested_values(held)]
+def _replicas(state_dict: Any) -> list[Any]:
+    return [leaf.replica_id for leaf in nested_values(state_dict)]
 
 
 def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: str) -> Any:
@@ -263,7 +263,7 @@ def _loaded(rank: int, world: int, folder: str, tp: int, group: Any, algorithm: 
     ],
 )
 def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, world, tp):
-    found = run_ranks(world, _saved_and_loaded, str(tmp_path), tp)
+    results = run_ranks(world, _saved_and_loaded, str(tmp_path), tp)
     names = sorted(path.name.split("@")[0] for path in tmp_path.iterdir())
     assert names == sorted(
         f"{kind}~{tp_rank}" for kind in _kinds(12) for tp_rank in _offsets(kind, tp)
@@ -274,12 +274,12 @@ def test_everything_is_written_once_read_once_and_reaches_all_ranks(tmp_path, wo
         written[int(path.name.split("@")[1])] += sizes.get(path.name.split("~")[0], 0)
     assert_balanced(written, sizes, tp)
     for number in range(len(ALGORITHMS)):
-        assert all(found[rank][number][0] for rank in range(world))
+        assert all(results[rank][number][0] for rank in range(world))
         for tp_rank in range(tp):
-            reads = [key for rank in range(tp_rank, world, tp) for key in found[rank][number][1]]
+            reads = [key for rank in range(tp_rank, world, tp) for key in results[rank][number][1]]
             assert sorted(reads) == sorted(_kinds(12))
         assert_balanced(
-            [sum(sizes.get(key, 0) for key in of_rank[number][1]) for of_rank in found], sizes, tp
+            [sum(sizes.get(key, 0) for key in of_rank[number][1]) for of_rank in results], sizes, tp
         )
 
 
@@ -302,7 +302,7 @@ def _cached(rank: int, world: int, folder: str) -> Any:
     base = PieceLoad()
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
     load = FullyParallelLoadStrategyWrapper(base, do_cache_distribution=True)
-    seen = []
+    distributions = []
     for step in range(3):
         path = Path(folder, str(step))
         if rank == 0:
@@ -313,17 +313,20 @@ def _cached(rank: int, world: int, folder: str) -> Any:
         comm.barrier()
         loaded = load.load(make(rank, world, data=False), path)
         assert equal(loaded, dict_list_map_outplace(lambda leaf: leaf.data, make(rank, world)))
-        seen.append((save.cached_distribution, load.cached_distribution))
-    assert seen[0][0] is seen[1][0] and seen[0][1] is seen[1][1]
-    assert seen[2][0] is not seen[1][0] and seen[2][1] is not seen[1][1]
-    return sorted(shard[0] for shard in seen[2][0].main_rank_for_shard)
+        distributions.append((save.cached_distribution, load.cached_distribution))
+    assert distributions[0][0] is distributions[1][0] and distributions[0][1] is distributions[1][1]
+    assert (
+        distributions[2][0] is not distributions[1][0]
+        and distributions[2][1] is not distributions[1][1]
+    )
+    return sorted(shard[0] for shard in distributions[2][0].main_rank_for_shard)
 
 
 def _with_more(rank: int, world: int, *, data: bool = True) -> dict[str, Any]:
-    found = state(rank, world, data=data)
+    state_dict = state(rank, world, data=data)
     tensor = ShardedTensor.from_rank_offsets("more", torch.arange(5.0))
     tensor.data = tensor.data if data else None
-    return {**found, "more": tensor}
+    return {**state_dict, "more": tensor}
 
 
 @pytest.mark.dist
@@ -336,9 +339,11 @@ def _foreign_distribution(rank: int, world: int) -> None:
     with pytest.raises(ValueError, match="needs a distribution"):
         distribute_main_replicas_with_precomputed_distribution(state(rank, world), None, None)
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
-    held = state(rank, world)
-    save.apply_saving_parallelization(held)
-    assert {leaf.replica_id for leaf in nested_values(held) if isinstance(leaf, ShardedTensor)} == {
+    state_dict = state(rank, world)
+    save.apply_saving_parallelization(state_dict)
+    assert {
+        leaf.replica_id for leaf in nested_values(state_dict) if isinstance(leaf, ShardedTensor)
+    } == {
         0,
         1,
     }
@@ -399,7 +404,7 @@ def _failing(rank: int, world: int, folder: str, tp: int, how: str) -> str:
     [("raises", "the disk is gone"), ("leaves out", "did not return a requested shard")],
 )
 def test_a_failure_of_loading_is_raised_on_all_ranks(tmp_path, how, text):
-    assert all(text in found for found in run_ranks(4, _failing, str(tmp_path), 2, how))
+    assert all(text in error for error in run_ranks(4, _failing, str(tmp_path), 2, how))
 
 
 class Dying(PieceLoad):
@@ -438,16 +443,16 @@ def test_a_failure_of_saving_is_raised_on_all_ranks(tmp_path):
 def _holey(rank: int, world: int, folder: str) -> str:
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
     save.save(state(rank, world), folder)
-    held = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=1 + rank)}
+    shards = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=1 + rank)}
     with pytest.raises(CheckpointingException) as caught:
-        save.save(held, folder)
+        save.save(shards, folder)
     return str(caught.value)
 
 
 @pytest.mark.dist
 def test_shards_without_a_main_replica_are_an_error_of_every_save(tmp_path):
-    one, other = run_ranks(2, _holey, str(tmp_path))
-    assert one == other and "tensor w" in one
+    first, other = run_ranks(2, _holey, str(tmp_path))
+    assert first == other and "tensor w" in first
 
 
 def _large(rank: int, world: int, tp: int, kinds: Any, *, data: bool = True) -> dict[str, Any]:
@@ -455,21 +460,21 @@ def _large(rank: int, world: int, tp: int, kinds: Any, *, data: bool = True) -> 
     ``kinds``.
     """
     tp_rank, dp_rank = rank % tp, rank // tp
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     for index in range(9):
         values = torch.arange(LARGE * (index + 1)).add(10**6 * index + 10**5 * tp_rank)
         values = values.to([torch.int64, torch.float32, torch.int32][index % 3]).view(-1, 8)
-        found[f"w{index}"] = kinds.ShardedTensor.from_rank_offsets(
+        state_dict[f"w{index}"] = kinds.ShardedTensor.from_rank_offsets(
             f"w{index}",
             values if data else torch.zeros_like(values),
             (1, tp_rank, tp),
             replica_id=(0, 0, dp_rank),
         )
     value = {"tp": tp_rank, "noise": torch.arange(3)} if data else None
-    found["layers"] = [
+    state_dict["layers"] = [
         {"extra": kinds.ShardedObject("extra", value, (tp,), (tp_rank,), (0, 0, dp_rank))}
     ]
-    return found
+    return state_dict
 
 
 LARGE = 1 << 12
@@ -477,14 +482,16 @@ LARGE = 1 << 12
 
 
 def _is_loaded(loaded: dict[str, Any], rank: int, world: int, tp: int) -> bool:
-    held = _large(rank, world, tp, mapping)
+    state_dict = _large(rank, world, tp, mapping)
     return (
         loaded["step"] == 7
         and equal(
             {"extra": _plain(loaded["layers"][0]["extra"])},
-            {"extra": _plain(held["layers"][0]["extra"].data)},
+            {"extra": _plain(state_dict["layers"][0]["extra"].data)},
         )
-        and all(torch.equal(loaded[key], held[key].data) for key in held if key[0] == "w")
+        and all(
+            torch.equal(loaded[key], state_dict[key].data) for key in state_dict if key[0] == "w"
+        )
     )
 
 
@@ -500,19 +507,21 @@ def _torch_dist(rank: int, world: int, folder: str, tp: int, is_async: bool) -> 
     base = TorchDistSaveShardedStrategy("torch_dist", 1)
     save = FullyParallelSaveStrategyWrapper(base, group, do_cache_distribution=True)
     for name in ("first", "second"):
-        held = {**_large(rank, world, tp, mapping), "step": 7}
-        request = serialization.save(held, Path(folder, name), save, async_sharded_save=is_async)
+        state_dict = {**_large(rank, world, tp, mapping), "step": 7}
+        request = serialization.save(
+            state_dict, Path(folder, name), save, async_sharded_save=is_async
+        )
         if request is not None:
             request.execute_sync()
-    found = []
+    answers = []
     for algorithm in ALGORITHMS:
         load = FullyParallelLoadStrategyWrapper(
             TorchDistLoadShardedStrategy(), group, exchange_algo=algorithm
         )
         wanted = _large(rank, world, tp, mapping, data=False)
         loaded = serialization.load(wanted, Path(folder, "second"), load)
-        found.append(_is_loaded(loaded, rank, world, tp))
-    return found
+        answers.append(_is_loaded(loaded, rank, world, tp))
+    return answers
 
 
 @pytest.mark.dist
@@ -580,24 +589,24 @@ class Recorder(TorchDistLoadShardedStrategy):
 
 
 def _held(rank: int) -> dict[str, Any]:
-    held: dict[str, Any] = {
+    tensors: dict[str, Any] = {
         key: ShardedTensor.from_rank_offsets(key, torch.ones(4), replica_id=ranks.index(rank))
         for key, ranks in HOLDERS.items()
         if rank in ranks
     }
-    return {**held, "o": ShardedObject("o", {"rank": 2}, (1,), (0,), int(rank != 2))}
+    return {**tensors, "o": ShardedObject("o", {"rank": 2}, (1,), (0,), int(rank != 2))}
 
 
 def _readers(rank: int, world: int, folder: str, is_cached: bool) -> Any:
     group = group_of(rank, world, 2)
     base = TorchDistSaveShardedStrategy("torch_dist", 1)
     save = FullyParallelSaveStrategyWrapper(base, group, is_cached)
-    held = _held(rank)
+    parts = _held(rank)
     for name in ("first", "second"):
-        save.save(held, Path(folder, name))
+        save.save(parts, Path(folder, name))
     recorder = Recorder()
-    FullyParallelLoadStrategyWrapper(recorder, group, is_cached).load(held, Path(folder, "second"))
-    main_keys = {leaf.key for leaf in held.values() if leaf.replica_id == 0}
+    FullyParallelLoadStrategyWrapper(recorder, group, is_cached).load(parts, Path(folder, "second"))
+    main_keys = {leaf.key for leaf in parts.values() if leaf.replica_id == 0}
     return main_keys - {"o"}, set(recorder.keys)
 
 

@@ -97,7 +97,9 @@ def test_a_module_that_only_megatron_has_is_not_found(folder: Path, run: Run) ->
     assert shown == "No module named 'megatron.core.dist_checkpointing.only_megatrons'\n"
 
 
-def test_it_is_too_late_once_megatrons_own_package_is_imported(folder: Path, run: Run) -> None:
+def test_the_hook_is_too_late_once_megatrons_own_package_is_imported(
+    folder: Path, run: Run
+) -> None:
     shown = run(
         folder,
         "import megatron.core.layers\n" + HOOK + "from core.errors import UsageError\n"

@@ -162,11 +162,11 @@ def _cut(
     copies = place.tp_rank if axis is None else 0
     path = (state, *key.split("."), layer)
     if dp_rank is not None:
-        held = _given(data, is_filled)
+        values = _given(data, is_filled)
         options = {"replica_id": (0, copies, dp_rank), "prepend_axis_num": stacked}
         return (
             path,
-            ShardedTensor.from_rank_offsets(f"{state}.{key}", held, *offsets, **options),
+            ShardedTensor.from_rank_offsets(f"{state}.{key}", values, *offsets, **options),
             data,
         )
     flat = _share(data, place)
@@ -238,7 +238,7 @@ class _Halves:
             ]
         shape = (GATED // tp, HIDDEN)
         n = shape[0] * shape[1]
-        found = []
+        tensors = []
         for half, offsets in enumerate(places):
             start, stop = (
                 min(max(at - half * n, 0), n)
@@ -247,21 +247,21 @@ class _Halves:
             if start < stop:
                 first = start + half * n - flattened_range.start
                 part, flat = data[first : first + stop - start], slice(start, stop)
-                found.append(
+                tensors.append(
                     ShardedTensor.from_rank_offsets_flat(
                         key, part, shape, *offsets, flattened_range=flat, **options
                     )
                 )
-        return found
+        return tensors
 
 
 def _embedding(place: Place, is_filled: bool) -> Leaf:
     """Rows of the vocabulary, padded with zeros until tensor-parallel ranks can cut it."""
     step = 2 * place.layout.tp
     rows = -(-VOCAB // step) * step
-    whole = torch.zeros(rows, HIDDEN)
-    whole[:VOCAB] = global_tensor("embedding", (VOCAB, HIDDEN))
-    data = whole.chunk(place.layout.tp)[place.tp_rank]
+    full = torch.zeros(rows, HIDDEN)
+    full[:VOCAB] = global_tensor("embedding", (VOCAB, HIDDEN))
+    data = full.chunk(place.layout.tp)[place.tp_rank]
     tensor = ShardedTensor.from_rank_offsets(
         "embedding",
         _given(data, is_filled),
@@ -288,24 +288,24 @@ def trees(place: Place, *, is_filled: bool) -> tuple[dict[Any, Any], dict[Any, A
     return sharded, plain
 
 
-def differences(one: Any, other: Any, path: str = "") -> list[str]:
+def differences(first: Any, other: Any, path: str = "") -> list[str]:
     """Where two trees are not of the same bits."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        found = [f"{path}.{key} is in one only" for key in one.keys() ^ other.keys()]
-        return found + [
+    if isinstance(first, dict) and isinstance(other, dict):
+        texts = [f"{path}.{key} is in one only" for key in first.keys() ^ other.keys()]
+        return texts + [
             text
-            for key in one.keys() & other.keys()
-            for text in differences(one[key], other[key], f"{path}.{key}")
+            for key in first.keys() & other.keys()
+            for text in differences(first[key], other[key], f"{path}.{key}")
         ]
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        is_same = one.dtype == other.dtype and one.shape == other.shape
+    if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+        is_same = first.dtype == other.dtype and first.shape == other.shape
         return (
             []
             if is_same
-            and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (one, other)))
+            and torch.equal(*(t.contiguous().view(-1).view(torch.uint8) for t in (first, other)))
             else [path]
         )
-    return [] if type(one) is type(other) and one == other else [path]
+    return [] if type(first) is type(other) and first == other else [path]
 
 
 def _save_all(rank: int, world: int, folder: str, backend: str) -> None:
@@ -328,7 +328,7 @@ def _load_all(rank: int, world: int, folder: str, step: int) -> list[str]:
         step: many ranks take long: of several layouts, each loads every ``step``-th one, the next
             layout others.
     """
-    found = []
+    texts = []
     for number, layout in enumerate(LAYOUTS[world]):
         group = layout.data_parallel_group(rank) if layout.dp > 1 else None
         for source in sorted(Path(folder).iterdir())[number % step :: step]:
@@ -337,8 +337,8 @@ def _load_all(rank: int, world: int, folder: str, step: int) -> list[str]:
             if group is not None:
                 strategy = FullyParallelLoadStrategyWrapper(strategy, group)
             loaded = serialization.load(wanted, source, strategy, strict="raise_all")
-            found += [f"{source.name} → {layout}: {text}" for text in differences(loaded, expected)]
-    return found
+            texts += [f"{source.name} → {layout}: {text}" for text in differences(loaded, expected)]
+    return texts
 
 
 @pytest.mark.dist
@@ -372,12 +372,12 @@ def whole_differences(source: Path) -> list[str]:
         for state in ("model", "optimizer.exp_avg")
         for key in SHAPES
     }
-    found = serialization.load_plain_tensors(source)
-    rows = found.pop("embedding")
+    tensors = serialization.load_plain_tensors(source)
+    rows = tensors.pop("embedding")
     padding = rows[VOCAB:]
-    expected["rows"], found["rows"] = global_tensor("embedding", (VOCAB, HIDDEN)), rows[:VOCAB]
-    expected["padding"], found["padding"] = torch.zeros_like(padding), padding
-    return differences(found, expected)
+    expected["rows"], tensors["rows"] = global_tensor("embedding", (VOCAB, HIDDEN)), rows[:VOCAB]
+    expected["padding"], tensors["padding"] = torch.zeros_like(padding), padding
+    return differences(tensors, expected)
 
 
 def test_a_difference_of_one_bit_would_be_seen():

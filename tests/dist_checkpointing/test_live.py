@@ -33,16 +33,22 @@ def held_by(box: Box, flat: tuple[int, int] | None = None, *, key: str = "w") ->
 def saved(root: Path, format: str, processes: list[list[LiveTensor]]) -> Path:
     """A checkpoint that several processes wrote at the same time."""
     root.mkdir()
-    held = [ProcessContribution(tuple(tensor.chunk for tensor in tensors)) for tensors in processes]
+    contributions = [
+        ProcessContribution(tuple(tensor.chunk for tensor in tensors)) for tensors in processes
+    ]
     work = [
         LiveSave(
-            format=format_called(format), root=root, number=n, contributions=held, tensors=tensors
+            format=format_called(format),
+            root=root,
+            number=n,
+            contributions=contributions,
+            tensors=tensors,
         )
         for n, tensors in enumerate(processes)
     ]
-    for one in work:
-        one.laid_out()
-    threads = [threading.Thread(target=one.write) for one in work]
+    for writer in work:
+        writer.laid_out()
+    threads = [threading.Thread(target=item.write) for item in work]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -30,20 +30,20 @@ from tests.dist_checkpointing.test_storage_writer import state_of
 
 
 def _findings(path: Path) -> list[tuple[str, str]]:
-    found = validate(path, level=Level.DEEP).findings
+    findings = validate(path, level=Level.DEEP).findings
     return [
-        (one.code, one.message)
-        for one in found
-        if one.severity > Severity.NOTE or one.code.startswith("CK8")
+        (finding.code, finding.message)
+        for finding in findings
+        if finding.severity > Severity.NOTE or finding.code.startswith("CK8")
     ]
 
 
 @pytest.mark.parametrize("backend", ["torch_dist", "zarr"])
 def test_of_dist_checkpointing_save(tmp_path: Path, backend: str) -> None:
     save({"w": part_of("w", (4, 6)), "common": {"lr": 0.5}}, tmp_path, (backend, 1))
-    made = read_inventory(tmp_path)
-    assert made.fingerprints is not None and list(made.fingerprints) == ["w"]
-    write_inventory(made)
+    inventory = read_inventory(tmp_path)
+    assert inventory.fingerprints is not None and list(inventory.fingerprints) == ["w"]
+    write_inventory(inventory)
     assert _findings(tmp_path) == []
 
 
@@ -51,14 +51,14 @@ def test_of_dist_checkpointing_save(tmp_path: Path, backend: str) -> None:
 def test_of_a_storage_writer_strided_tensors_included(tmp_path: Path, format: str) -> None:
     state = state_of()
     dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
-    made = read_inventory(tmp_path / "out")
-    assert made.fingerprints is not None
+    inventory = read_inventory(tmp_path / "out")
+    assert inventory.fingerprints is not None
     for name in ("w", "transposed", "part"):
         tensor = state["model"][name].contiguous()
         sum_ = FormSum(form_of(tuple(tensor.shape), 4), products_in_numpy)
         sum_.add_run(0, memoryview(tensor.numpy().tobytes()))
-        assert made.fingerprints[f"model.{name}"].text == format_lanes(sum_.lanes), name
-    write_inventory(made)
+        assert inventory.fingerprints[f"model.{name}"].text == format_lanes(sum_.lanes), name
+    write_inventory(inventory)
     assert _findings(tmp_path / "out") == []
 
 

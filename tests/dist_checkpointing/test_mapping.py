@@ -95,16 +95,16 @@ def test_rank_offsets_give_the_same_tensor_or_an_error_in_both(
             allow_shape_mismatch=flexible,
         )
 
-    mine, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
-    assert described(mine) == described(other)
-    if mine is not None:
-        assert repr(mine) == repr(other)
-        assert mine.global_slice() == other.global_slice()
-        assert mine.max_allowed_chunks() == other.max_allowed_chunks()
-        assert mine.has_regular_grid is other.has_regular_grid is True
-        assert described(mine.without_data()) == described(other.without_data())
+    ours, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
+    assert described(ours) == described(other)
+    if ours is not None:
+        assert repr(ours) == repr(other)
+        assert ours.global_slice() == other.global_slice()
+        assert ours.max_allowed_chunks() == other.max_allowed_chunks()
+        assert ours.has_regular_grid is other.has_regular_grid is True
+        assert described(ours.without_data()) == described(other.without_data())
         if 0 not in shape:  # theirs divides by zero
-            assert mine.local_chunk_offset_in_global() == other.local_chunk_offset_in_global()
+            assert ours.local_chunk_offset_in_global() == other.local_chunk_offset_in_global()
 
 
 @MODEST
@@ -136,21 +136,21 @@ def test_any_attributes_are_accepted_or_refused_by_both(
             "w", values, dtype, local, extents, offset, fragmentations, 0, prepend, flexible
         )
 
-    mine, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
-    assert described(mine) == described(other)
-    if mine is None:
+    ours, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
+    assert described(ours) == described(other)
+    if ours is None:
         return
-    assert mine.global_slice() == other.global_slice()
+    assert ours.global_slice() == other.global_slice()
     if 0 not in local:
         chunks = [
-            outcome(mine.local_chunk_offset_in_global),
+            outcome(ours.local_chunk_offset_in_global),
             their_outcome(other.local_chunk_offset_in_global),
         ]
         assert chunks[0] == chunks[1]
     if fragmentations is not None and len(fragmentations) == len(
         extents
     ):  # theirs leaves out what has no partner
-        assert outcome(mine.max_allowed_chunks) == their_outcome(other.max_allowed_chunks)
+        assert outcome(ours.max_allowed_chunks) == their_outcome(other.max_allowed_chunks)
 
 
 @MODEST
@@ -168,17 +168,17 @@ def test_narrowing_gives_the_same_tensor_or_an_error_in_both(
     rank_offsets = [(axis, grid[axis] - 1, grid[axis]) for axis in range(prepend + len(shape))]
 
     def narrowed(module: ModuleType) -> Any:
-        whole = module.ShardedTensor.from_rank_offsets(
+        full = module.ShardedTensor.from_rank_offsets(
             "w", numbered(shape), *rank_offsets, prepend_axis_num=prepend
         )
-        return whole.narrow(dim, start, length)
+        return full.narrow(dim, start, length)
 
     if dim < 0 and prepend:  # theirs takes the shape of a prepended axis then
         return
-    mine, other = outcome(lambda: narrowed(mapping)), their_outcome(lambda: narrowed(theirs))
-    assert (mine is None) == (other is None)
-    if mine is not None:
-        assert [described(tensor) for tensor in mine] == [described(tensor) for tensor in other]
+    ours, other = outcome(lambda: narrowed(mapping)), their_outcome(lambda: narrowed(theirs))
+    assert (ours is None) == (other is None)
+    if ours is not None:
+        assert [described(tensor) for tensor in ours] == [described(tensor) for tensor in other]
 
 
 @given(
@@ -193,19 +193,19 @@ def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(
     dim = parts[2] % len(shape)
     start = parts[3] % shape[dim]
     length = parts[4] % (shape[dim] - start) + 1
-    whole = numbered(shape)
+    full = numbered(shape)
     flat = ShardedTensor.from_rank_offsets_flat(
-        "w", whole.flatten()[begin:end], shape, (dim, 1, 3), flattened_range=slice(begin, end)
+        "w", full.flatten()[begin:end], shape, (dim, 1, 3), flattened_range=slice(begin, end)
     )
     pieces = flat.narrow(dim, start, length)
-    narrowed = whole.narrow(dim, start, length)
-    held = [value for value in narrowed.flatten().tolist() if begin <= value < end]
-    assert [value for piece in pieces for value in piece.data.tolist()] == held
+    narrowed = full.narrow(dim, start, length)
+    in_range = [value for value in narrowed.flatten().tolist() if begin <= value < end]
+    assert [value for piece in pieces for value in piece.data.tolist()] == in_range
     for piece in pieces:
         assert narrowed.flatten()[piece.flattened_range].equal(piece.data)
         assert (
             piece.data.numel() > 0
-            and piece.data.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+            and piece.data.untyped_storage().data_ptr() == full.untyped_storage().data_ptr()
         )
         assert piece.local_shape == tuple(narrowed.shape)
         assert (piece.global_shape[dim], piece.global_offset[dim]) == (3 * length, length)
@@ -215,10 +215,10 @@ def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(
 def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_its_elements() -> (
     None
 ):
-    whole = numbered((3, 4))
+    full = numbered((3, 4))
     flat = ShardedTensor.from_rank_offsets_flat(
         "w",
-        whole.flatten()[3:6],
+        full.flatten()[3:6],
         (3, 4),
         (0, 2, 5),
         (1, 1, 2),
@@ -236,12 +236,12 @@ def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_it
         [3, 4, 4],
         [3, 0, 1],
     ]
-    assert whole[flat.local_coordinates()].equal(flat.data)
+    assert full[flat.local_coordinates()].equal(flat.data)
     empty = flat.without_data()
     empty.init_data("cpu", torch.zeros)
     assert empty.data.tolist() == [0, 0, 0] and empty.data.dtype == torch.float32
     with pytest.raises(CheckpointingException, match="no flattened range"):
-        ShardedTensor.from_rank_offsets("w", whole).global_coordinates()
+        ShardedTensor.from_rank_offsets("w", full).global_coordinates()
 
 
 @pytest.mark.parametrize(
@@ -272,9 +272,9 @@ def test_data_are_made_where_there_are_none() -> None:
     ).without_data()
     tensor.init_data("meta")
     assert tensor.data.device.type == "meta" and tensor.data.dtype == torch.bfloat16
-    kept = tensor.data
+    data = tensor.data
     tensor.init_data("cpu")
-    assert tensor.data is kept
+    assert tensor.data is data
 
 
 def test_empty_tensors_have_a_chunk_and_irregular_ones_have_none() -> None:
@@ -317,22 +317,22 @@ def test_the_unique_key_of_an_object_can_be_turned_back(
     theirs: ModuleType, key: str, pair: Any, replica: Any
 ) -> None:
     offset, shape = zip(*pair, strict=True)
-    made = ShardedObject(key, b"", shape, offset, replica)
+    original = ShardedObject(key, b"", shape, offset, replica)
     other = theirs.ShardedObject(key, b"", shape, offset, replica)
-    assert made.unique_key == other.unique_key
-    found = ShardedObject.empty_from_unique_key(made.unique_key, replica)
-    assert found == made.without_data() and found.data is None
+    assert original.unique_key == other.unique_key
+    parsed = ShardedObject.empty_from_unique_key(original.unique_key, replica)
+    assert parsed == original.without_data() and parsed.data is None
     if "/" not in key:
-        again = theirs.ShardedObject.empty_from_unique_key(made.unique_key, replica)
-        assert vars(found) == vars(again)
+        again = theirs.ShardedObject.empty_from_unique_key(original.unique_key, replica)
+        assert vars(parsed) == vars(again)
 
 
 def test_a_shape_without_its_last_number_is_completed(theirs: ModuleType) -> None:
-    mine, other = (
+    ours, other = (
         module.ShardedObject.empty_from_unique_key("a/shard_0.1_2") for module in (mapping, theirs)
     )
-    assert vars(mine) == vars(other) and mine.global_shape == (2, -1)
-    assert str(mine) == str(other)
+    assert vars(ours) == vars(other) and ours.global_shape == (2, -1)
+    assert str(ours) == str(other)
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ def test_what_a_factory_builds_is_not_built_again() -> None:
 
 def test_every_chunk_of_a_grid_has_its_own_place() -> None:
     grid = (2, 1, 3)
-    found = {
+    coordinates = {
         ShardedTensor.from_rank_offsets(
             "w",
             torch.zeros(2, 4),
@@ -474,4 +474,4 @@ def test_every_chunk_of_a_grid_has_its_own_place() -> None:
         ).local_chunk_offset_in_global()
         for index in itertools.product(*map(range, grid))
     }
-    assert found == set(itertools.product(*map(range, grid)))
+    assert coordinates == set(itertools.product(*map(range, grid)))

@@ -73,16 +73,16 @@ class Point(tuple):
 
 
 def bytes_io(data: bytes, at: int) -> io.BytesIO:
-    made = io.BytesIO(data)
-    made.seek(at)
-    return made
+    buffer = io.BytesIO(data)
+    buffer.seek(at)
+    return buffer
 
 
 def ordered(**attributes: object) -> collections.OrderedDict[str, object]:
     """As ``Module.state_dict`` makes it."""
-    made: Any = collections.OrderedDict(a=torch.arange(2), b=1)
-    vars(made).update(attributes)
-    return made
+    mapping: Any = collections.OrderedDict(a=torch.arange(2), b=1)
+    vars(mapping).update(attributes)
+    return mapping
 
 
 VALUES = [
@@ -176,10 +176,10 @@ DTYPES += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_values_come_back_as_they_were(value: object):
     data = stream_of(value)
-    found = load_stream(data)
-    assert_alike(found, value)
+    loaded = load_stream(data)
+    assert_alike(loaded, value)
     assert_alike(torch.load(io.BytesIO(data), weights_only=False), value)
-    assert stream_of(found) == data
+    assert stream_of(loaded) == data
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -196,10 +196,10 @@ def test_tensors_of_all_types_come_back(dtype: torch.dtype):
         flat[:0],
         flat.reshape(6, 8)[:, 2:4],
     ):
-        found = load_stream(stream_of({"a": tensor}))["a"]
-        assert_alike(found, tensor)
+        loaded = load_stream(stream_of({"a": tensor}))["a"]
+        assert_alike(loaded, tensor)
         assert_alike(torch.load(io.BytesIO(stream_of(tensor)), weights_only=True), tensor)
-        assert found.is_contiguous() and found.untyped_storage().nbytes() == tensor.nbytes
+        assert loaded.is_contiguous() and loaded.untyped_storage().nbytes() == tensor.nbytes
 
 
 @pytest.mark.gpu
@@ -210,16 +210,16 @@ def test_what_is_on_a_gpu_is_saved_and_comes_back_on_the_cpu():
 
 
 def test_random_states_of_numpy_go_on_alike():
-    for made in (
+    for generator in (
         np.random.RandomState(5),
         np.random.default_rng(5),
         np.random.Generator(np.random.Philox(5)),
     ):
-        draw = "rand" if isinstance(made, np.random.RandomState) else "random"
-        getattr(made, draw)(3)
-        found = load_stream(stream_of([made]))[0]
-        assert type(found) is type(made)
-        assert (getattr(found, draw)(8) == getattr(made, draw)(8)).all()
+        draw = "rand" if isinstance(generator, np.random.RandomState) else "random"
+        getattr(generator, draw)(3)
+        loaded = load_stream(stream_of([generator]))[0]
+        assert type(loaded) is type(generator)
+        assert (getattr(loaded, draw)(8) == getattr(generator, draw)(8)).all()
 
 
 def test_the_byte_order_of_arrays_is_kept():
@@ -236,8 +236,8 @@ def test_parameters_and_gradients_come_back():
         torch.nn.Parameter(torch.rand(2), requires_grad=False),
     ]
     value += [torch.rand(2, requires_grad=True), torch.rand(2, requires_grad=True) * 2]
-    found = load_stream(stream_of(value))
-    assert_alike(found, [*value[:3], value[3].detach().requires_grad_()])
+    loaded = load_stream(stream_of(value))
+    assert_alike(loaded, [*value[:3], value[3].detach().requires_grad_()])
 
 
 PLAIN = (
@@ -287,10 +287,10 @@ TREES = st.recursive(
 @given(TREES)
 def test_nested_values_come_back(value: object):
     data = stream_of(value)
-    found = load_stream(data)
+    loaded = load_stream(data)
     if not isinstance(value, collections.deque):
-        assert_alike(_without_deques(found), _without_deques(value))
-    assert stream_of(found) == data
+        assert_alike(_without_deques(loaded), _without_deques(value))
+    assert stream_of(loaded) == data
 
 
 def _without_deques(value: Any) -> Any:
@@ -333,8 +333,8 @@ def test_shared_and_cyclic_containers_stay_so():
     cyclic.append(cyclic)
     namespace = argparse.Namespace()
     namespace.itself = [namespace]
-    found, again = load_stream(stream_of([cyclic, namespace]))
-    assert found[0] is found[1] and found[2] is found
+    loaded, again = load_stream(stream_of([cyclic, namespace]))
+    assert loaded[0] is loaded[1] and loaded[2] is loaded
     assert again.itself[0] is again
 
 
@@ -345,10 +345,10 @@ def test_shared_tensors_stay_shared_and_views_keep_no_more_than_they_show():
         {"a": first, "same": first, "again": base[:4], "parameter": torch.nn.Parameter(base)}
     )
     assert len(data) < 4 * 1000 + 4096
-    found = load_stream(data)
-    found["a"].fill_(-1)
-    assert found["same"].tolist() == found["again"].tolist() == [-1] * 4
-    assert found["a"] is found["same"]
+    loaded = load_stream(data)
+    loaded["a"].fill_(-1)
+    assert loaded["same"].tolist() == loaded["again"].tolist() == [-1] * 4
+    assert loaded["a"] is loaded["same"]
 
 
 def test_views_that_share_a_storage_in_a_file_share_it_when_loaded():
@@ -361,21 +361,21 @@ def test_views_that_share_a_storage_in_a_file_share_it_when_loaded():
         "wide": base[:1].expand(5),
     }
     torch.save(value, buffer)
-    found = load_stream(buffer.getvalue())
-    assert_alike(found, value)
-    assert found["columns"].stride() == (6, 1) and found["wide"].stride() == (0,)
-    found["whole"].zero_()
-    assert found["row"].sum() == found["columns"].sum() == found["wide"].sum() == 0
+    loaded = load_stream(buffer.getvalue())
+    assert_alike(loaded, value)
+    assert loaded["columns"].stride() == (6, 1) and loaded["wide"].stride() == (0,)
+    loaded["whole"].zero_()
+    assert loaded["row"].sum() == loaded["columns"].sum() == loaded["wide"].sum() == 0
 
 
 def test_deep_values_need_no_recursion():
     value: Any = "bottom"
     for _ in range(300):
         value = [value]
-    found = load_stream(stream_of(value))
+    loaded = load_stream(stream_of(value))
     for _ in range(300):
-        [found] = found
-    assert found == "bottom"
+        [loaded] = loaded
+    assert loaded == "bottom"
 
 
 def quantized() -> torch.Tensor:
@@ -446,9 +446,9 @@ def test_unknown_classes_become_stand_ins_that_can_be_saved_again(
     assert pickle.loads(pickle.dumps(args)) == args == load_stream(again)
     assert thing != StandIn(thing.how, thing.module, thing.name, state={"weights": torch.zeros(3)})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    found = torch.load(io.BytesIO(again), weights_only=False)
-    assert found.kind is Kind.ENCODER and found.things[1] is Thing
-    assert torch.equal(found.things[0].weights, torch.arange(3))
+    loaded = torch.load(io.BytesIO(again), weights_only=False)
+    assert loaded.kind is Kind.ENCODER and loaded.things[1] is Thing
+    assert torch.equal(loaded.things[0].weights, torch.arange(3))
 
 
 def test_values_that_an_enumeration_no_longer_has_become_stand_ins():
@@ -545,8 +545,8 @@ def test_names_that_run_code_are_refused(attack: object):
 )
 def test_nothing_that_a_file_names_is_called(value: object):
     data = in_a_file(value)
-    found = load_stream(data)
-    assert isinstance(found, StandIn) and CALLED == []
+    loaded = load_stream(data)
+    assert isinstance(loaded, StandIn) and CALLED == []
 
 
 def test_attacks_are_refused_even_if_registered():
@@ -588,10 +588,10 @@ def test_module_attributes_are_not_computed(monkeypatch: pytest.MonkeyPatch):
 def test_unfit_arguments_are_refused_or_left_alone(value: Attack):
     raw = _pickled(value.parts[0], value.parts[1])
     try:
-        found = load_stream(raw)
+        loaded = load_stream(raw)
     except (CorruptError, UnsafeError):
         return
-    assert isinstance(found, StandIn)
+    assert isinstance(loaded, StandIn)
 
 
 def _pickled(function: Any, args: tuple[object, ...]) -> bytes:
@@ -691,15 +691,15 @@ def test_files_of_megatron_come_back_as_torch_loads_them(
     assert paths
     if not request.config.getoption("--long"):
         paths = paths[::5]
-    seen = set()
+    contents = set()
     for path in paths:
-        if path.read_bytes() in seen:
+        if path.read_bytes() in contents:
             continue
-        seen.add(path.read_bytes())
+        contents.add(path.read_bytes())
         expected = torch.load(path, map_location="cpu", weights_only=False, pickle_module=LOOSE)
-        found = load_file(LocalStore(path.parent), path.name)
-        assert_alike(found, expected, str(path.relative_to(golden)))
-        assert_alike(load_stream(stream_of(found)), expected, str(path.relative_to(golden)))
+        loaded = load_file(LocalStore(path.parent), path.name)
+        assert_alike(loaded, expected, str(path.relative_to(golden)))
+        assert_alike(load_stream(stream_of(loaded)), expected, str(path.relative_to(golden)))
 
 
 @pytest.mark.parametrize("family", ["mcore_torch_dist", "mcore0121_torch_dist", "torch_dcp"])

@@ -55,12 +55,12 @@ def attributes(leaf: Any) -> Any:
     """What a leaf consists of, its data as lists."""
     if type(leaf).__name__ == "LocalNonpersistentObject":
         return leaf.unwrap()
-    found = {
+    fields = {
         name: value
         for name, value in vars(leaf).items()
         if name not in ("build_fn", "merge_fn", "data")
     }
-    return type(leaf).__name__, found, leaf.data.tolist()
+    return type(leaf).__name__, fields, leaf.data.tolist()
 
 
 def states(package: str, exclude: tuple[str, ...]) -> Any:
@@ -71,9 +71,9 @@ def states(package: str, exclude: tuple[str, ...]) -> Any:
     numbers = module.get_param_id_to_sharded_param_map(model_state, model.parameters())
     ids = module.get_optim_param_to_id_map([*model.parameters(), next(model.parameters())])
     state = adam.state_dict()
-    kept = state["param_groups"][0]["params"]
+    params = state["param_groups"][0]["params"]
     assert module.optim_state_to_sharding_state(state, numbers, exclude) is None
-    assert kept == [0, 1, 2, 3] == adam.state_dict()["param_groups"][0]["params"]
+    assert params == [0, 1, 2, 3] == adam.state_dict()["param_groups"][0]["params"]
     return (
         sorted(ids.values()),
         {number: leaf.key for number, leaf in numbers.items()},
@@ -91,11 +91,11 @@ def states(package: str, exclude: tuple[str, ...]) -> Any:
 @pytest.mark.parametrize("exclude", [("step",), ("step", "exp_avg")])
 def test_an_optimizer_is_sharded_as_megatron_core_does(exclude: tuple[str, ...]) -> None:
     pytest.importorskip("megatron.core")
-    mine = states("core.dist_checkpointing", exclude)
-    assert mine == states("megatron.core.dist_checkpointing", exclude)
-    assert mine[1] == {0: "0.weight", 1: "0.bias", 2: "1.weight", 3: "1.bias"}
-    assert mine[2][1]["exp_avg_sq"][1]["key"] == "optimizer.state.exp_avg_sq.0.bias"
-    assert set(mine[2][0]) == {"exp_avg", "exp_avg_sq"} - set(exclude)
+    ours = states("core.dist_checkpointing", exclude)
+    assert ours == states("megatron.core.dist_checkpointing", exclude)
+    assert ours[1] == {0: "0.weight", 1: "0.bias", 2: "1.weight", 3: "1.bias"}
+    assert ours[2][1]["exp_avg_sq"][1]["key"] == "optimizer.state.exp_avg_sq.0.bias"
+    assert set(ours[2][0]) == {"exp_avg", "exp_avg_sq"} - set(exclude)
 
 
 def test_a_moment_of_another_shape_is_refused() -> None:

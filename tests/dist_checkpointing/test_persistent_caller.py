@@ -55,9 +55,9 @@ def _die() -> None:
 @pytest.fixture(scope="module")
 def queue() -> Iterator[AsyncCallsQueue]:
     """A queue for tests that leave its process alive, which takes seconds to import torch."""
-    made = AsyncCallsQueue(persistent=True)
-    yield made
-    made.close()
+    calls = AsyncCallsQueue(persistent=True)
+    yield calls
+    calls.close()
 
 
 def test_one_process_executes_all_calls_in_order(tmp_path, queue):
@@ -96,12 +96,12 @@ def test_tensors_arrive_as_they_were_whatever_they_are(tmp_path, queue):
     plain.zero_()
     go.touch()
     queue.maybe_finalize_async_calls(blocking=True)
-    found = torch.load(out)
-    assert found.keys() == expected.keys() and found["other"] == expected["other"]
+    loaded = torch.load(out)
+    assert loaded.keys() == expected.keys() and loaded["other"] == expected["other"]
     for key in expected.keys() - {"staged", "other"}:
-        assert found[key].dtype == expected[key].dtype and found[key].shape == expected[key].shape
-        assert torch.equal(found[key].resolve_conj(), expected[key].resolve_conj()), key
-    assert all(map(torch.equal, found["staged"], expected["staged"]))
+        assert loaded[key].dtype == expected[key].dtype and loaded[key].shape == expected[key].shape
+        assert torch.equal(loaded[key].resolve_conj(), expected[key].resolve_conj()), key
+    assert all(map(torch.equal, loaded["staged"], expected["staged"]))
 
 
 def test_what_preload_returns_is_sent(tmp_path, queue):

@@ -22,9 +22,9 @@ CONFIG = CheckpointingConfig("own", 3, "own_common", 5)
 
 
 def _save(target: Path, text: str = "new", *, overwrite: bool = False) -> None:
-    made = DirectoryPublication(target, overwrite=overwrite)
-    _fill(made.data_dir, text)
-    made.publish(CONFIG)
+    stage = DirectoryPublication(target, overwrite=overwrite)
+    _fill(stage.data_dir, text)
+    stage.publish(CONFIG)
 
 
 def _fill(data_dir: Path, text: str) -> None:
@@ -46,11 +46,11 @@ def _published(text: str = "new") -> dict[str, str]:
 
 
 def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path):
-    made = DirectoryPublication(tmp_path)
-    assert made.data_dir == data_dir_of(tmp_path) and made.data_dir.is_dir()
-    _fill(made.data_dir, "new")
+    stage = DirectoryPublication(tmp_path)
+    assert stage.data_dir == data_dir_of(tmp_path) and stage.data_dir.is_dir()
+    _fill(stage.data_dir, "new")
     assert os.listdir(tmp_path) == [STAGE] and maybe_load_config(tmp_path) is None
-    made.publish(CONFIG)
+    stage.publish(CONFIG)
     assert _content(tmp_path) == _published() and sorted(os.listdir(tmp_path)) == [
         "common.pt",
         "metadata.json",
@@ -60,10 +60,10 @@ def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path)
 
 
 def test_an_abandoned_or_dropped_save_leaves_the_directory_as_it_was(tmp_path, caplog):
-    made = DirectoryPublication(tmp_path)
-    _fill(made.data_dir, "new")
-    made.abandon()
-    made.abandon()
+    stage = DirectoryPublication(tmp_path)
+    _fill(stage.data_dir, "new")
+    stage.abandon()
+    stage.abandon()
     assert os.listdir(tmp_path) == [] and not caplog.records
     dropped = DirectoryPublication(tmp_path)
     _fill(dropped.data_dir, "new")
@@ -88,16 +88,16 @@ def test_a_save_that_is_not_finalized_is_reported_when_the_program_ends(tmp_path
 
 
 def test_a_fork_that_ends_does_not_remove_the_stage(tmp_path):
-    made = DirectoryPublication(tmp_path)
+    stage = DirectoryPublication(tmp_path)
     pid = os.fork()
     if not pid:
-        made.abandon()
+        stage.abandon()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert made.data_dir.is_dir()
+    assert stage.data_dir.is_dir()
     with pytest.raises(StorageError, match="another save into this directory"):
         DirectoryPublication(tmp_path)
-    made.abandon()
+    stage.abandon()
 
 
 def test_a_second_save_into_the_directory_is_refused_while_the_first_goes_on(tmp_path):
@@ -136,10 +136,10 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UsageError, match="already contains a checkpoint"):
         DirectoryPublication(tmp_path)
-    made = DirectoryPublication(tmp_path, overwrite=True)
-    _fill(made.data_dir, "new")
+    stage = DirectoryPublication(tmp_path, overwrite=True)
+    _fill(stage.data_dir, "new")
     assert maybe_load_config(tmp_path) == CONFIG and (tmp_path / "common.pt").read_text() == "old"
-    made.publish(CONFIG)
+    stage.publish(CONFIG)
     assert _content(tmp_path) == _published() | {
         "dataloader/rank0.bin": "mine",
         "notes.txt": "mine",
@@ -148,18 +148,18 @@ def test_a_checkpoint_is_replaced_only_when_told_and_other_files_stay(tmp_path):
 
 def test_a_save_that_was_to_replace_a_checkpoint_and_failed_leaves_the_old_one(tmp_path):
     _save(tmp_path, "old")
-    made = DirectoryPublication(tmp_path, overwrite=True)
-    _fill(made.data_dir, "new")
-    made.abandon()
+    stage = DirectoryPublication(tmp_path, overwrite=True)
+    _fill(stage.data_dir, "new")
+    stage.abandon()
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 
 
 def test_a_name_that_appeared_meanwhile_is_not_overwritten(tmp_path):
-    made = DirectoryPublication(tmp_path)
-    _fill(made.data_dir, "new")
+    stage = DirectoryPublication(tmp_path)
+    _fill(stage.data_dir, "new")
     (tmp_path / "w").write_text("theirs")
     with pytest.raises(UsageError, match="w appeared in the directory during the save"):
-        made.publish(CONFIG)
+        stage.publish(CONFIG)
     assert _content(tmp_path) == {"w": "theirs"} and os.listdir(tmp_path) == ["w"]
 
 
@@ -201,8 +201,8 @@ def test_a_replacement_killed_between_two_renames_is_undone_by_the_next_save(tmp
     _save(tmp_path, "old")
     (tmp_path / "notes.txt").write_text("mine")
     assert _killed(tmp_path, at, overwrite=True)
-    found = maybe_load_config(tmp_path)
-    assert found is None or (at == 0 and _content(tmp_path)["common.pt"] == "old")
+    config = maybe_load_config(tmp_path)
+    assert config is None or (at == 0 and _content(tmp_path)["common.pt"] == "old")
     with pytest.raises(UsageError, match="already contains a checkpoint"):
         DirectoryPublication(tmp_path)
     assert _content(tmp_path) == _published("old") | {"notes.txt": "mine"}
@@ -259,21 +259,21 @@ def test_a_failed_publication_is_undone(tmp_path, monkeypatch):
         move(source, goal)
 
     monkeypatch.setattr(publication, "rename_new", failing)
-    made = DirectoryPublication(tmp_path, overwrite=True)
-    _fill(made.data_dir, "new")
+    stage = DirectoryPublication(tmp_path, overwrite=True)
+    _fill(stage.data_dir, "new")
     with pytest.raises(StorageError, match="cannot publish: input/output error"):
-        made.publish(CONFIG)
+        stage.publish(CONFIG)
     assert _content(tmp_path) == _published("old") and STAGE not in os.listdir(tmp_path)
 
 
 def test_files_of_a_stage_that_was_removed_and_made_again_are_not_published(tmp_path):
-    made = DirectoryPublication(tmp_path)
-    _fill(made.data_dir, "lost")
-    shutil.rmtree(made.data_dir.parent)
-    made.data_dir.mkdir(parents=True)  # a rank that comes later writes into its path
-    (made.data_dir / "__1_0.distcp").write_text("late")
+    stage = DirectoryPublication(tmp_path)
+    _fill(stage.data_dir, "lost")
+    shutil.rmtree(stage.data_dir.parent)
+    stage.data_dir.mkdir(parents=True)  # a rank that comes later writes into its path
+    (stage.data_dir / "__1_0.distcp").write_text("late")
     with pytest.raises(StorageError, match="removed"):
-        made.publish(CONFIG)
+        stage.publish(CONFIG)
     assert os.listdir(tmp_path) == [STAGE]
     _save(tmp_path)
     assert _content(tmp_path) == _published()

@@ -62,16 +62,16 @@ def readers(name: str, layout: Layout) -> tuple[str, ...]:
 def _save(rank: int, world: int, package: str, root: str, names: list[str]) -> dict[str, Any]:
     """Runs the save of each scenario, into ``root/package/name``."""
     api = _prepared(package)
-    found = {}
+    results = {}
     for name in names:
         scenario = SCENARIOS[name]
         folder = Path(root, package, name)
         if rank == 0:
             folder.mkdir(parents=True)
         dist.barrier()
-        found[name] = scenario.save(api, scenario.saved.place(rank), str(folder))
+        results[name] = scenario.save(api, scenario.saved.place(rank), str(folder))
         dist.barrier()
-    return found
+    return results
 
 
 def _load(
@@ -79,14 +79,14 @@ def _load(
 ) -> dict[Any, Any]:
     """Runs the load of each (scenario, layout, writer), beside what it should give."""
     api = _prepared(package)
-    found = {}
+    results = {}
     for name, layout, writer in cases:
         scenario, place = SCENARIOS[name], layout.place(rank)
-        found[name, layout, writer] = scenario.load(api, place, str(Path(root, writer, name)))
+        results[name, layout, writer] = scenario.load(api, place, str(Path(root, writer, name)))
         dist.barrier()
-        if scenario.expected is not None and (name, layout, "expected") not in found:
-            found[name, layout, "expected"] = scenario.expected(api, place)
-    return found
+        if scenario.expected is not None and (name, layout, "expected") not in results:
+            results[name, layout, "expected"] = scenario.expected(api, place)
+    return results
 
 
 class Runs:
@@ -189,38 +189,38 @@ LOADS = covering_cases(
 @pytest.mark.parametrize("name", _saves(SCENARIOS))
 def test_saving_is_observed_alike(runs: Runs, name: str) -> None:
     world = SCENARIOS[name].saved.world
-    found = [[rank[name] for rank in runs.saved(package, world)] for package in writers(name)]
-    assert found[0] == found[-1]
+    results = [[rank[name] for rank in runs.saved(package, world)] for package in writers(name)]
+    assert results[0] == results[-1]
 
 
 @pytest.mark.parametrize(
     "name", _saves(name for name, scenario in SCENARIOS.items() if scenario.is_checkpoint)
 )
 def test_both_write_the_same_tensors_and_objects(runs: Runs, name: str) -> None:
-    found = []
+    contents = []
     for package in writers(name):
         runs.saved(package, SCENARIOS[name].saved.world)
         checkpoint = open_checkpoint(runs.root / package / name)
         catalog = checkpoint.catalog
         tensors = {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()}
-        found.append((checkpoint.format.name, tensors, sorted(catalog.objects)))
+        contents.append((checkpoint.format.name, tensors, sorted(catalog.objects)))
         checkpoint.store.close()
-    assert found[0] == found[-1]
-    assert found[0][1] or found[0][2]
+    assert contents[0] == contents[-1]
+    assert contents[0][1] or contents[0][2]
 
 
 @pytest.mark.parametrize(("name", "layout", "reader", "writer"), LOADS)
 def test_loading_gives_the_same_whoever_wrote_and_whoever_reads(
     runs: Runs, name: str, layout: Layout, reader: str, writer: str
 ) -> None:
-    found = [rank[name, layout, writer] for rank in runs.loaded(reader, layout.world)]
+    results = [rank[name, layout, writer] for rank in runs.loaded(reader, layout.world)]
     if SCENARIOS[name].expected is not None:
-        assert found == [
+        assert results == [
             rank[name, layout, "expected"] for rank in runs.loaded(reader, layout.world)
         ]
     else:
         oracle = writers(name)[-1]
-        assert found == [
+        assert results == [
             rank[name, layout, oracle]
             for rank in runs.loaded(readers(name, layout)[-1], layout.world)
         ]

@@ -60,7 +60,7 @@ BACKENDS: dict[str, dict[str, Any]] = {
 
 def _state(rank: int = 0, world: int = 1, *, is_filled: bool = True) -> dict[str, Any]:
     """A state dict of everything, its tensors cut along the first axis."""
-    found = {
+    state = {
         "model": {
             "w": part_of("model.w", (8, 4), (0, rank, world), is_filled=is_filled),
             "layers": [
@@ -80,12 +80,12 @@ def _state(rank: int = 0, world: int = 1, *, is_filled: bool = True) -> dict[str
         "args": {"lr": 0.5, "betas": [0.9, 0.95]},
     }
     if rank == 0:
-        found["fused"] = halves("fused", torch.arange(8.0) if is_filled else torch.zeros(8))
+        state["fused"] = halves("fused", torch.arange(8.0) if is_filled else torch.zeros(8))
     if world == 4:
-        found["stacked"] = part_of(
+        state["stacked"] = part_of(
             "stacked", (4, 3), (0, rank, 4), prepended=1, is_filled=is_filled
         )
-    return found
+    return state
 
 
 def _asked(rank: int = 0, world: int = 1) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
 def _expected(rank: int = 0, world: int = 1) -> dict[str, Any]:
     """What a load of ``_asked`` has to return."""
     state = _state(rank, world)
-    found = {
+    expected = {
         "model": {"w": state["model"]["w"].data, "layers": [state["model"]["layers"][0].data]},
         "flat": state["flat"].data,
         "rng": state["rng"].data,
@@ -116,10 +116,10 @@ def _expected(rank: int = 0, world: int = 1) -> dict[str, Any]:
         "args": state["args"],
     }
     if rank == 0:
-        found["fused"] = torch.arange(8.0)
+        expected["fused"] = torch.arange(8.0)
     if world == 4:
-        found["stacked"] = state["stacked"].data
-    return _plain(found)
+        expected["stacked"] = state["stacked"].data
+    return _plain(expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -157,8 +157,8 @@ def test_strategies_may_be_given_as_objects_or_as_backend_and_version(tmp_path):
         target = tmp_path / str(number)
         target.mkdir()
         save({"w": part_of("w", (4,))}, target, **given)
-        found = load({"w": part_of("w", (4,), is_filled=False)}, target, own_strategies.OwnLoad())
-        assert _plain(found) == {"w": _plain(global_tensor("w", (4,)))}
+        loaded = load({"w": part_of("w", (4,), is_filled=False)}, target, own_strategies.OwnLoad())
+        assert _plain(loaded) == {"w": _plain(global_tensor("w", (4,)))}
 
 
 def test_things_that_are_no_strategies_are_refused(tmp_path):
@@ -223,9 +223,9 @@ def test_parts_of_a_checkpoint_can_be_read_alone(tmp_path, backend):
     }
     tensors = load_tensors_metadata(tmp_path)
     shapes = {"model.w": (8, 4), "model.b": (8,), "flat": (4, 4), "fused.1": (4,), "fused.2": (4,)}
-    assert {key: tuple(found.global_shape) for key, found in tensors.items()} == shapes
+    assert {key: tuple(tensor.global_shape) for key, tensor in tensors.items()} == shapes
     assert tensors["model.b"].dtype == torch.bfloat16 and all(
-        found.data is None for found in tensors.values()
+        tensor.data is None for tensor in tensors.values()
     )
     everything = load_sharded_metadata(tmp_path)
     assert set(everything) == {*shapes, "rng/shard_0_1"} and isinstance(
@@ -247,8 +247,8 @@ def test_tensors_can_be_removed_from_a_checkpoint(tmp_path, backend):
     )
     remove_sharded_tensors(tmp_path, "optimizer.")
     assert set(load_tensors_metadata(tmp_path)) == {"w"}
-    found = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path, strict="raise_all")
-    assert _plain(found) == {"step": 1, "w": _plain(global_tensor("w", (4,)))}
+    loaded = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path, strict="raise_all")
+    assert _plain(loaded) == {"step": 1, "w": _plain(global_tensor("w", (4,)))}
 
 
 # -- strictness
@@ -288,11 +288,11 @@ def test_every_strictness_does_what_it_says(tmp_path, caplog, backend, validate,
             with pytest.raises((CheckpointingException, KeyError), match="new"):
                 load(asked, tmp_path, strict=strict, validate_access_integrity=validate)
             return
-        found = load(asked, tmp_path, strict=strict, validate_access_integrity=validate)
+        loaded = load(asked, tmp_path, strict=strict, validate_access_integrity=validate)
     if strict.startswith("return"):
-        assert (_plain(found[0]), found[1], found[2]) == (expected, *STRICT[strict])
+        assert (_plain(loaded[0]), loaded[1], loaded[2]) == (expected, *STRICT[strict])
     else:
-        assert _plain(found) == expected
+        assert _plain(loaded) == expected
     logged = STRICT[strict] if strict.startswith("log") else (set(), set())
     text = " ".join(record.getMessage() for record in caplog.records)
     assert ("new" in text) == bool(logged[0]) and ("Missing keys" in text) == bool(logged[1])
@@ -301,9 +301,9 @@ def test_every_strictness_does_what_it_says(tmp_path, caplog, backend, validate,
 @pytest.mark.parametrize("strict", [flag for flag in STRICT if flag != "assume_ok_unexpected"])
 def test_equal_keys_satisfy_every_strictness(tmp_path, strict):
     save(_state(), tmp_path)
-    found = load(_asked(), tmp_path, strict=strict)
-    assert _plain(found[0] if strict.startswith("return") else found) == _expected()
-    assert not strict.startswith("return") or found[1:] == (set(), set())
+    loaded = load(_asked(), tmp_path, strict=strict)
+    assert _plain(loaded[0] if strict.startswith("return") else loaded) == _expected()
+    assert not strict.startswith("return") or loaded[1:] == (set(), set())
     with pytest.raises(ValueError, match="strict is 'very'"):
         load(_asked(), tmp_path, strict="very")
 
@@ -402,8 +402,8 @@ def test_an_asynchronous_save_publishes_when_it_is_finalized(tmp_path, strategy)
     state["w"].data.zero_()
     assert maybe_load_config(tmp_path) is None
     queue.maybe_finalize_async_calls(blocking=True)
-    found = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path)
-    assert _plain(found) == {
+    loaded = load({"w": part_of("w", (4,), is_filled=False)}, tmp_path)
+    assert _plain(loaded) == {
         "w": _plain(global_tensor("w", (4,))),
         "step": 1,
     } and STAGE not in os.listdir(tmp_path)
@@ -438,9 +438,9 @@ def test_a_checkpoint_is_replaced_only_when_told(tmp_path, backend):
         save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend])
     assert set(load_tensors_metadata(tmp_path)) == {"old", "w"}
     save({"w": part_of("w", (4,))}, tmp_path, **BACKENDS[backend], overwrite=True)
-    assert {key: found.global_shape for key, found in load_tensors_metadata(tmp_path).items()} == {
-        "w": (4,)
-    }
+    assert {
+        key: tensor.global_shape for key, tensor in load_tensors_metadata(tmp_path).items()
+    } == {"w": (4,)}
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
@@ -475,9 +475,9 @@ def _moved(rank: int, world: int, target: str, backend: str) -> list[Any]:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_several_ranks_save_is_loaded_by_them_in_any_cut(tmp_path, world, backend):
-    found = run_ranks(world, _moved, str(tmp_path / "checkpoint"), backend)
+    results = run_ranks(world, _moved, str(tmp_path / "checkpoint"), backend)
     width = 4 // world
-    for rank, (same, moved) in enumerate(found):
+    for rank, (same, moved) in enumerate(results):
         assert same == _expected(rank, world)
         assert moved.pop("iteration") == 7 and moved.pop("args")["lr"] == 0.5
         assert moved == _plain(
@@ -488,11 +488,11 @@ def test_what_several_ranks_save_is_loaded_by_them_in_any_cut(tmp_path, world, b
                 "others": {"seed": (rank + 1) % world, "state": [1, 2.5, "x"]},
             }
         )
-    one = {
+    parts = {
         "w": part_of("model.w", (8, 4), is_filled=False),
         "flat": flat_part_of("flat", (4, 4), 3, 9, is_filled=False),
     }
-    alone = load(one, tmp_path / "checkpoint", validate_access_integrity=False)
+    alone = load(parts, tmp_path / "checkpoint", validate_access_integrity=False)
     assert _plain(alone["w"]) == _plain(global_tensor("model.w", (8, 4)))
     assert _plain(alone["flat"]) == _plain(global_tensor("flat", (4, 4)).flatten()[3:9])
 
@@ -555,7 +555,7 @@ def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[st
             {"w": part_of("w", (8,), (0, rank, world)), "r": rank}, at, **OWN
         ),
     }
-    found = {}
+    outcomes = {}
     for name, work in cases.items():
         at = f"{folder}/{name}"
         if rank == 0:
@@ -563,16 +563,16 @@ def _failing(rank: int, world: int, folder: str) -> dict[str, tuple[str, list[st
         comm.barrier()
         outcome = _attempt(lambda work=work, at=at: work(at))
         comm.barrier()
-        found[name] = outcome, sorted(os.listdir(at))
+        outcomes[name] = outcome, sorted(os.listdir(at))
         comm.barrier()
-    return found
+    return outcomes
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path, world):
     ranks = run_ranks(world, _failing, str(tmp_path))
-    told = {
+    messages = {
         "before": "OSError: disk is gone",
         "amid": "OSError: disk is gone",
         "common": "OSError: common is broken",
@@ -586,12 +586,15 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
         "unpicklable": "",
         "callback": "OSError: disk is gone",
     }
-    for rank, found in enumerate(ranks):
-        for name, text in told.items():
-            outcome, left = found[name]
+    for rank, outcomes in enumerate(ranks):
+        for name, text in messages.items():
+            outcome, remaining = outcomes[name]
             assert not outcome.startswith("returned") and text in outcome, (rank, name, outcome)
-            assert left == [], (rank, name, left)
-        assert found["unchecked"][0] == "returned None" and "metadata.json" in found["unchecked"][1]
+            assert remaining == [], (rank, name, remaining)
+        assert (
+            outcomes["unchecked"][0] == "returned None"
+            and "metadata.json" in outcomes["unchecked"][1]
+        )
     assert ranks[0]["amid"][0].startswith("WorkerError: rank 1 failed") and ranks[1]["amid"][
         0
     ].startswith("OSError")
@@ -606,7 +609,7 @@ def _failing_loads(rank: int, world: int, folder: str) -> dict[str, str]:
     save({"w": part_of("w", (8,), (0, rank, world)), "step": 3}, at, **OWN)
     part = part_of("w", (8,), (0, rank, world))
     extra = {"n": part_of("new", (8,), is_filled=False)} if rank == 1 else {}
-    found = {
+    outcomes = {
         "integrity": _attempt(lambda: load({"w": part_of("w", (8,))}, at)),
         "not checked": _attempt(
             lambda: load({"w": part_of("w", (8,))}, at, validate_access_integrity=False)["step"]
@@ -624,7 +627,7 @@ def _failing_loads(rank: int, world: int, folder: str) -> dict[str, str]:
         "return_unexpected": _attempt(lambda: load(extra, at, strict="return_unexpected")[1:]),
     }
     comm.barrier()
-    return found
+    return outcomes
 
 
 @pytest.mark.dist
@@ -632,27 +635,27 @@ def test_a_load_that_fails_on_one_rank_fails_on_all():
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        zero, one = run_ranks(2, _failing_loads, folder)
-    for found in (zero, one):
+        first, second = run_ranks(2, _failing_loads, folder)
+    for outcomes in (first, second):
         assert (
-            "2 main replicas, on ranks 0, 1" in found["integrity"]
-            and found["not checked"] == "returned 3"
+            "2 main replicas, on ranks 0, 1" in outcomes["integrity"]
+            and outcomes["not checked"] == "returned 3"
         )
-        assert "new" in found["strategy"] and "new" in found["raise_unexpected"]
+        assert "new" in outcomes["strategy"] and "new" in outcomes["raise_unexpected"]
         assert all(
-            name in found["raise_all"]
+            name in outcomes["raise_all"]
             for name in ("not requested by any rank): w", "not in the checkpoint): n")
         )
-        assert "does not exist" in found["missing"] and "does not exist" in found["one rank"]
-    assert zero["raise_unexpected"].startswith("MissingShardError: rank 1 failed")
-    assert one["raise_unexpected"].startswith("MissingShardError: ")
-    assert zero["one rank"].startswith("UsageError: rank 1 failed")
-    assert one["one rank"].startswith("UsageError: ") and "failed" not in one["one rank"]
+        assert "does not exist" in outcomes["missing"] and "does not exist" in outcomes["one rank"]
+    assert first["raise_unexpected"].startswith("MissingShardError: rank 1 failed")
+    assert second["raise_unexpected"].startswith("MissingShardError: ")
+    assert first["one rank"].startswith("UsageError: rank 1 failed")
+    assert second["one rank"].startswith("UsageError: ") and "failed" not in second["one rank"]
     assert (
-        zero["return_all"] == "returned ({'w'}, set())"
-        and one["return_all"] == "returned ({'w'}, {'new'})"
+        first["return_all"] == "returned ({'w'}, set())"
+        and second["return_all"] == "returned ({'w'}, {'new'})"
     )
-    assert (zero["return_unexpected"], one["return_unexpected"]) == (
+    assert (first["return_unexpected"], second["return_unexpected"]) == (
         "returned (set(), set())",
         "returned (set(), {'new'})",
     )
@@ -683,12 +686,12 @@ def _logged(rank: int, world: int, target: str) -> list[str]:
 
 @pytest.mark.dist
 def test_a_common_state_that_differs_is_logged_unless_the_callback_removes_it(tmp_path):
-    zero, one = run_ranks(2, _logged, str(tmp_path))
+    first, second = run_ranks(2, _logged, str(tmp_path))
     assert (
-        zero == []
-        and len(one) == 1
-        and one[0].startswith("Rank 1 common state")
-        and "('rank',)" in one[0]
+        first == []
+        and len(second) == 1
+        and second[0].startswith("Rank 1 common state")
+        and "('rank',)" in second[0]
     )
 
 
@@ -773,10 +776,10 @@ def test_checkpoints_of_every_megatron_core_are_loaded(golden, family):
     asked: dict[str, Any] = dict(load_sharded_metadata(target))
     tensors = load_tensors_metadata(target)
     assert set(tensors) < set(asked) and not any(key.startswith("common_state") for key in asked)
-    found, missing, unexpected = load(dict(asked), target, strict="return_all")
-    assert (missing, unexpected) == (set(), set()) and set(found) == set(asked) | set(common)
+    loaded, missing, unexpected = load(dict(asked), target, strict="return_all")
+    assert (missing, unexpected) == (set(), set()) and set(loaded) == set(asked) | set(common)
     plain = load_plain_tensors(target)
-    assert set(plain) == set(tensors) and all(torch.equal(plain[key], found[key]) for key in plain)
+    assert set(plain) == set(tensors) and all(torch.equal(plain[key], loaded[key]) for key in plain)
     other = golden / "mcore0121_torch_dist" / "dense_gqa" / "tp2_pp2_optim" / "iter_0000010"
     for key in ("decoder.layers.mlp.linear_fc1.weight", "embedding.word_embeddings.weight"):
         assert torch.equal(plain[key], load_plain_tensors(other)[key])
@@ -786,19 +789,19 @@ def test_checkpoints_of_every_megatron_core_are_loaded(golden, family):
 def test_what_is_missing_in_a_checkpoint_of_megatron_core_is_told(golden, family):
     target = golden / family / "dense_gqa" / "tp2_pp2_optim" / "iter_0000010"
     asked = dict(load_sharded_metadata(target))
-    left = [key for key in asked if key.startswith("decoder.final_layernorm")]
-    asked = {key: held for key, held in asked.items() if key not in left} | {
+    norm_keys = [key for key in asked if key.startswith("decoder.final_layernorm")]
+    asked = {key: item for key, item in asked.items() if key not in norm_keys} | {
         "x": part_of("x", (4,))
     }
     _, missing, unexpected = load(asked, target, strict="return_all")
-    assert (missing, unexpected) == ({key.split("/")[0] for key in left}, {"x"}) and left
+    assert (missing, unexpected) == ({key.split("/")[0] for key in norm_keys}, {"x"}) and norm_keys
 
 
 def _megatron_state(rank: int, world: int, kinds: Any, *, is_filled: bool = True) -> dict[str, Any]:
     """Tensors, objects and common state, as classes of ours or of megatron-core."""
-    whole = torch.arange(32.0).reshape(8, 4)
+    full = torch.arange(32.0).reshape(8, 4)
     data = (
-        whole[rank * 8 // world : (rank + 1) * 8 // world].clone()
+        full[rank * 8 // world : (rank + 1) * 8 // world].clone()
         if is_filled
         else torch.zeros(8 // world, 4)
     )
@@ -847,20 +850,20 @@ def _both_ways(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
     theirs.save(
         _megatron_state(rank, world, theirs), f"{folder}/theirs", content_metadata={"kind": 1}
     )
-    found = []
+    answers = []
     for name in ("ours", "theirs"):
         for module, loader in ((ours, load), (theirs, theirs.load)):
             asked = _megatron_state(rank, world, module, is_filled=False)
             state, *differences = loader(asked, f"{folder}/{name}", strict="return_all")
-            found.append((_plain(state), *differences))
-        found.append(load_content_metadata(f"{folder}/{name}"))
-        found.append(theirs.load_content_metadata(f"{folder}/{name}"))
-    return found
+            answers.append((_plain(state), *differences))
+        answers.append(load_content_metadata(f"{folder}/{name}"))
+        answers.append(theirs.load_content_metadata(f"{folder}/{name}"))
+    return answers
 
 
 @pytest.mark.dist
 def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(with_megatron):
-    for rank, found in enumerate(of_rank["both ways"] for of_rank in with_megatron):
+    for rank, answers in enumerate(of_rank["both ways"] for of_rank in with_megatron):
         state = {
             "w": _plain(torch.arange(32.0).reshape(8, 4)[rank * 4 : rank * 4 + 4]),
             "rng": {"rank": rank},
@@ -869,13 +872,13 @@ def test_megatron_core_loads_what_is_saved_here_and_the_other_way_round(with_meg
             "args": {"lr": 0.1},
             "content_metadata": {"kind": 1},
         }
-        assert [found[index][0] if index % 4 < 2 else found[index] for index in range(8)] == [
+        assert [answers[index][0] if index % 4 < 2 else answers[index] for index in range(8)] == [
             state,
             state,
             {"kind": 1},
             {"kind": 1},
         ] * 2
-        assert all(found[index][1:] == (set(), set()) for index in (0, 1, 4, 5))
+        assert all(answers[index][1:] == (set(), set()) for index in (0, 1, 4, 5))
 
 
 def _strictness(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
@@ -896,8 +899,8 @@ def _strictness(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
         if rank == 1:
             asked["new"] = {"x": kinds.ShardedTensor.from_rank_offsets("new", torch.zeros(3))}
         try:
-            found = loader(asked, folder, strict=strict)
-            return [_plain(part) for part in (found if isinstance(found, tuple) else (found,))]
+            loaded = loader(asked, folder, strict=strict)
+            return [_plain(part) for part in (loaded if isinstance(loaded, tuple) else (loaded,))]
         except BaseException:  # so is torch's CheckpointException
             return "raised"
 
@@ -910,10 +913,10 @@ def _strictness(rank: int, world: int, folder: str, theirs: Any) -> list[Any]:
 
 @pytest.mark.dist
 def test_strictness_is_that_of_megatron_core(with_megatron):
-    zero, one = (of_rank["strictness"] for of_rank in with_megatron)
-    for flag, ours, theirs in (*zero, *one):
+    first, second = (of_rank["strictness"] for of_rank in with_megatron)
+    for flag, ours, theirs in (*first, *second):
         assert ours == theirs, flag
-    answers = {flag: answer for flag, answer, _ in one}
+    answers = {flag: answer for flag, answer, _ in second}
     assert answers["return_all"][1:] == [{"b", "rng"}, {"new"}] and answers["return_unexpected"][
         1:
     ] == [set(), {"new"}]
@@ -927,7 +930,7 @@ def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
         target.mkdir()
     comm.barrier()
     asked = {"w": part_of("w", (8, 2), (0, rank, world), is_filled=False)}
-    found = {
+    outcomes = {
         name: _attempt(
             lambda given=given: save(
                 {"w": part_of("w", (8, 2), (0, rank, world))}, target, **given[rank]
@@ -941,24 +944,27 @@ def _called_differently(rank: int, world: int, folder: str) -> dict[str, str]:
         }.items()
     }
     save({"w": part_of("w", (8, 2), (0, rank, world))}, target)
-    found["strict"] = _attempt(
+    outcomes["strict"] = _attempt(
         lambda: load(asked, target, strict="raise_all" if rank else "log_all")
     )
-    found["no strict"] = _attempt(
+    outcomes["no strict"] = _attempt(
         lambda: load(asked, target, strict="nonsense" if rank else "log_all")
     )
     assert torch.equal(load(asked, target)["w"], part_of("w", (8, 2), (0, rank, world)).data)
-    return found
+    return outcomes
 
 
 @pytest.mark.dist
 def test_ranks_that_are_called_with_different_arguments_say_so_and_stay_in_step(tmp_path):
-    for rank, found in enumerate(run_ranks(2, _called_differently, str(tmp_path))):
+    for rank, outcomes in enumerate(run_ranks(2, _called_differently, str(tmp_path))):
         for name in (
             "validate_access_integrity",
             "async_sharded_save",
             "sharded_strategy",
             "strict",
         ):
-            assert f"different arguments: {name} is" in found[name], (rank, found)
-        assert "items" in found["content_metadata"] and "strict is 'nonsense'" in found["no strict"]
+            assert f"different arguments: {name} is" in outcomes[name], (rank, outcomes)
+        assert (
+            "items" in outcomes["content_metadata"]
+            and "strict is 'nonsense'" in outcomes["no strict"]
+        )

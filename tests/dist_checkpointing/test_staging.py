@@ -65,10 +65,10 @@ def test_memory_serves_the_next_save_as_soon_as_no_copy_is_left():
 
 def test_saves_in_flight_have_memory_of_their_own():
     pool = StagingPool(n_kept=2)
-    held = [pool.copy_tensors(_like(size)) for size in (1, 2, 3)]
-    assert len({copies[0].data_ptr() for copies in held}) == 3
-    assert [int(copies[0][0]) for copies in held] == [0, 0, 0]
-    del held[0], held[0], held[0]
+    in_flight = [pool.copy_tensors(_like(size)) for size in (1, 2, 3)]
+    assert len({copies[0].data_ptr() for copies in in_flight}) == 3
+    assert [int(copies[0][0]) for copies in in_flight] == [0, 0, 0]
+    del in_flight[0], in_flight[0], in_flight[0]
     assert free_bytes(pool) == 5 * MIB, "of three free blocks, the two used last are kept"
     small = pool.copy_tensors(_like(1))
     assert free_bytes(pool) == 3 * MIB, "the smallest that is large enough"

@@ -73,24 +73,24 @@ class OwnStrategy(TorchDistSaveShardedStrategy):
 
 def state(rank: int, world: int, fill: float) -> dict[str, Any]:
     """Row ``rank`` of five tensors, which are views here, and an object of this rank."""
-    found: dict[str, Any] = {}
+    state_dict: dict[str, Any] = {}
     for number in range(N_KEYS):
         rows = torch.arange(2 * 3 * 4.0).reshape(2, 3, 4)[1] + 100 * rank + 1000 * number + fill
         key = f"{'optim' if number >= 3 else 'model'}.{number}"
-        found[key] = ShardedTensor.from_rank_offsets(
+        state_dict[key] = ShardedTensor.from_rank_offsets(
             key, torch.stack([rows, rows])[0], (0, rank, world)
         )
-    found["rng"] = ShardedObject("rng", [rank, fill], (world,), (rank,))
-    return found
+    state_dict["rng"] = ShardedObject("rng", [rank, fill], (world,), (rank,))
+    return state_dict
 
 
 def check(rank: int, world: int, folder: Path, fill: float) -> None:
     """It is there what ``state`` says."""
-    found = load(state(rank, world, -1.0), folder)
+    loaded = load(state(rank, world, -1.0), folder)
     for key, tensor in state(rank, world, fill).items():
         if key != "rng":
-            assert torch.equal(found[key], tensor.data), key
-    assert found["rng"] == [rank, fill]
+            assert torch.equal(loaded[key], tensor.data), key
+    assert loaded["rng"] == [rank, fill]
 
 
 def _saves(rank: int, world: int, folder: Path, way: str) -> None:
@@ -190,9 +190,9 @@ def test_torchs_own_save_takes_the_writer(tmp_path: Path) -> None:
         {"w": value[:, 1:3], "o": {"a": 1}},
         storage_writer=FileSystemWriterAsync(tmp_path, thread_count=2),
     )
-    found = {"w": torch.zeros(3, 2), "o": {"a": 0}}
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
-    assert torch.equal(found["w"], value[:, 1:3]) and found["o"] == {"a": 1}
+    loaded = {"w": torch.zeros(3, 2), "o": {"a": 0}}
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert torch.equal(loaded["w"], value[:, 1:3]) and loaded["o"] == {"a": 1}
     assert sum(os.path.getsize(path) for path in tmp_path.glob("*.distcp")) < 4096
 
 

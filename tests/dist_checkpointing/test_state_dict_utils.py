@@ -103,11 +103,11 @@ def test_a_save_looks_at_shards_without_a_grid_too():
 
 
 def test_the_callback_sees_the_common_state_only_where_it_is_compared():
-    seen: list[Any] = []
-    save_preprocess(_state(), False, seen.append)
-    assert seen == []
-    _, common = save_preprocess(_state(), True, lambda common: seen.append(common) or {})
-    assert seen == [common]
+    states: list[Any] = []
+    save_preprocess(_state(), False, states.append)
+    assert states == []
+    _, common = save_preprocess(_state(), True, lambda common: states.append(common) or {})
+    assert states == [common]
 
 
 def test_a_state_dict_to_load_loses_what_is_local_and_remembers_its_factories():
@@ -130,12 +130,14 @@ def test_empty_flattened_tensors_are_left_out():
 def _without(tree: Any, *keys: str) -> Any:
     if isinstance(tree, dict):
         return {
-            name: left
+            name: reduced
             for name, value in tree.items()
-            if (left := _without(value, *keys)) not in (None, {}, [])
+            if (reduced := _without(value, *keys)) not in (None, {}, [])
         }
     if isinstance(tree, list):
-        return [left for value in tree if (left := _without(value, *keys)) not in (None, {}, [])]
+        return [
+            reduced for value in tree if (reduced := _without(value, *keys)) not in (None, {}, [])
+        ]
     return None if tree.key in keys else tree
 
 
@@ -144,8 +146,8 @@ def test_factories_whose_tensors_were_not_loaded_are_not_merged_and_the_others_k
         {"a": [halves("f"), _whole("w"), halves("g")], "b": halves("h")}
     )
     assert remaining_factories(factories, wanted, wanted) is factories
-    left = remaining_factories(factories, wanted, _without(wanted, "f.1", "f.2", "h.1", "h.2"))
-    assert _keys(left) == {"a": {1: "g"}}
+    remaining = remaining_factories(factories, wanted, _without(wanted, "f.1", "f.2", "h.1", "h.2"))
+    assert _keys(remaining) == {"a": {1: "g"}}
     assert remaining_factories(factories, wanted, {}) == {}
 
 
@@ -163,21 +165,21 @@ def _failing(rank: int, world: int) -> list[str]:
             raise KeyError("not here")
         return common
 
-    found = []
+    errors = []
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, rank, world))
     for state, callback in (({"w": part}, refuse), ({"w": part if rank else _whole("w")}, None)):
         try:
             save_preprocess(state, True, callback)
         except Exception as err:
-            found.append(f"{type(err).__name__}: {err}")
-    return found
+            errors.append(f"{type(err).__name__}: {err}")
+    return errors
 
 
 @pytest.mark.dist
 def test_what_fails_on_one_rank_is_raised_on_all():
-    zero, one = run_ranks(2, _failing)
+    first, second = run_ranks(2, _failing)
     assert (
-        zero[0] == "WorkerError: rank 1 failed: KeyError: 'not here' (rank 1)"
-        and one[0] == "KeyError: 'not here'"
+        first[0] == "WorkerError: rank 1 failed: KeyError: 'not here' (rank 1)"
+        and second[0] == "KeyError: 'not here'"
     )
-    assert zero[1] == one[1] and "ranks disagree on the" in zero[1]
+    assert first[1] == second[1] and "ranks disagree on the" in first[1]

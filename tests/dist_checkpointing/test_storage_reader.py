@@ -99,16 +99,18 @@ def _read_cut(
         if isinstance(item, torch.Tensor) and item.is_floating_point() and item.dim():
             kinds = PLACEMENTS[len(mesh_shape)]
             placements = [
-                one if not isinstance(one, Shard) or one.dim < item.dim() else Shard(0)
-                for one in kinds[number % len(kinds)]
+                placement
+                if not isinstance(placement, Shard) or placement.dim < item.dim()
+                else Shard(0)
+                for placement in kinds[number % len(kinds)]
             ]
             state[key] = distribute_tensor(item, mesh, placements)
     dcp.load(state, storage_reader=reader, planner=FLAT)
-    found = {
+    tensors = {
         key: item.full_tensor() if isinstance(item, DTensor) else item
         for key, item in state.items()
     }
-    return tensors_of(found) if rank == 0 else None
+    return tensors_of(tensors) if rank == 0 else None
 
 
 @pytest.mark.dist
@@ -133,8 +135,8 @@ def test_ranks_with_dtensors_of_any_placement_load_the_global_tensors(
     world = 1
     for n in mesh_shape:
         world *= n
-    found = run_ranks(world, _read_cut, str(golden / path), mesh_shape, {})[0]
-    assert found.items() >= real(golden / path).items()
+    tensors = run_ranks(world, _read_cut, str(golden / path), mesh_shape, {})[0]
+    assert tensors.items() >= real(golden / path).items()
 
 
 @pytest.mark.dist
@@ -142,8 +144,8 @@ def test_ranks_with_dtensors_of_any_placement_load_the_global_tensors(
 def test_megatron_rank_files_load_as_the_true_global_tensors(golden: Path, layout: str):
     true = oracle(golden, "dense_gqa")
     path = golden / "mcore_legacy" / "dense_gqa" / layout
-    found = run_ranks(2, _read_cut, str(path), (2,), {"root": "model"})[0]
-    both = {key: item for key, item in found.items() if key in true}
+    tensors = run_ranks(2, _read_cut, str(path), (2,), {"root": "model"})[0]
+    both = {key: item for key, item in tensors.items() if key in true}
     assert len(both) > 2
     for key, (_, shape, data) in both.items():
         assert (shape, data) == (true[key].shape[:-1], true[key].tobytes())
@@ -157,11 +159,11 @@ def test_megatron_checkpoints_of_any_format_load_alike_under_the_names_of_transf
         "mcore0121_zarr/dense_gqa/tp4_pp1",
         "mcore0161_torch_dist/dense_gqa/tp2_pp2",
     ]
-    found = [
+    tensors = [
         tensors_of(load_all(golden / path, names="hf:qwen2", tensors_only=True)) for path in paths
     ]
-    assert "model.layers.0.self_attn.q_proj.weight" in found[0]
-    assert found[0] == found[1] == found[2]
+    assert "model.layers.0.self_attn.q_proj.weight" in tensors[0]
+    assert tensors[0] == tensors[1] == tensors[2]
 
 
 class Net(torch.nn.Module):
@@ -242,15 +244,15 @@ def test_fsdp2_resumes_model_and_optimizer(tmp_path: Path, kind: str, world: int
     moments = {
         f"{key}.{name}": value for key, of_key in states.items() for name, value in of_key.items()
     }
-    for found in run_ranks(world, _load_fsdp, str(written(tmp_path, kind)), True, ""):
-        assert found == (tensors_of(net.state_dict()), tensors_of(moments), 0.125, 2)
+    for loaded in run_ranks(world, _load_fsdp, str(written(tmp_path, kind)), True, ""):
+        assert loaded == (tensors_of(net.state_dict()), tensors_of(moments), 0.125, 2)
 
 
 @pytest.mark.dist
 def test_fsdp2_starts_from_a_safetensors_file_with_shorter_keys(tmp_path: Path):
     net, _ = trained()
-    for found in run_ranks(2, _load_fsdp, str(written(tmp_path, "safetensors")), False, "model."):
-        assert found[0] == tensors_of(net.state_dict())
+    for loaded in run_ranks(2, _load_fsdp, str(written(tmp_path, "safetensors")), False, "model."):
+        assert loaded[0] == tensors_of(net.state_dict())
 
 
 def test_a_part_of_the_checkpoint_is_loaded_without_its_first_name(tmp_path: Path):
@@ -278,11 +280,11 @@ def test_nesting_is_rebuilt_without_a_state_dict_to_fill(tmp_path: Path):
     _load_state_dict(
         state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True
     )
-    found = state["top"]
-    assert torch.equal(found["a"][0], tree["a"][0]) and torch.equal(
-        found["a"][1]["b"], tree["a"][1]["b"]
+    top = state["top"]
+    assert torch.equal(top["a"][0], tree["a"][0]) and torch.equal(
+        top["a"][1]["b"], tree["a"][1]["b"]
     )
-    assert found["c"] == tree["c"] and torch.equal(found["f"], tree["f"])
+    assert top["c"] == tree["c"] and torch.equal(top["f"], tree["f"])
 
 
 def test_other_objects_come_back_live(tmp_path: Path):

@@ -79,8 +79,8 @@ def _save_cut(
     for number, (key, item) in enumerate(model.items()):
         placements = [kinds[(number + axis) % 3] for axis in range(len(mesh_shape))]
         placements = [
-            Shard(0) if isinstance(one, Shard) and one.dim >= item.dim() else one
-            for one in placements
+            Shard(0) if isinstance(placement, Shard) and placement.dim >= item.dim() else placement
+            for placement in placements
         ]
         model[key] = distribute_tensor(item.contiguous(), mesh, placements)
     for format in formats:
@@ -149,19 +149,19 @@ def test_fsdp2_and_tensor_parallel_save_model_and_optimizer(tmp_path: Path, worl
     for format in FORMATS:
         with torch.serialization.safe_globals(missing):
             assert READERS[format](tmp_path / format) == true
-        found = load_all(tmp_path / format)
-        assert tensors_of(found) == true
-        assert found["step"] == 4 and found["args"] == Namespace(lr=0.25)
-        assert found["optim.param_groups.0.lr"] == 0.25
+        loaded = load_all(tmp_path / format)
+        assert tensors_of(loaded) == true
+        assert loaded["step"] == 4 and loaded["args"] == Namespace(lr=0.25)
+        assert loaded["optim.param_groups.0.lr"] == 0.25
     assert {path.name for path in tmp_path.iterdir()} == set(FORMATS)
 
 
 @pytest.mark.dist
 def test_torch_loads_what_ranks_wrote_to_one_file_as_the_nested_state_dict_it_was(tmp_path: Path):
     run_ranks(2, _save_fsdp, {"torch": str(tmp_path / "all.pt")}, 1, True)
-    found = torch.load(tmp_path / "all.pt", weights_only=True)
-    assert found["step"] == 4 and found["optim"]["param_groups"][0]["lr"] == 0.25
-    assert set(found["model"]) == {"first.weight", "first.bias", "second.weight", "seen"}
+    loaded = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert loaded["step"] == 4 and loaded["optim"]["param_groups"][0]["lr"] == 0.25
+    assert set(loaded["model"]) == {"first.weight", "first.bias", "second.weight", "seen"}
 
 
 @pytest.mark.parametrize("format", ["dcp", "torch_dist", "zarr3", "safetensors", "torch"])
@@ -173,14 +173,14 @@ def test_entries_that_are_no_tensors_come_back(tmp_path: Path, format: str):
         "plain": {"betas": (0.9, 0.99), "none": None},
     }
     dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out", format))
-    found = load_all(tmp_path / "out")
-    assert torch.equal(found["w"], state["w"]) and found["args"] == state["args"]
-    assert found["plain.betas"] == (0.9, 0.99) and found["plain.none"] is None
-    assert torch.equal(found["rng.0"], state["rng"][0])
+    loaded = load_all(tmp_path / "out")
+    assert torch.equal(loaded["w"], state["w"]) and loaded["args"] == state["args"]
+    assert loaded["plain.betas"] == (0.9, 0.99) and loaded["plain.none"] is None
+    assert torch.equal(loaded["rng.0"], state["rng"][0])
     if format == "torch_dist":  # its common state has no place for tensors
-        assert found["rng"] == [None, "text"]
+        assert loaded["rng"] == [None, "text"]
     else:
-        assert found["rng.1"] == "text"
+        assert loaded["rng.1"] == "text"
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -210,13 +210,13 @@ def test_torch_loads_objects_of_any_class_from_dcp(tmp_path: Path):
     }
     planner = DefaultSavePlanner(flatten_state_dict=False)
     dcp.save(state, storage_writer=CkptStorageWriter(tmp_path / "out"), planner=planner)
-    found: dict[str, Any] = {"w": torch.zeros(3), "args": None, "nested": None}
+    loaded: dict[str, Any] = {"w": torch.zeros(3), "args": None, "nested": None}
     plan = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "out"), planner=plan)
-    assert torch.equal(found["w"], state["w"]) and found["args"] == state["args"]
+    dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "out"), planner=plan)
+    assert torch.equal(loaded["w"], state["w"]) and loaded["args"] == state["args"]
     assert (
-        torch.equal(found["nested"]["inside"][0], torch.arange(3))
-        and found["nested"]["inside"][1] == "x"
+        torch.equal(loaded["nested"]["inside"][0], torch.arange(3))
+        and loaded["nested"]["inside"][1] == "x"
     )
 
 
@@ -302,15 +302,15 @@ class Failing(DefaultSavePlanner):
 def _fail(rank: int, world: int, folder: str, formats: list[str]) -> list[str]:
     mesh = init_device_mesh("cpu", (world,))
     state = {"w": distribute_tensor(torch.arange(24.0).reshape(6, 4), mesh, [Shard(0)])}
-    seen = []
+    existing = []
     for format in formats:
         path = Path(folder, format)
         writer = CkptStorageWriter(path, format)
         with pytest.raises(dcp.CheckpointException):
             dcp.save(state, storage_writer=writer, planner=Failing())
-        seen += [str(path)] if path.exists() else []
+        existing += [str(path)] if path.exists() else []
         dcp.save(state, storage_writer=CkptStorageWriter(path, format))
-    return seen
+    return existing
 
 
 @pytest.mark.dist
@@ -380,12 +380,12 @@ def _save_and_load_shards(rank: int, world: int, path: str) -> None:
         )
 
     # Save shards of uneven sizes, several on a rank.
-    whole = torch.arange(40.0).reshape(10, 4)
+    full = torch.arange(40.0).reshape(10, 4)
     sharded = sharded_tensor.zeros(rows(2, 1, 3, 4), 10, 4)
     for shard in sharded.local_shards():
         start, size = shard.metadata.shard_offsets[0], shard.metadata.shard_sizes[0]
-        shard.tensor.copy_(whole[start : start + size])
-    saved = {"sharded": sharded, "wrapped": local_shards([0, 7, 10], -whole)}
+        shard.tensor.copy_(full[start : start + size])
+    saved = {"sharded": sharded, "wrapped": local_shards([0, 7, 10], -full)}
     dcp.save(saved, storage_writer=CkptStorageWriter(path))
     # Load them cut elsewhere, each kind also as an ordinary tensor.
     loaded = {
@@ -393,14 +393,14 @@ def _save_and_load_shards(rank: int, world: int, path: str) -> None:
         "wrapped": local_shards([0, 2, 10], torch.zeros(10, 4)),
     }
     dcp.load(loaded, storage_reader=CkptStorageReader(path))
-    assert torch.equal(loaded["sharded"], whole)
+    assert torch.equal(loaded["sharded"], full)
     shard = loaded["wrapped"].to_local().local_shards()[0]
-    assert torch.equal(shard, -whole[:2] if rank == 0 else -whole[2:])
+    assert torch.equal(shard, -full[:2] if rank == 0 else -full[2:])
     swapped = {"wrapped": torch.zeros(10, 4), "sharded": sharded_tensor.zeros(rows(9, 1), 10, 4)}
     dcp.load(swapped, storage_reader=CkptStorageReader(path))
-    assert torch.equal(swapped["wrapped"], -whole)
+    assert torch.equal(swapped["wrapped"], -full)
     local = swapped["sharded"].local_shards()[0].tensor
-    assert torch.equal(local, whole[:9] if rank == 0 else whole[9:])
+    assert torch.equal(local, full[:9] if rank == 0 else full[9:])
 
 
 @pytest.mark.dist

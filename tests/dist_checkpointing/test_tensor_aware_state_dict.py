@@ -20,17 +20,19 @@ from tests.dist_checkpointing.ranks import run_ranks
 
 def state(rank: int = 0, *, is_filled: bool = True) -> dict[str, Any]:
     """Six replicated tensors, an object and common state."""
-    found: dict[str, Any] = {"step": 3} if is_filled else {}
+    state_dict: dict[str, Any] = {"step": 3} if is_filled else {}
     data = [torch.arange(4.0 * (index + 1)) + 100 * index for index in range(6)]
-    found["layers"] = [
+    state_dict["layers"] = [
         ShardedTensor.from_rank_offsets(
             f"w{index}", part if is_filled else torch.zeros_like(part), replica_id=rank
         )
         for index, part in enumerate(data)
     ]
-    found["rng"] = ShardedObject("rng", [1, 2] if is_filled else None, (1,), (0,), replica_id=rank)
-    found["local"] = LocalNonpersistentObject(rank)
-    return found
+    state_dict["rng"] = ShardedObject(
+        "rng", [1, 2] if is_filled else None, (1,), (0,), replica_id=rank
+    )
+    state_dict["local"] = LocalNonpersistentObject(rank)
+    return state_dict
 
 
 def is_whole(loaded: Any, rank: int = 0) -> bool:
@@ -42,10 +44,12 @@ def is_whole(loaded: Any, rank: int = 0) -> bool:
 
 
 def test_a_state_dict_taken_apart_makes_the_plain_one():
-    held = state()
-    apart, distribution = MCoreTensorAwareStateDict.from_state_dict(held)
+    state_dict = state()
+    apart, distribution = MCoreTensorAwareStateDict.from_state_dict(state_dict)
     assert distribution is None and apart.common_state_dict == {"step": 3}
-    assert [a is b.data for a, b in zip(apart.tensors, held["layers"], strict=True)] == [True] * 6
+    assert [a is b.data for a, b in zip(apart.tensors, state_dict["layers"], strict=True)] == [
+        True
+    ] * 6
     for algo in ("atomic", "fully_parallel"):
         assert is_whole(apart.to_state_dict(state(is_filled=False), algo=algo))
     assert apart.to_state_dict({}) == {"step": 3}
@@ -88,13 +92,13 @@ def test_uninitialised_tensors_have_the_dtypes_and_shapes_of_the_popped_ones():
 
 
 def test_copies_in_host_memory_are_made_once_and_do_not_follow_the_originals():
-    held = state()
-    apart, _ = MCoreTensorAwareStateDict.from_state_dict(held)
+    state_dict = state()
+    apart, _ = MCoreTensorAwareStateDict.from_state_dict(state_dict)
     apart.copy_tensors_to_cpu()
     first = list(apart.tensors)
     apart.copy_tensors_to_cpu()
     assert all(a is b for a, b in zip(first, apart.tensors, strict=True))
-    for tensor in held["layers"]:
+    for tensor in state_dict["layers"]:
         tensor.data.zero_()
     apart.restore_tensor_device()
     assert is_whole(apart.to_state_dict(state(is_filled=False)))
@@ -150,10 +154,10 @@ def test_keys_that_differ_are_treated_as_strict_says(caplog):
                 apart.to_state_dict(wanted, strict=strict)
     assert "Unexpected keys" in caplog.text and "Missing keys" in caplog.text
     del wanted["more"]
-    found, missing, unexpected = apart.to_state_dict(
+    loaded, missing, unexpected = apart.to_state_dict(
         wanted, strict="return_all", return_mismatch_keys=True
     )
-    assert (missing, unexpected) == ({"rng"}, set()) and "rng" not in found
+    assert (missing, unexpected) == ({"rng"}, set()) and "rng" not in loaded
 
 
 def test_unknown_algorithms_are_refused():
@@ -165,17 +169,19 @@ def test_unknown_algorithms_are_refused():
 
 
 def _kept_in_parts(rank: int, world: int) -> Any:
-    held = state(rank)
-    apart, distribution = MCoreTensorAwareStateDict.from_state_dict(held)
-    again, same = MCoreTensorAwareStateDict.from_state_dict(held, cached_metadata=distribution)
+    state_dict = state(rank)
+    apart, distribution = MCoreTensorAwareStateDict.from_state_dict(state_dict)
+    again, same = MCoreTensorAwareStateDict.from_state_dict(
+        state_dict, cached_metadata=distribution
+    )
     assert same is distribution and all(
         a is b for a, b in zip(apart.tensors, again.tensors, strict=True)
     )
     extra = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(2), replica_id=rank)}
-    more = {**held, **extra}
+    more = {**state_dict, **extra}
     with pytest.raises(ValueError, match="another state dict: it does not contain more"):
         MCoreTensorAwareStateDict.from_state_dict(more, cached_metadata=distribution)
-    assert all(leaf.data is not None for leaf in held["layers"])
+    assert all(leaf.data is not None for leaf in state_dict["layers"])
     n_bytes = sum(tensor.nbytes for tensor in apart.tensors)
     tensors = pickle.loads(pickle.dumps(apart.pop_tensors()))
     back = pickle.loads(pickle.dumps(apart))

@@ -60,9 +60,9 @@ def test_what_ranks_save_other_ranks_load(
 @pytest.mark.dist
 def test_metadata_is_that_of_the_other_strategy(tmp_path: Path) -> None:
     run_ranks(1, save, str(tmp_path))
-    found = LOADER.load_tensors_metadata(tmp_path)
-    assert found == ZarrLoadShardedStrategy("zarr", 1).load_tensors_metadata(tmp_path)
-    assert {key: (part.global_shape, part.dtype) for key, part in found.items()} == SHAPES
+    metadata = LOADER.load_tensors_metadata(tmp_path)
+    assert metadata == ZarrLoadShardedStrategy("zarr", 1).load_tensors_metadata(tmp_path)
+    assert {key: (part.global_shape, part.dtype) for key, part in metadata.items()} == SHAPES
 
 
 def test_new_tensors_are_made_unless_data_is_to_be_loaded_into(small: Path) -> None:
@@ -78,8 +78,8 @@ def test_new_tensors_are_made_unless_data_is_to_be_loaded_into(small: Path) -> N
 
 def test_parameters_that_need_gradients_are_loaded_in_place(small: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(6, 8))
-    found = IN_PLACE.load({"w": ShardedTensor.from_rank_offsets("w", parameter)}, small)["w"]
-    assert found is parameter and torch.equal(parameter.detach(), global_tensor("w", (6, 8)))
+    tensor = IN_PLACE.load({"w": ShardedTensor.from_rank_offsets("w", parameter)}, small)["w"]
+    assert tensor is parameter and torch.equal(parameter.detach(), global_tensor("w", (6, 8)))
 
 
 def test_a_missing_chunk_is_named_not_zeros(small: Path) -> None:
@@ -180,7 +180,7 @@ def test_sharded_objects_and_other_backends_are_refused(small: Path) -> None:
         LOADER.check_version_compatibility(2)
 
 
-def test_it_becomes_the_default_when_it_is_registered() -> None:
+def test_the_strategy_becomes_the_default_when_it_is_registered() -> None:
     before = get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
     try:
         register_default_tensorstore_strategies()
@@ -194,5 +194,5 @@ def test_it_becomes_the_default_when_it_is_registered() -> None:
 
 def test_a_shard_can_be_loaded_before_its_range_is_cut(small: Path) -> None:
     flat = flat_part_of("w", (6, 8), 3, 11)
-    whole = tensorstore._load_from_array(flat, small, apply_flattened_range=False)
-    assert torch.equal(whole, global_tensor("w", (6, 8)))
+    full = tensorstore._load_from_array(flat, small, apply_flattened_range=False)
+    assert torch.equal(full, global_tensor("w", (6, 8)))

@@ -52,7 +52,7 @@ def _theirs(state: Any) -> Any:
     """The same state of megatron-core's ShardedTensors and ShardedObjects."""
     from megatron.core.dist_checkpointing import mapping
 
-    def made(leaf: ShardedTensor | ShardedObject) -> Any:
+    def make_leaf(leaf: ShardedTensor | ShardedObject) -> Any:
         values = {
             field.name: getattr(leaf, field.name)
             for field in fields(leaf)
@@ -60,7 +60,7 @@ def _theirs(state: Any) -> Any:
         }
         return getattr(mapping, type(leaf).__name__)(**values)
 
-    return dict_list_map_outplace(made, state)
+    return dict_list_map_outplace(make_leaf, state)
 
 
 def _megatron() -> Any:
@@ -84,8 +84,8 @@ def _theirs_load(rank: int, world: int, folder: Path, with_objects: bool) -> lis
     )
     if not with_objects:
         del asked["rng"], wanted["rng"]
-    found = _megatron().TorchDistLoadShardedStrategy().load(_theirs(asked), folder)
-    return differences(found, wanted)
+    loaded = _megatron().TorchDistLoadShardedStrategy().load(_theirs(asked), folder)
+    return differences(loaded, wanted)
 
 
 def _theirs_save(rank: int, world: int, folder: Path) -> None:
@@ -146,11 +146,11 @@ def test_megatron_core_removes_what_we_kept_apart_and_leaves_what_we_leave(tmp_p
             TorchDistLoadShardedStrategy().remove_sharded_tensors(folder, "optimizer")
         else:
             run_ranks(1, _theirs_remove, folder)
-        found = {
+        metadata = {
             key: repr(item)
             for key, item in TorchDistLoadShardedStrategy().load_sharded_metadata(folder).items()
         }
-        states.append((found, read_dcp(folder), {file.name for file in folder.iterdir()}))
+        states.append((metadata, read_dcp(folder), {file.name for file in folder.iterdir()}))
     assert states[0] == states[1]
     assert states[0][2] == {".metadata", "__0_0.distcp"}
 
@@ -184,20 +184,22 @@ def test_checkpoints_of_three_megatrons_are_loaded_whole_and_in_parts(golden, na
     listed = strategy.load_sharded_metadata(folder)
     tensors = {key: item for key, item in listed.items() if isinstance(item, ShardedTensor)}
     objects = {key: item for key, item in listed.items() if isinstance(item, ShardedObject)}
-    found = strategy.load({**tensors, **objects}, folder)
-    assert found.keys() == listed.keys() and objects
+    loaded = strategy.load({**tensors, **objects}, folder)
+    assert loaded.keys() == listed.keys() and objects
     wanted = _read_by_torch(folder)
     assert tensors.keys() == wanted.keys()
     for key in tensors:
         _, shape, _ = wanted[key]
-        assert of_tensor(found[key].reshape(shape)) == wanted[key], key
-        if found[key].dim() and found[key].shape[0] % 2 == 0:
-            local = (found[key].shape[0] // 2, *found[key].shape[1:])
-            empty = torch.empty(local, dtype=found[key].dtype)
+        assert of_tensor(loaded[key].reshape(shape)) == wanted[key], key
+        if loaded[key].dim() and loaded[key].shape[0] % 2 == 0:
+            local = (loaded[key].shape[0] // 2, *loaded[key].shape[1:])
+            empty = torch.empty(local, dtype=loaded[key].dtype)
             parts = [
                 ShardedTensor.from_rank_offsets(key, empty.clone(), (0, n, 2)) for n in range(2)
             ]
-            assert torch.equal(torch.cat(strategy.load({"p": parts}, folder)["p"]), found[key]), key
+            assert torch.equal(torch.cat(strategy.load({"p": parts}, folder)["p"]), loaded[key]), (
+                key
+            )
 
 
 @pytest.mark.parametrize(
@@ -217,13 +219,15 @@ def test_removing_from_a_checkpoint_of_megatron_leaves_the_rest_as_it_was(
     before, tensors = strategy.load_sharded_metadata(folder), _read_by_torch(folder)
     items = _items(folder)
     strategy.remove_sharded_tensors(folder, prefix)
-    kept = {key for key in before if not key.startswith(prefix)}
-    assert 0 < len(kept) < len(before)
-    found = strategy.load_sharded_metadata(folder)
-    assert {key: repr(item) for key, item in found.items()} == {
-        key: repr(before[key]) for key in kept
+    remaining = {key for key in before if not key.startswith(prefix)}
+    assert 0 < len(remaining) < len(before)
+    metadata = strategy.load_sharded_metadata(folder)
+    assert {key: repr(item) for key, item in metadata.items()} == {
+        key: repr(before[key]) for key in remaining
     }
-    assert _read_by_torch(folder) == {key: tensor for key, tensor in tensors.items() if key in kept}
+    assert _read_by_torch(folder) == {
+        key: tensor for key, tensor in tensors.items() if key in remaining
+    }
     assert _items(folder) == {
         (key, at): data for (key, at), data in items.items() if not key.startswith(prefix)
     }
@@ -242,12 +246,12 @@ def _items(folder: Path) -> dict[tuple[str, tuple[int, ...] | None], bytes]:
     """Bytes of every item of a directory, by key and offset."""
     store = LocalStore(folder)
     metadata = metadata_of(store)
-    found = {
+    items = {
         (key, box.offset): store.read(item.file, item.offset, item.n_bytes)
         for key in metadata.tensors
         for box, item in metadata.chunks(key)
     }
-    return found | {
+    return items | {
         (key, None): store.read(item.file, item.offset, item.n_bytes)
         for key, item in metadata.objects.items()
     }
@@ -257,11 +261,11 @@ def _items(folder: Path) -> dict[tuple[str, tuple[int, ...] | None], bytes]:
 @pytest.mark.first(2)
 @pytest.mark.parametrize(("n", "with_objects"), [(2, True), (2, False), (1, True), (4, False)])
 def test_what_is_saved_is_byte_for_byte_what_the_converter_makes_of_it(n, with_objects, tmp_path):
-    saved, made = tmp_path / "saved", tmp_path / "made"
+    saved, converted = tmp_path / "saved", tmp_path / "made"
     saved.mkdir()
     on_ranks(n, _save_whole, saved, with_objects)
-    convert(Job(src=saved, dst=made, to="torch_dist"))
-    (again,) = (path.parent for path in made.rglob(".metadata"))
+    convert(Job(src=saved, dst=converted, to="torch_dist"))
+    (again,) = (path.parent for path in converted.rglob(".metadata"))
     assert _items(again) == _items(saved)
     assert {file.name for file in again.iterdir()} == {file.name for file in saved.iterdir()}
     for file in again.iterdir():

@@ -63,13 +63,13 @@ def test_what_torch_saves_by_these_names_loads_here_and_there(tmp_path: Path) ->
     assert_is(load(state(0.0), tmp_path), 1.0)
 
 
-def assert_is(found: dict[str, Any], fill: float) -> None:
+def assert_is(loaded: dict[str, Any], fill: float) -> None:
     """It is what ``state(fill)`` holds."""
-    assert found["rng"] == {"seed": fill}
-    assert set(found["model"]) == {0, 1}
-    for number, half in enumerate(found["model"][0]):
+    assert loaded["rng"] == {"seed": fill}
+    assert set(loaded["model"]) == {0, 1}
+    for number, half in enumerate(loaded["model"][0]):
         assert torch.equal(half, torch.arange(6.0) + 10 * number + fill)
-    assert torch.equal(found["model"][1]["l"], torch.full((2, 3), fill))
+    assert torch.equal(loaded["model"][1]["l"], torch.full((2, 3), fill))
 
 
 def test_only_main_replicas_are_kept_if_that_is_asked_for() -> None:

@@ -73,8 +73,8 @@ def _torch_loads(rank: int, world: int, folder: Path) -> list[str]:
     for key, several in leaves.items():
         if isinstance(several[0], ShardedObject):
             (several[0].data,) = state[key]
-    found = _values(asked)
-    return differences(found, state_of(rank, world))
+    loaded = _values(asked)
+    return differences(loaded, state_of(rank, world))
 
 
 def _values(state: Any) -> Any:
@@ -228,18 +228,18 @@ def test_a_nested_state_is_flattened_by_its_paths():
 
 
 def test_shards_of_one_tensor_become_one_value():
-    one = sharded_tensor_to_torch_sharded_tensor([part_of("w", (4,), (0, 0, 2))])
+    sharded = sharded_tensor_to_torch_sharded_tensor([part_of("w", (4,), (0, 0, 2))])
     assert (
-        isinstance(one, CheckpointableShardedTensor)
-        and one.key == "w"
-        and one.mcore_sh_ten.data is None
+        isinstance(sharded, CheckpointableShardedTensor)
+        and sharded.key == "w"
+        and sharded.mcore_sh_ten.data is None
     )
     two = sharded_tensor_to_torch_sharded_tensor(
         [part_of("w", (4,), (0, n, 2)) for n in range(2)], 3
     )
     assert isinstance(two, LocalShardsContainer) and two.size() == (4,)
-    made = mcore_to_pyt_state_dict({"o/shard_0_1": [ShardedObject("o", {"a": 1}, (1,), (0,))]})
-    assert torch.load(made["o/shard_0_1"]) == [{"a": 1}]
+    objects = mcore_to_pyt_state_dict({"o/shard_0_1": [ShardedObject("o", {"a": 1}, (1,), (0,))]})
+    assert torch.load(objects["o/shard_0_1"]) == [{"a": 1}]
     with pytest.raises(CheckpointingException, match="no data"):
         mcore_to_pyt_state_dict({"w": [part_of("w", (4,)).without_data()]})
     asked = part_of("w", (4,)).without_data()

@@ -87,23 +87,23 @@ def state_of(rank: int, world: int, *, is_filled: bool = True) -> dict[str, obje
     }
 
 
-def differences(found: object, wanted: object, path: str = "") -> list[str]:
+def differences(loaded: object, wanted: object, path: str = "") -> list[str]:
     """Where what was loaded is not what was saved."""
     if isinstance(wanted, dict):
-        return [d for key in wanted for d in differences(found[key], wanted[key], f"{path}/{key}")]
+        return [d for key in wanted for d in differences(loaded[key], wanted[key], f"{path}/{key}")]
     if isinstance(wanted, list):
-        assert isinstance(found, list) and len(found) == len(wanted)
+        assert isinstance(loaded, list) and len(loaded) == len(wanted)
         return [
             d
-            for n, (a, b) in enumerate(zip(found, wanted, strict=True))
+            for n, (a, b) in enumerate(zip(loaded, wanted, strict=True))
             for d in differences(a, b, f"{path}/{n}")
         ]
     if isinstance(wanted, ShardedObject):
-        return [] if found == wanted.data else [path]
+        return [] if loaded == wanted.data else [path]
     same = (
-        torch.equal(found, wanted.data)
-        and found.dtype == wanted.dtype
-        and found.shape == wanted.data.shape
+        torch.equal(loaded, wanted.data)
+        and loaded.dtype == wanted.dtype
+        and loaded.shape == wanted.data.shape
     )
     return [] if same else [path]
 
@@ -123,12 +123,12 @@ def on_ranks(n: int, function, *args: object) -> list:
     return [function(0, 1, *args)] if n == 1 else run_ranks(n, function, *args)
 
 
-def check_tensors(found: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
-    assert found.keys() == SHAPES.keys()
+def check_tensors(tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:
+    assert tensors.keys() == SHAPES.keys()
     for key, (shape, dtype) in SHAPES.items():
         want = global_tensor(key, shape, dtype)
         data = want.flatten().view(torch.uint8).numpy().tobytes()
-        assert found[key] == (str(dtype).removeprefix("torch."), shape, data), key
+        assert tensors[key] == (str(dtype).removeprefix("torch."), shape, data), key
 
 
 @pytest.mark.dist
@@ -152,10 +152,10 @@ def test_loading_fills_given_data_in_place_and_makes_what_is_missing(tmp_path):
         "w": ShardedTensor.from_rank_offsets("w", given),
         "b": part_of("b", (4,)).without_data(),
     }
-    found = TorchDistLoadShardedStrategy().load(asked, tmp_path)
-    assert found["w"].data_ptr() == given.data_ptr() and not found["w"].requires_grad
+    loaded = TorchDistLoadShardedStrategy().load(asked, tmp_path)
+    assert loaded["w"].data_ptr() == given.data_ptr() and not loaded["w"].requires_grad
     assert torch.equal(given.data, global_tensor("w", (4, 3)))
-    assert torch.equal(found["b"], global_tensor("b", (4,)))
+    assert torch.equal(loaded["b"], global_tensor("b", (4,)))
 
 
 def test_a_tensor_of_another_shape_is_an_error_unless_a_mismatch_is_allowed(tmp_path):
@@ -187,18 +187,18 @@ def test_metadata_are_listed_by_key(tmp_path):
         key: (shape, dtype, None) for key, (shape, dtype) in SHAPES.items()
     }
     assert all(item.local_shape == item.global_shape for item in tensors.values())
-    found = strategy.load_sharded_metadata(tmp_path)
-    objects = {key: item for key, item in found.items() if isinstance(item, ShardedObject)}
+    listed = strategy.load_sharded_metadata(tmp_path)
+    objects = {key: item for key, item in listed.items() if isinstance(item, ShardedObject)}
     assert (
         set(objects)
         == {"rng/shard_0_1", "optimizer.once/shard_0_1"}
         == {o.unique_key for o in objects.values()}
     )
-    assert found.keys() - objects.keys() == SHAPES.keys()
+    assert listed.keys() - objects.keys() == SHAPES.keys()
     assert strategy.cached_global_metadata is None
     strategy.load({"same": part_of("same", (3,), dtype=torch.uint8)}, tmp_path)
     metadata = strategy.cached_global_metadata
-    assert set(metadata.state_dict_metadata) == set(found)
+    assert set(metadata.state_dict_metadata) == set(listed)
     again = strategy.load_tensors_metadata(tmp_path, metadata)
     assert {key: (item.global_shape, item.dtype) for key, item in again.items()} == dict(SHAPES)
 
@@ -255,8 +255,8 @@ def _fail(rank: int, world: int, folder: Path) -> str:
 
 @pytest.mark.dist
 def test_what_one_rank_cannot_save_fails_on_every_rank(tmp_path):
-    found = run_ranks(3 - 1, _fail, tmp_path)
-    assert all("the tensor has no data to be saved" in text for text in found), found
+    errors = run_ranks(3 - 1, _fail, tmp_path)
+    assert all("the tensor has no data to be saved" in text for text in errors), errors
     assert list(tmp_path.iterdir()) == []
 
 
@@ -271,15 +271,15 @@ def _save_into_the_way(rank: int, world: int, folder: Path) -> str:
 @pytest.mark.dist
 def test_what_one_rank_cannot_write_fails_on_every_rank_and_leaves_no_metadata(tmp_path):
     (tmp_path / "__1_0.distcp").mkdir()
-    found = run_ranks(2, _save_into_the_way, tmp_path)
-    assert "rank 1 failed" in found[0] and all("__1_0.distcp" in text for text in found), found
+    errors = run_ranks(2, _save_into_the_way, tmp_path)
+    assert "rank 1 failed" in errors[0] and all("__1_0.distcp" in text for text in errors), errors
     assert not (tmp_path / ".metadata").exists()
 
 
-def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
+def _save_twice(rank: int, world: int, folder: Path, kind: str) -> str:
     state: dict[str, object] = {"x": part_of("x", (4,), (0, rank, world))}
     state["twice"] = (
-        part_of("w", (4,)) if what == "tensor" else ShardedObject("w", rank, (1,), (0,))
+        part_of("w", (4,)) if kind == "tensor" else ShardedObject("w", rank, (1,), (0,))
     )
     try:
         saves().save(state, folder)
@@ -289,10 +289,12 @@ def _save_twice(rank: int, world: int, folder: Path, what: str) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("what", ["tensor", "object"])
-def test_a_shard_with_main_replicas_on_two_ranks_is_refused_on_both(what, tmp_path):
-    found = run_ranks(2, _save_twice, tmp_path, what)
-    assert all("ranks 0 and 1 both save the same shard (tensor w" in text for text in found), found
+@pytest.mark.parametrize("kind", ["tensor", "object"])
+def test_a_shard_with_main_replicas_on_two_ranks_is_refused_on_both(kind, tmp_path):
+    errors = run_ranks(2, _save_twice, tmp_path, kind)
+    assert all("ranks 0 and 1 both save the same shard (tensor w" in text for text in errors), (
+        errors
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -324,9 +326,9 @@ def _save_replicas(rank: int, world: int, folder: Path) -> None:
 @pytest.mark.dist
 def test_without_main_replicas_only_each_shard_is_written_once(tmp_path):
     run_ranks(3, _save_replicas, tmp_path)
-    found = read_dcp(tmp_path)
-    assert found["w"][2] == global_tensor("w", (4, 2)).numpy().tobytes()
-    assert found["v"][2] == global_tensor("v", (6,)).numpy().tobytes()
+    tensors = read_dcp(tmp_path)
+    assert tensors["w"][2] == global_tensor("w", (4, 2)).numpy().tobytes()
+    assert tensors["v"][2] == global_tensor("v", (6,)).numpy().tobytes()
     assert TorchDistLoadShardedStrategy().load(
         {"o": ShardedObject("o", None, (1,), (0,))}, tmp_path
     ) == {"o": "x"}
@@ -337,7 +339,7 @@ def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
     before.
     """
     strategy = saves(cached_metadata=True)
-    made, reused = [], []
+    earlier_images, reused = [], []
     for number, more in enumerate(((), (), (), ("extra",))):
         target = folder / str(number)
         if rank == 0:
@@ -348,8 +350,8 @@ def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
             state[key] = part_of(key, (world * 2,), (0, rank, world))
         strategy.save(state, target)
         images = strategy._agreement.layout
-        reused.append(any(images is earlier for earlier in made))
-        made.append(images)
+        reused.append(any(images is earlier for earlier in earlier_images))
+        earlier_images.append(images)
     return reused
 
 
@@ -357,10 +359,10 @@ def _save_often(rank: int, world: int, folder: Path) -> list[bool]:
 def test_saves_of_one_structure_share_what_was_agreed_on(tmp_path):
     assert run_ranks(2, _save_often, tmp_path) == [[False, True, True, False]] * 2
     for number in range(4):
-        found = read_dcp(tmp_path / str(number))
-        assert ("extra" in found) == (number == 3)
-        found.pop("extra", None)
-        check_tensors(found)
+        tensors = read_dcp(tmp_path / str(number))
+        assert ("extra" in tensors) == (number == 3)
+        tensors.pop("extra", None)
+        check_tensors(tensors)
 
 
 def test_a_later_save_of_other_values_with_the_same_strategy_has_these(tmp_path):
@@ -398,19 +400,21 @@ def test_the_files_of_a_rank_have_the_entries_that_torch_puts_there(tmp_path):
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_separation_hint_keeps_files_apart_and_they_can_be_removed(n, tmp_path):
     on_ranks(n, _save, tmp_path, {"separation_hint": "optimizer", "thread_count": 4})
-    others = {file.name: file.read_bytes() for file in tmp_path.glob("__*")}
-    assert others.keys() == {f"__{rank}_{number}.distcp" for rank in range(n) for number in (0, 1)}
+    other_files = {file.name: file.read_bytes() for file in tmp_path.glob("__*")}
+    assert other_files.keys() == {
+        f"__{rank}_{number}.distcp" for rank in range(n) for number in (0, 1)
+    }
     apart = {f"optimizer__{rank}_{number}.distcp" for rank in range(n) for number in (2, 3)}
-    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *others, *apart}
+    assert {file.name for file in tmp_path.iterdir()} == {".metadata", *other_files, *apart}
     assert on_ranks(n, _load, tmp_path, True) == [[]] * n
     TorchDistLoadShardedStrategy().remove_sharded_tensors(tmp_path, "optimizer")
     assert {
         file.name: file.read_bytes() for file in tmp_path.iterdir() if file.name != ".metadata"
-    } == others
-    found = TorchDistLoadShardedStrategy().load_sharded_metadata(tmp_path)
-    kept = {key for key in SHAPES if not key.startswith("optimizer")}
-    assert found.keys() == {*kept, *(f"rng/shard_{number}_{n}" for number in range(n))}
-    assert read_dcp(tmp_path).keys() == kept
+    } == other_files
+    metadata = TorchDistLoadShardedStrategy().load_sharded_metadata(tmp_path)
+    remaining = {key for key in SHAPES if not key.startswith("optimizer")}
+    assert metadata.keys() == {*remaining, *(f"rng/shard_{number}_{n}" for number in range(n))}
+    assert read_dcp(tmp_path).keys() == remaining
 
 
 def test_removing_leaves_other_entries_of_the_same_file_as_they_are(tmp_path, caplog):
@@ -469,7 +473,7 @@ def _failing_ranks(rank: int, world: int, folder: str) -> list[list[Any]]:
     dist.barrier()
     save({"w": part}, f"{folder}/good")
     extra = {"n": part_of("new", (2,), is_filled=False)} if rank == 1 else {}
-    found = [_caught_by_scripts(lambda: load({"w": part, **extra}, f"{folder}/good"))]
+    errors = [_caught_by_scripts(lambda: load({"w": part, **extra}, f"{folder}/good"))]
 
     class Hindered(TorchDistSaveShardedStrategy):
         def _prepare(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
@@ -478,13 +482,13 @@ def _failing_ranks(rank: int, world: int, folder: str) -> list[list[Any]]:
             return super()._prepare(sharded_state_dict, checkpoint_dir)
 
     strategy = Hindered("torch_dist", 1)
-    found.append(_caught_by_scripts(lambda: save({"w": part}, f"{folder}/bad", strategy)))
+    errors.append(_caught_by_scripts(lambda: save({"w": part}, f"{folder}/bad", strategy)))
     queue = AsyncCallsQueue()
     queue.schedule_async_request(
         save({"w": part}, f"{folder}/late", strategy, async_sharded_save=True)
     )
-    found.append(_caught_by_scripts(lambda: queue.maybe_finalize_async_calls(blocking=True)))
-    return found
+    errors.append(_caught_by_scripts(lambda: queue.maybe_finalize_async_calls(blocking=True)))
+    return errors
 
 
 @pytest.mark.dist
@@ -504,11 +508,11 @@ SPLITS = ((4, 0, 0, 2), (0, 1, 0, 5))
 
 def _uneven(rank: int, world: int, folder: str) -> list[Any]:
     def shards(split: tuple[int, ...], *, is_filled: bool) -> dict[str, Any]:
-        whole = global_tensor("w", (6, 2))
+        full = global_tensor("w", (6, 2))
         tensors = {}
         for number in (2 * rank, 2 * rank + 1):
             start, n = sum(split[:number]), split[number]
-            data = whole[start : start + n].clone() if is_filled else torch.zeros(n, 2)
+            data = full[start : start + n].clone() if is_filled else torch.zeros(n, 2)
             tensors[f"w{number}"] = ShardedTensor(
                 "w", data, data.dtype, tuple(data.shape), (6, 2), (start, 0), None
             )
@@ -535,10 +539,10 @@ def _uneven(rank: int, world: int, folder: str) -> list[Any]:
 @pytest.mark.dist
 def test_shards_without_elements_share_an_offset_with_others(tmp_path):
     tensor = global_tensor("w", (6, 2))
-    whole = tensor.tolist()
-    zero, one = run_ranks(2, _uneven, str(tmp_path))
-    assert zero == [{"w0": [], "w1": whole[:1]}] * 2
-    assert one == [{"w2": [], "w3": whole[1:]}] * 2
+    rows = tensor.tolist()
+    first, second = run_ranks(2, _uneven, str(tmp_path))
+    assert first == [{"w0": [], "w1": rows[:1]}] * 2
+    assert second == [{"w2": [], "w3": rows[1:]}] * 2
     for name in ("plain", "parallel"):
         assert read_dcp(tmp_path / name)["w"] == of_tensor(tensor)
 

@@ -87,14 +87,14 @@ def _load_pieces(rank: int, world: int, root: str) -> None:
     strategy = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
     wanted = flat_part_of("w", (6, 8), *((0, 17) if rank == 0 else (17, 48)), is_filled=False)
     data = wanted.data
-    found = strategy.load({"moment": [wanted], "copy": wanted.without_data()}, root)
+    loaded = strategy.load({"moment": [wanted], "copy": wanted.without_data()}, root)
     expected = (
         global_tensor("w", (6, 8)).flatten()[:17]
         if rank == 0
         else global_tensor("w", (6, 8)).flatten()[17:]
     )
-    assert found["moment"][0] is data
-    assert torch.equal(data, expected) and torch.equal(found["copy"], expected)
+    assert loaded["moment"][0] is data
+    assert torch.equal(data, expected) and torch.equal(loaded["copy"], expected)
 
 
 @pytest.mark.dist
@@ -104,8 +104,8 @@ def test_ranks_take_their_ranges_of_a_chunk_that_is_read_once(small: Path) -> No
 
 def test_one_process_needs_no_process_group(small: Path) -> None:
     strategy = TwoStageDataParallelLoadShardedStrategy(None)
-    found = strategy.load({"w": part_of("w", (6, 8), is_filled=False)}, small)
-    assert torch.equal(found["w"], global_tensor("w", (6, 8)))
+    loaded = strategy.load({"w": part_of("w", (6, 8), is_filled=False)}, small)
+    assert torch.equal(loaded["w"], global_tensor("w", (6, 8)))
     assert (strategy.dp_group_ranks, strategy.dp_group_rank, strategy.global_rank) == ((0,), 0, 0)
     strategy.summarize_load_times()
 
@@ -150,17 +150,17 @@ def _meta(rank: int, *offsets: tuple[int, int, int], **options: Any) -> _Sharded
 
 def test_chunks_that_several_ranks_want_are_read_by_the_lowest_of_them() -> None:
     strategy = TwoStageDataParallelLoadShardedStrategy(None)
-    left, right = (1, 0, 2), (1, 1, 2)
-    found = strategy.deduplicate_chunks(
-        [_meta(2, right), _meta(1, right), _meta(1, left), _meta(2, left)]
+    left_box, right = (1, 0, 2), (1, 1, 2)
+    deduplicated = strategy.deduplicate_chunks(
+        [_meta(2, right), _meta(1, right), _meta(1, left_box), _meta(2, left_box)]
     )
     chunks = [
         (sharded_tensor_chunk_id(meta.sharded_tensor_no_data), meta.dist_group_rank)
-        for meta in found
+        for meta in deduplicated
     ]
     assert chunks == [(("w", (0, 0)), 1), (("w", (0, 4)), 1)]
     with pytest.raises(UsageError, match=r"ranks 11 and 12.*offset \(0, 0\)"):
-        strategy.deduplicate_chunks([_meta(1, left), _meta(2, (0, 0, 2))])
+        strategy.deduplicate_chunks([_meta(1, left_box), _meta(2, (0, 0, 2))])
 
 
 def test_calls_are_timed(caplog: pytest.LogCaptureFixture) -> None:

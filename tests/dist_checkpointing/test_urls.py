@@ -126,9 +126,9 @@ def _load_share(rank: int, world: int, env: dict[str, str], path: str) -> dict[s
         for key, entry in metadata.items()
         if hasattr(entry, "size")
     }
-    mine = dict(sorted(tensors.items())[rank::world])
-    dcp.load(mine, storage_reader=CkptStorageReader(path))
-    return {key: bytes_of(tensor) for key, tensor in mine.items()}
+    share = dict(sorted(tensors.items())[rank::world])
+    dcp.load(share, storage_reader=CkptStorageReader(path))
+    return {key: bytes_of(tensor) for key, tensor in share.items()}
 
 
 def test_ranks_load_their_parts_from_a_url_with_torch(s3: Any, golden: Path) -> None:
@@ -153,11 +153,11 @@ def sharded(rank: int, world: int) -> dict[str, Any]:
     """A rank's part of two tensors, an object, and common state."""
     rows = torch.arange(6 * 5, dtype=torch.float32).reshape(6, 5)
     part = rows.chunk(world)[rank].contiguous()
-    whole = torch.arange(7, dtype=torch.int64) * 3
+    full = torch.arange(7, dtype=torch.int64) * 3
     return {
         "w": ShardedTensor.from_rank_offsets("w", part, (0, rank, world)),
         "t": ShardedTensor.from_rank_offsets("t", part.t(), (1, rank, world)),
-        "whole": ShardedTensor.from_rank_offsets("whole", whole, replica_id=rank),
+        "whole": ShardedTensor.from_rank_offsets("whole", full, replica_id=rank),
         "rng": ShardedObject("rng", {"seed": rank}, (world,), (rank,)),
         "step": 17,
     }

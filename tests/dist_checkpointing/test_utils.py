@@ -35,13 +35,13 @@ def tree(module: ModuleType) -> Any:
     }
 
 
-def shown(found: Any) -> Any:
+def shown(item: Any) -> Any:
     """Types and keys of the leaves, in their nesting."""
-    if isinstance(found, dict):
-        return {key: shown(value) for key, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [shown(value) for value in found]
-    return type(found).__name__, getattr(found, "key", None)
+    if isinstance(item, dict):
+        return {key: shown(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [shown(value) for value in item]
+    return type(item).__name__, getattr(item, "key", None)
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +75,9 @@ def test_prefixes_of_keys_are_changed_in_place(
 ) -> None:
     from megatron.core.dist_checkpointing import mapping as their_mapping
 
-    mine, other = tree(mapping), tree(their_mapping)
-    assert getattr(utils, function)(mine, *args) is getattr(theirs, function)(other, *args) is None
-    assert shown(mine) == shown(other)
+    ours, other = tree(mapping), tree(their_mapping)
+    assert getattr(utils, function)(ours, *args) is getattr(theirs, function)(other, *args) is None
+    assert shown(ours) == shown(other)
 
 
 def test_a_key_without_the_prefix_to_be_replaced_is_a_wrong_argument() -> None:
@@ -94,14 +94,14 @@ def test_iterables_of_unequal_lengths_are_not_zipped() -> None:
 def test_shards_are_identified_as_megatron_core_does(theirs: ModuleType) -> None:
     from megatron.core.dist_checkpointing import mapping as their_mapping
 
-    found = []
+    ids = []
     for names, module in ((utils, mapping), (theirs, their_mapping)):
         tensor = module.ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2))
         sharded_object = module.ShardedObject("o", None, (3,), (1,))
-        found.append(
+        ids.append(
             (names._sharded_tensor_shard_id(tensor), names._sharded_object_id(sharded_object))
         )
-    assert found[0] == found[1]
+    assert ids[0] == ids[1]
     flat = mapping.ShardedTensor.from_rank_offsets_flat(
         "w", torch.zeros(2), (2, 2), flattened_range=slice(1, 3)
     )
@@ -110,9 +110,9 @@ def test_shards_are_identified_as_megatron_core_does(theirs: ModuleType) -> None
 
 def float8_class() -> type:
     """A tensor class that looks like Transformer Engine's, which is not installed."""
-    made = type("Float8Tensor", (torch.Tensor,), {"dequantize": lambda self: torch.full((2,), 7.0)})
-    made.__module__ = "transformer_engine.pytorch.float8_tensor"
-    return type("ScaledTensor", (made,), {})
+    base = type("Float8Tensor", (torch.Tensor,), {"dequantize": lambda self: torch.full((2,), 7.0)})
+    base.__module__ = "transformer_engine.pytorch.float8_tensor"
+    return type("ScaledTensor", (base,), {})
 
 
 def test_eight_bit_tensors_are_replaced_by_ordinary_ones() -> None:
@@ -129,7 +129,7 @@ def test_eight_bit_tensors_are_replaced_by_ordinary_ones() -> None:
     after = [
         leaf.data for leaf in nested_values(state["b"]) if isinstance(leaf, mapping.ShardedBase)
     ]
-    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(tensor is other for tensor, other in zip(before, after, strict=True))
 
 
 def test_messages_carry_the_names_of_the_blocks_around_them(
@@ -137,12 +137,12 @@ def test_messages_carry_the_names_of_the_blocks_around_them(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     logger = logging.getLogger("somewhere")
-    with utils.logger_stack("outer", logger) as (names, found):
-        assert (names, found) == ("outer", logger)
+    with utils.logger_stack("outer", logger) as (names, current):
+        assert (names, current) == ("outer", logger)
         with utils.logger_stack("inner"), utils.debug_time("timed"):
             utils.debug_msg("hello")
-    with utils.logger_stack() as (names, found):
-        assert (names, found) == ("", utils.fallback_logger)
+    with utils.logger_stack() as (names, current):
+        assert (names, current) == ("", utils.fallback_logger)
     first, second = caplog.records
     assert (first.getMessage(), first.name, first.levelname) == (
         "outer.inner.timed hello",

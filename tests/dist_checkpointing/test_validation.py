@@ -207,9 +207,9 @@ def test_shards_that_do_not_fit_are_named_with_key_shard_and_ranks(case):
 
 
 def test_a_violation_of_a_later_key_is_found_among_many_that_fit():
-    others = [_part((i,), (4,), key=f"k{n}") for n in range(50) for i in range(4)]
+    fitting = [_part((i,), (4,), key=f"k{n}") for n in range(50) for i in range(4)]
     with pytest.raises(UsageError, match="2 main replicas"):
-        validate_sharding_integrity([others, [A, B], [B]])
+        validate_sharding_integrity([fitting, [A, B], [B]])
 
 
 IRREGULAR = {
@@ -317,14 +317,14 @@ def test_unexpected_keys_are_left_out_and_reported_as_the_flag_says(
     caplog, strict, missing, unexpected
 ):
     with caplog.at_level(logging.WARNING):
-        found = validate_integrity_and_strict_load(
+        result = validate_integrity_and_strict_load(
             REQUESTED,
             StrictHandling(strict),
             False,
             global_metadata=[[A, _object(0), replace(A, key="new")]],
             ckpt_sharded_metadata=STORED,
         )
-    assert found == ({"a": [A], "state": _object(0)}, missing, unexpected)
+    assert result == ({"a": [A], "state": _object(0)}, missing, unexpected)
     assert ("new" in caplog.text) == strict.startswith("log") and ("more" in caplog.text) == (
         strict == "log_all"
     )
@@ -344,10 +344,10 @@ def test_raising_flags_name_the_keys(strict, named):
 
 
 def test_nothing_is_compared_by_default():
-    found = validate_integrity_and_strict_load(
+    result = validate_integrity_and_strict_load(
         REQUESTED, StrictHandling.ASSUME_OK_UNEXPECTED, False
     )
-    assert found == (REQUESTED, set(), set())
+    assert result == (REQUESTED, set(), set())
 
 
 def test_what_a_check_needs_has_to_be_given():
@@ -387,34 +387,34 @@ class _Logged(logging.Handler):
 
 def _on_ranks(rank: int, world: int) -> dict[str, Any]:
     """Everything of several ranks in one start."""
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
 
     def attempt(name: str, work: Any) -> None:
         try:
-            found[name] = work()
+            outcomes[name] = work()
         except CheckpointingException as err:
-            found[name] = f"{type(err).__name__}: {err}"
+            outcomes[name] = f"{type(err).__name__}: {err}"
 
     local = ShardedTensor.from_rank_offsets("w", torch.ones(4) * rank, (0, rank, world))
-    mine, everyone = determine_global_metadata(
+    own_leaves, everyone = determine_global_metadata(
         {"a": [local], "o": ShardedObject("o", {1}, (world,), (rank,))}
     )
-    found["metadata"] = [
+    outcomes["metadata"] = [
         [(leaf.key, leaf.data, leaf.global_offset) for leaf in leaves] for leaves in everyone
     ]
-    assert [leaf.key for leaf in mine] == ["w", "o"] and local.data is not None
+    assert [leaf.key for leaf in own_leaves] == ["w", "o"] and local.data is not None
     attempt("fitting", lambda: validate_sharding_integrity(everyone))
     doubled = [*everyone, everyone[0]]
     attempt("doubled", lambda: validate_sharding_integrity(doubled))
 
     def strict(flag: str, requested: set[str]) -> Any:
         wanted = {key: replace(local, key=key, data=None) for key in sorted(requested)}
-        kept, everyones = determine_global_metadata(wanted)
+        own, everyones = determine_global_metadata(wanted)
         stored = {key: replace(A, key=key) for key in ("a", "b", "c")}
-        left, missing, unexpected = validate_integrity_and_strict_load(
-            wanted, StrictHandling(flag), False, kept, everyones, stored
+        checked, missing, unexpected = validate_integrity_and_strict_load(
+            wanted, StrictHandling(flag), False, own, everyones, stored
         )
-        return sorted(left), missing, unexpected
+        return sorted(checked), missing, unexpected
 
     mine_only = {"a"} if rank else {"b", f"new{rank}"}
     for flag in ("return_all", "return_unexpected", "raise_unexpected", "raise_all"):
@@ -424,55 +424,65 @@ def _on_ranks(rank: int, world: int) -> dict[str, Any]:
     logging.getLogger("core.dist_checkpointing.validation").addHandler(logged)
     common = {"step": 3, "t": torch.arange(3), "args": {"lr": 0.1}}
     validate_sharding_integrity(everyone, common)
-    found["equal"] = list(logged.texts)
+    outcomes["equal"] = list(logged.texts)
     common = (
         common | {"step": rank, "t": torch.arange(3) + rank} | ({"more": 1} if rank == 1 else {})
     )
     validate_sharding_integrity(everyone, common)
-    found["unequal"] = list(logged.texts)
+    outcomes["unequal"] = list(logged.texts)
     attempt(
         "unpickled",
         lambda: validate_sharding_integrity(everyone, {"f": (lambda: 0) if rank == 0 else 1}),
     )
     comm.barrier()
-    return found
+    return outcomes
 
 
 @pytest.mark.dist
 def test_several_ranks_agree_on_what_is_wrong():
-    zero, one, two = found = run_ranks(3, _on_ranks)
+    first, second, third = outcomes = run_ranks(3, _on_ranks)
     by_rank = [[("w", None, (4 * rank,)), ("o", None, (rank,))] for rank in range(3)]
-    assert all(one["metadata"] == by_rank and one["fitting"] is None for one in found)
-    assert len({one["doubled"] for one in found}) == 1 and "on ranks 0, 3" in zero["doubled"]
-    assert zero["return_all"] == (["b"], {"c"}, {"new0"}) and one["return_all"] == (
+    assert all(
+        outcome["metadata"] == by_rank and outcome["fitting"] is None for outcome in outcomes
+    )
+    assert (
+        len({outcome["doubled"] for outcome in outcomes}) == 1
+        and "on ranks 0, 3" in first["doubled"]
+    )
+    assert first["return_all"] == (["b"], {"c"}, {"new0"}) and second["return_all"] == (
         ["a"],
         {"c"},
         set(),
     )
-    assert zero["return_unexpected"] == (["b"], set(), {"new0"}) and two["return_unexpected"] == (
+    assert first["return_unexpected"] == (["b"], set(), {"new0"}) and third[
+        "return_unexpected"
+    ] == (
         ["a"],
         set(),
         set(),
     )
     assert (
-        zero["raise_unexpected"].startswith("MissingShardError: ")
-        and "new0" in zero["raise_unexpected"]
+        first["raise_unexpected"].startswith("MissingShardError: ")
+        and "new0" in first["raise_unexpected"]
     )
     assert (
-        one["raise_unexpected"].startswith("MissingShardError: rank 0 failed")
-        and "new0" in one["raise_unexpected"]
+        second["raise_unexpected"].startswith("MissingShardError: rank 0 failed")
+        and "new0" in second["raise_unexpected"]
     )
-    assert all("not requested by any rank): c" in one["raise_all"] for one in found)
-    assert all(one["equal"] == [] and "cannot be pickled" in one["unpickled"] for one in found)
-    assert zero["unequal"] == [] and len(one["unequal"]) == len(two["unequal"]) == 1
-    assert one["unequal"][0].startswith(
+    assert all("not requested by any rank): c" in outcome["raise_all"] for outcome in outcomes)
+    assert all(
+        outcome["equal"] == [] and "cannot be pickled" in outcome["unpickled"]
+        for outcome in outcomes
+    )
+    assert first["unequal"] == [] and len(second["unequal"]) == len(third["unequal"]) == 1
+    assert second["unequal"][0].startswith(
         "Rank 1 common state dict differs from rank 0 common state dict. "
         "Keys only on rank 0: [], Keys only on 1: [('more',)], Mismatched keys: [(('step',), "
     )
     assert (
-        "('t',)" in two["unequal"][0]
-        and "more" not in two["unequal"][0]
-        and "lr" not in two["unequal"][0]
+        "('t',)" in third["unequal"][0]
+        and "more" not in third["unequal"][0]
+        and "lr" not in third["unequal"][0]
     )
 
 
@@ -491,16 +501,16 @@ def _verdicts_of_megatron(
             return mapping.ShardedObject(**fields)
         return mapping.ShardedTensor(**fields)
 
-    found = {}
+    verdicts = {}
     for case, ranks in metadata.items():
         try:
             validation.validate_sharding_integrity(
                 [[theirs(leaf) for leaf in leaves] for leaves in ranks]
             )
-            found[case] = True
+            verdicts[case] = True
         except (AssertionError, AttributeError, IndexError, validation.CheckpointingException):
-            found[case] = False
-    return found
+            verdicts[case] = False
+    return verdicts
 
 
 @pytest.mark.dist
@@ -512,11 +522,11 @@ def test_megatron_core_comes_to_the_same_verdicts():
         for case, ranks in cases.items()
         if "flattened" not in case and case not in ("padded", "empty tensor", "lists for tuples")
     }
-    (found,) = run_ranks(1, _verdicts_of_megatron, plain)
+    (verdicts,) = run_ranks(1, _verdicts_of_megatron, plain)
     ours = {case: case in FITTING for case in plain}
     stricter = {
         "shape and grid",
         "grids",
         "object shapes",
     }  # these it only finds, if at all, while it writes or reads
-    assert {case for case in plain if found[case] != ours[case]} <= stricter
+    assert {case for case in plain if verdicts[case] != ours[case]} <= stricter

@@ -98,11 +98,11 @@ def test_every_shard_is_a_chunk_of_plain_bytes_and_nothing_else_is_written(saved
             name = ".".join(map(str, part.local_chunk_offset_in_global())) or "0"
             before = expected.get(f"{part.key}/{name}", b"")
             expected[f"{part.key}/{name}"] = before + bits(part.data)
-    found = files_of(saved)
+    files = files_of(saved)
     metadata = {
-        name: json.loads(found.pop(name)) for name in list(found) if name.endswith(".zarray")
+        name: json.loads(files.pop(name)) for name in list(files) if name.endswith(".zarray")
     }
-    assert found == expected
+    assert files == expected
     assert set(metadata) == {f"{key}/.zarray" for key in SHAPES}
     assert metadata["layers.fc1/.zarray"] == {
         "chunks": [1, 4, 6],
@@ -159,13 +159,13 @@ def test_a_strategy_saves_what_ckpt_convert_makes_of_torch_dist(tmp_path: Path) 
     _complete(direct, "zarr")
     _complete(other, "torch_dist")
     run(Job(src=other, dst=converted.parent, to="zarr", fsync=False))
-    with bridge.open_catalog(direct) as (mine, _), bridge.open_catalog(converted) as (theirs, _):
-        assert mine.tensors == theirs.tensors
+    with bridge.open_catalog(direct) as (ours, _), bridge.open_catalog(converted) as (theirs, _):
+        assert ours.tensors == theirs.tensors
         for key in SHAPES:
-            assert sorted(mine.fragments(key), key=str) == sorted(theirs.fragments(key), key=str)
-    expected, found = files_of(converted), files_of(direct)
-    del expected["common.pt"], found["common.pt"], expected["metadata.json"], found["metadata.json"]
-    assert found == expected
+            assert sorted(ours.fragments(key), key=str) == sorted(theirs.fragments(key), key=str)
+    expected, files = files_of(converted), files_of(direct)
+    del expected["common.pt"], files["common.pt"], expected["metadata.json"], files["metadata.json"]
+    assert files == expected
 
 
 @pytest.mark.parametrize("how", ["strategy", "helper"])
@@ -220,23 +220,23 @@ def test_another_shape_is_an_error_unless_it_may_differ(small: Path, how: str) -
 @pytest.mark.parametrize("how", ["strategy", "helper"])
 def test_a_tensor_arrives_in_the_type_that_is_asked_for(small: Path, how: str) -> None:
     part = ShardedTensor.from_rank_offsets("w", torch.zeros(6, 8, dtype=torch.bfloat16))
-    found = (
+    tensor = (
         LOADER.load({"w": part}, small)["w"]
         if how == "strategy"
         else strategy._load_from_array(part, small)
     )
-    assert bits(found) == bits(global_tensor("w", (6, 8)).bfloat16())
+    assert bits(tensor) == bits(global_tensor("w", (6, 8)).bfloat16())
 
 
 @pytest.mark.parametrize("how", ["strategy", "helper"])
 def test_a_flattened_range_is_cut_last(small: Path, how: str) -> None:
     part = flat_part_of("w", (6, 8), 3, 11, offsets=((1, 1, 2),), is_filled=False)
-    found = (
+    tensor = (
         LOADER.load({"w": part}, small)["w"]
         if how == "strategy"
         else strategy._load_from_array(part, small)
     )
-    assert torch.equal(found, global_tensor("w", (6, 8))[:, 4:].flatten()[3:11])
+    assert torch.equal(tensor, global_tensor("w", (6, 8))[:, 4:].flatten()[3:11])
 
 
 def test_tensors_with_data_are_loaded_in_place(small: Path) -> None:
@@ -349,11 +349,11 @@ def test_the_documented_helpers_write_the_same_files(tmp_path: Path, saved: Path
 @pytest.mark.dist
 def test_the_documented_helper_reads_the_same_tensors(saved: Path) -> None:
     for rank in range(4):
-        found = [
+        tensors = [
             strategy._load_from_array(part, saved)
             for part in nested_values(state(rank, 4, is_filled=False))
         ]
-        check_loaded(found, rank, 4)
+        check_loaded(tensors, rank, 4)
 
 
 def test_chunks_of_zeros_are_written(tmp_path: Path) -> None:
@@ -463,9 +463,9 @@ def test_postprocessing_can_leave_the_flattened_range_for_later() -> None:
     part = flat_part_of("w", (6, 8), 3, 11)
     array = global_tensor("w", (6, 8)).numpy()
     assert torch.equal(strategy.postprocess_numpy_array(array, part), part.data)
-    whole = strategy.postprocess_numpy_array(array, part, apply_flattened_range=False)
-    assert torch.equal(whole, torch.from_numpy(array))
-    assert torch.equal(strategy.flatten_range(part, whole), part.data)
+    full = strategy.postprocess_numpy_array(array, part, apply_flattened_range=False)
+    assert torch.equal(full, torch.from_numpy(array))
+    assert torch.equal(strategy.flatten_range(part, full), part.data)
 
 
 @pytest.mark.dist
@@ -474,13 +474,13 @@ def test_metadata_lists_all_arrays_and_passes_over_locks(saved: Path) -> None:
     lock.mkdir()
     (lock / ".zarray").touch()
     try:
-        found = LOADER.load_tensors_metadata(saved)
+        metadata = LOADER.load_tensors_metadata(saved)
     finally:
         (lock / ".zarray").unlink()
         lock.rmdir()
-    assert {key: (part.global_shape, part.dtype) for key, part in found.items()} == SHAPES
+    assert {key: (part.global_shape, part.dtype) for key, part in metadata.items()} == SHAPES
     assert all(
-        part.data is None and part.local_shape == part.global_shape for part in found.values()
+        part.data is None and part.local_shape == part.global_shape for part in metadata.values()
     )
     assert LOADER.load_sharded_metadata(saved) == LOADER.load_tensors_metadata(saved)
 
@@ -514,9 +514,9 @@ def test_a_whole_state_is_saved_and_loaded_by_the_documented_functions(tmp_path:
     objects = {"rng": ShardedObject("rng", {"seed": [1, 2]}, (1,), (0,)), "iteration": 7}
     serialization.save({**state(0, 1), **objects}, tmp_path, ("zarr", 1))
     wanted = {**state(0, 1, is_filled=False), "rng": ShardedObject("rng", None, (1,), (0,))}
-    found = serialization.load(wanted, tmp_path)
-    assert (found.pop("rng"), found.pop("iteration")) == ({"seed": [1, 2]}, 7)
-    check_loaded(found, 0, 1)
+    loaded = serialization.load(wanted, tmp_path)
+    assert (loaded.pop("rng"), loaded.pop("iteration")) == ({"seed": [1, 2]}, 7)
+    check_loaded(loaded, 0, 1)
     assert {
         key: bits(tensor) for key, tensor in serialization.load_plain_tensors(tmp_path).items()
     } == {key: global_bits(key) for key in SHAPES}
@@ -531,7 +531,7 @@ def test_only_backend_zarr_of_version_1_is_loaded() -> None:
         LOADER.check_version_compatibility(2)
 
 
-def test_these_strategies_are_the_default_ones() -> None:
+def test_the_zarr_strategies_are_the_default_ones() -> None:
     assert (
         type(get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1))
         is ZarrSaveShardedStrategy
@@ -550,20 +550,20 @@ def test_every_type_goes_through_zarr_bit_for_bit(tmp_path: Path, dtype: torch.d
     values = torch.from_numpy(raw).view(dtype).reshape(4, 6)
     part = ShardedTensor.from_rank_offsets("w", values)
     strategy._save_to_existing_array(part, strategy._create_zarr_array(part, tmp_path))
-    found = zarr.open_array(tmp_path / "w", mode="r")
-    assert found.dtype == strategy.torch_to_numpy_dtype_dict[dtype]
+    array = zarr.open_array(tmp_path / "w", mode="r")
+    assert array.dtype == strategy.torch_to_numpy_dtype_dict[dtype]
     assert (
         bits(strategy._load_from_array(part.without_data(), tmp_path))
         == bits(values)
         == raw.tobytes()
     )
-    assert bits(tensor_of(found[1:3, 2:], key="w")) == bits(values[1:3, 2:])
+    assert bits(tensor_of(array[1:3, 2:], key="w")) == bits(values[1:3, 2:])
 
 
 def test_registered_types_have_fill_values_and_can_be_made_by_zarr(tmp_path: Path) -> None:
     dtype = zarr_types.torch_to_numpy_dtype_dict[torch.bfloat16]
     for number, fill in enumerate([0, 1.5, float("inf"), float("-inf"), float("nan")]):
-        made = zarr.create_array(
+        array = zarr.create_array(
             tmp_path / str(number),
             shape=(2,),
             chunks=(2,),
@@ -571,13 +571,13 @@ def test_registered_types_have_fill_values_and_can_be_made_by_zarr(tmp_path: Pat
             zarr_format=2,
             fill_value=fill,
         )
-        found = zarr.open_array(tmp_path / str(number), mode="r")
-        assert found.metadata == made.metadata or fill != fill
-        assert bits(tensor_of(found[:], key="w")) == bits(
+        reopened = zarr.open_array(tmp_path / str(number), mode="r")
+        assert reopened.metadata == array.metadata or fill != fill
+        assert bits(tensor_of(reopened[:], key="w")) == bits(
             torch.full((2,), fill, dtype=torch.bfloat16)
         )
     with pytest.raises(TypeError, match="bfloat16"):
-        found.metadata.dtype.cast_scalar("abc")
+        reopened.metadata.dtype.cast_scalar("abc")
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
@@ -612,6 +612,6 @@ def test_checkpoints_of_old_megatron_are_read_alike_by_engine_and_helpers(
     )
     assert roots
     metadata = LOADER.load_tensors_metadata(roots[0])
-    found = LOADER.load({key: part.without_data() for key, part in metadata.items()}, roots[0])
+    loaded = LOADER.load({key: part.without_data() for key, part in metadata.items()}, roots[0])
     for key, part in metadata.items():
-        assert bits(found[key]) == bits(strategy._load_from_array(part, roots[0])), key
+        assert bits(loaded[key]) == bits(strategy._load_from_array(part, roots[0])), key

@@ -90,9 +90,9 @@ def save_columns(root: Path) -> None:
 def check_loaded(loaded: Any, rank: int, world: int) -> None:
     """Returns if every leaf is the tensor that the state had, bit for bit."""
     expected = list(nested_values(state(rank, world)))
-    found = list(nested_values(loaded))
-    assert len(found) == len(expected)
-    for tensor, part in zip(found, expected, strict=True):
+    tensors = list(nested_values(loaded))
+    assert len(tensors) == len(expected)
+    for tensor, part in zip(tensors, expected, strict=True):
         assert isinstance(tensor, torch.Tensor), part.key
         assert (tensor.dtype, tensor.shape) == (part.dtype, part.data.shape), part.key
         assert bits(tensor) == bits(part.data), part.key

@@ -63,8 +63,8 @@ def rank_file(path: Path) -> dict[str, Any]:
 def rank_files(root_dir: Path) -> dict[str, dict[str, Any]]:
     """Rank directory and name → what the file holds, for the iteration that the tracker names."""
     iteration = int((root_dir / "latest_checkpointed_iteration.txt").read_text())
-    found = sorted(root_dir.glob(f"iter_{iteration:07d}/mp_rank_*/*.pt"))
-    return {f"{path.parent.name}/{path.name}": rank_file(path) for path in found}
+    paths = sorted(root_dir.glob(f"iter_{iteration:07d}/mp_rank_*/*.pt"))
+    return {f"{path.parent.name}/{path.name}": rank_file(path) for path in paths}
 
 
 def check_tensor(where: str, ours: torch.Tensor, theirs: torch.Tensor) -> int:
@@ -108,7 +108,11 @@ def check_same(where: str, ours: Any, theirs: Any) -> list[int]:
         if len(ours) != len(theirs):
             fail(f"{where}: {len(ours)} entries against {len(theirs)}")
         pairs = enumerate(zip(ours, theirs, strict=True))
-        return [n for at, (mine, value) in pairs for n in check_same(f"{where} {at}", mine, value)]
+        return [
+            n
+            for at, (our_value, value) in pairs
+            for n in check_same(f"{where} {at}", our_value, value)
+        ]
     if ours != theirs:
         fail(f"{where}: {ours!r} against {theirs!r}")
     return []
@@ -122,25 +126,27 @@ def ranks(ours_dir: Path, theirs_dir: Path) -> str:
     check_keys("files", ours, theirs)
     sizes: dict[str, list[int]] = {}
     for file, rest in theirs.items():
-        mine = ours[file]
-        for loaded in (mine, rest):
+        our_content = ours[file]
+        for loaded in (our_content, rest):
             for name in PER_RANK:
                 loaded.pop(name, None)
-        args = mine.pop("args", None), rest.pop("args", None)
+        args = our_content.pop("args", None), rest.pop("args", None)
         for name in PARALLEL_ARGS if args[1] is not None else ():
             if getattr(args[0], name) != getattr(args[1], name):
                 fail(
                     f"{file} args.{name}: {getattr(args[0], name)} against {getattr(args[1], name)}"
                 )
-        check_keys(file, mine, rest)
+        check_keys(file, our_content, rest)
         for name, value in rest.items():
-            what = "model" if str(name).startswith("model") else "optimizer"
-            sizes.setdefault(what, []).extend(check_same(f"{file} {name}", mine[name], value))
-    found = " and ".join(
-        f"{len(of)} tensors, {sum(of):,} bytes of the {what}" for what, of in sizes.items() if of
+            part = "model" if str(name).startswith("model") else "optimizer"
+            sizes.setdefault(part, []).extend(
+                check_same(f"{file} {name}", our_content[name], value)
+            )
+    counts = " and ".join(
+        f"{len(of)} tensors, {sum(of):,} bytes of the {label}" for label, of in sizes.items() if of
     )
     return (
-        f"{found} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and "
+        f"{counts} in {len(ours)} rank files equal what Megatron-LM saved, bit for bit, and "
         "so do all other entries"
     )
 
@@ -163,12 +169,12 @@ def dcp_directory(ours_dir: Path, theirs_dir: Path) -> str:
     for key, value in weights.items():
         if key not in loaded:
             fail(f"{key} is missing; there are {sorted(loaded)[:8]} …")
-        mine = loaded[key]
-        if mine.shape[0] < value.shape[0] and not value[mine.shape[0] :].any():
+        ours = loaded[key]
+        if ours.shape[0] < value.shape[0] and not value[ours.shape[0] :].any():
             value = value[
-                : mine.shape[0]
+                : ours.shape[0]
             ]  # the rows that pad the vocabulary belong to one TP size only
-        n_bytes += check_tensor(key, mine, value)
+        n_bytes += check_tensor(key, ours, value)
     return (
         f"{len(weights)} tensors, {n_bytes:,} bytes equal what Megatron-LM saved at TP1, "
         "bit for bit"
@@ -219,10 +225,10 @@ def torch_file(ours_path: Path, theirs_dir: Path) -> str:
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
     """All tensors of a safetensors file, or of those in a directory, read by safetensors."""
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        found |= load_file(file)
-    return found
+        weights |= load_file(file)
+    return weights
 
 
 def safetensors_files(ours_dir: Path, theirs_path: Path) -> str:
@@ -240,5 +246,5 @@ if __name__ == "__main__":
         "torch": torch_file,
         "safetensors": safetensors_files,
     }
-    what = checks[sys.argv[1]]
-    print("proof:", what(Path(sys.argv[2]), Path(sys.argv[3])))
+    proof = checks[sys.argv[1]]
+    print("proof:", proof(Path(sys.argv[2]), Path(sys.argv[3])))

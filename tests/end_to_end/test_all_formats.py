@@ -235,13 +235,13 @@ def test_any_format_converts_to_any_other_and_other_software_reads_it(
     if wanted is None:
         assert sorted(dst.rglob("model_optim_rng.pt"))
         return  # tests/megatron/reshard compares rank files with Megatron's own
-    found = READERS[target](dst)
-    missing = set(wanted) - set(found)
+    tensors = READERS[target](dst)
+    missing = set(wanted) - set(tensors)
     assert not missing, f"{len(missing)} tensors are missing, such as {min(missing)}"
     for key, (dtype, shape, data) in wanted.items():
-        assert found[key][:2] == (dtype, shape), key
-        assert found[key][2] == data, f"the bytes of {key} differ"
-    assert set(found) == set(wanted)
+        assert tensors[key][:2] == (dtype, shape), key
+        assert tensors[key][2] == data, f"the bytes of {key} differ"
+    assert set(tensors) == set(wanted)
 
 
 @pytest.mark.parametrize("target", ["torch", "dcp", "safetensors", "zarr3"])
@@ -250,10 +250,10 @@ def test_hugging_face_files_stay_with_the_weights_or_are_named_as_left_behind(
 ) -> None:
     src = golden / "hf/llama/safetensors_sharded"
     report = run(Job(src=src, dst=tmp_path / "out", to=target, fsync=False))
-    beside = [path.name for path in src.iterdir() if path.name == "config.json"]
-    assert beside
+    names = [path.name for path in src.iterdir() if path.name == "config.json"]
+    assert names
     if target == "safetensors":
-        for name in beside:
+        for name in names:
             assert (tmp_path / "out" / name).read_bytes() == (src / name).read_bytes()
     else:
         assert any("config.json" in text for text in report.dropped)

@@ -121,7 +121,7 @@ def test_a_flipped_bit_in_a_distcp_file_is_found_by_its_crc(
     golden: Path, src: Path, folder: str
 ) -> None:
     copy(golden, folder, src)
-    path = max(src.rglob("*.distcp"), key=lambda found: found.stat().st_size)
+    path = max(src.rglob("*.distcp"), key=lambda file: file.stat().st_size)
     opened = open_checkpoint(path.parent)
     pieces = [
         piece.array for key in opened.catalog.tensors for piece in opened.catalog.fragments(key)

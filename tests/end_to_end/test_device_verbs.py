@@ -26,12 +26,12 @@ DEVICE = Device("cpu")
 
 
 def validated(path: Path, device: Device | None, *, against: Path | None = None) -> Validation:
-    found = validate(path, level=Level.DEEP, threads=2, against=against, device=device)
-    return replace(found, seconds=0)
+    report = validate(path, level=Level.DEEP, threads=2, against=against, device=device)
+    return replace(report, seconds=0)
 
 
 def used() -> set[str]:
-    return {one.work for one in decisions(DEVICE) if one.is_on_device}
+    return {decision.work for decision in decisions(DEVICE) if decision.is_on_device}
 
 
 def damaged(folder: Path, *, flip: bool = False) -> Path:
@@ -58,12 +58,12 @@ def damaged(folder: Path, *, flip: bool = False) -> Path:
 
 
 def test_values_and_fingerprints_are_found_on_a_device(tmp_path: Path) -> None:
-    one, other = damaged(tmp_path / "a"), damaged(tmp_path / "b", flip=True)
-    expected = validated(one, None, against=other)
+    first, other = damaged(tmp_path / "a"), damaged(tmp_path / "b", flip=True)
+    expected = validated(first, None, against=other)
     assert {"CK710", "CK711", "CK712", "CK713", "CK715", "CK824"} <= {
-        found.code for found in expected.findings
+        finding.code for finding in expected.findings
     }
-    assert validated(one, DEVICE, against=other) == expected
+    assert validated(first, DEVICE, against=other) == expected
     assert {VALUES, FINGERPRINT} <= used()
 
 
@@ -80,7 +80,7 @@ def test_copies_that_differ_are_found_on_a_device(golden: Path, tmp_path: Path) 
     shutil.copytree(golden / "mcore_legacy/dense_gqa/tp4_pp1", path)
     put(path, "decoder.layers.1.input_layernorm.weight", (17,), b"\x34\x12", copy=0)
     expected = validated(path, None)
-    assert "CK720" in {found.code for found in expected.findings}
+    assert "CK720" in {finding.code for finding in expected.findings}
     assert validated(path, DEVICE) == expected
     assert COMPARE in used()
 
@@ -92,23 +92,25 @@ def test_a_conversion_with_a_device_writes_the_same_files(
     golden: Path, tmp_path: Path, change: dict[str, object]
 ) -> None:
     src = golden / "hf/llama/safetensors_sharded"
-    made = []
+    contents = []
     for name, device in (("a", None), ("b", DEVICE)):
         dst = tmp_path / name
         run(Job(src=src, dst=dst, fingerprint=True, verify=True, device=device, **change))  # type: ignore[arg-type]
-        made.append({path.name: path.read_bytes() for path in sorted(dst.iterdir())})
-    assert made[0] == made[1]
+        contents.append({path.name: path.read_bytes() for path in sorted(dst.iterdir())})
+    assert contents[0] == contents[1]
 
 
 def test_a_manifest_has_the_same_fingerprints_with_a_device(golden: Path) -> None:
-    one, other = (
+    alone, other = (
         read_inventory(
             golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim", threads=2, device=device
         )
         for device in (None, DEVICE)
     )
     assert (
-        one.fingerprints and one.fingerprints == other.fingerprints and one.arrays == other.arrays
+        alone.fingerprints
+        and alone.fingerprints == other.fingerprints
+        and alone.arrays == other.arrays
     )
 
 
@@ -130,10 +132,10 @@ def test_workers_with_devices_write_the_same_files(golden: Path, tmp_path: Path)
     src = golden / "hf/llama/torch_single/model_zip.pt"
     run(Job(src=src, dst=tmp_path / "a", to="safetensors", dtype=((None, "bfloat16"),)))
     run_team(2, converted, src, tmp_path / "b")
-    one, other = (
+    first, other = (
         {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()} for name in "ab"
     )
-    assert one == other
+    assert first == other
 
 
 def test_a_device_counts_in_the_memory_promise(golden: Path, tmp_path: Path) -> None:
@@ -146,8 +148,8 @@ def test_a_device_counts_in_the_memory_promise(golden: Path, tmp_path: Path) -> 
     ):
         run(replace(job, device=Device("cuda:0")))
     assert within_memory(replace(job, device=Device("cuda:9", is_auto=True))) == job
-    (found,) = decisions(Device("cuda:9", is_auto=True))
-    assert not found.is_on_device and "host memory" in found.reason
+    (decision,) = decisions(Device("cuda:9", is_auto=True))
+    assert not decision.is_on_device and "host memory" in decision.reason
 
 
 def test_a_window_is_sent_once_for_all_that_look_at_parts_of_it() -> None:

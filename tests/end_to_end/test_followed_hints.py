@@ -174,11 +174,11 @@ def test_an_index_that_is_wrong_can_be_removed_as_its_hint_says(
 ) -> None:
     path = copied(golden / SHARDS, tmp_path)
     index = json.loads((path / INDEX).read_text())
-    (key, file), *others = index["weight_map"].items()
+    (key, file), *rest = index["weight_map"].items()
     if change == "no map":
         index["weight_map"] = {}
     else:
-        index["weight_map"][key] = next(other for _, other in others if other != file)
+        index["weight_map"][key] = next(other for _, other in rest if other != file)
     (path / INDEX).write_text(json.dumps(index))
     line = ["convert", str(path), "DST", "--to", "hf", "--max-shard-size", "40KB"]
     assert "remove" in terminal.run(line).hint

@@ -413,11 +413,11 @@ def test_taking_the_hint_of_a_refusal_works(
         return text.split()
 
     assert main(filled(refusal.words)) != 0
-    told = capsys.readouterr().err
+    err = capsys.readouterr().err
     advice = " ".join(filled(refusal.advice))
     assert (
-        advice.lower() in told.replace(f"{tmp_path}/out", "DST").lower()
-        or refusal.advice.lower() in told.lower()
+        advice.lower() in err.replace(f"{tmp_path}/out", "DST").lower()
+        or refusal.advice.lower() in err.lower()
     )
     line = refusal.words
     advice = COMPLETED.get(refusal.advice, refusal.advice).removeprefix("ckpt ")
@@ -446,9 +446,9 @@ def test_an_object_that_contains_itself_is_left_out_by_its_name(
     torch.save({"w": torch.ones(2), "cfg": thing}, tmp_path / "a.pt")
     line = ["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt"), *words.split()]
     assert main(line) == (4 if words else 0)
-    told = "".join(capsys.readouterr())
-    assert "--exclude cfg" in told
-    assert "--weights-only sets them aside" not in told
+    output = "".join(capsys.readouterr())
+    assert "--exclude cfg" in output
+    assert "--weights-only sets them aside" not in output
     assert main([*line, "--weights-only", "--exclude", "cfg", "--force"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("weights_only=True)")
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w"}

@@ -60,10 +60,10 @@ def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(
     )
     run(back)
     for rank in ("mp_rank_00", "mp_rank_01"):
-        wanted, found = _model(golden / GOLD / "tp2_pp1", rank), _model(tmp_path / "back", rank)
-        assert list(found) == list(wanted)
+        wanted, model = _model(golden / GOLD / "tp2_pp1", rank), _model(tmp_path / "back", rank)
+        assert list(model) == list(wanted)
         for key, data in wanted.items():
-            assert found[key] == data, key
+            assert model[key] == data, key
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(
     hf = golden / "hf/llama/safetensors_single"
     wanted = read_safetensors(hf)
     run(Job(src=hf, dst=tmp_path / "step.dcp", to="dcp", add_prefix="app.model.", fsync=False))
-    told = Job(
+    job = Job(
         src=tmp_path / "step.dcp",
         dst=tmp_path / "ranks",
         to="megatron",
@@ -130,11 +130,11 @@ def test_a_config_beside_nothing_makes_a_model_of_any_state_dict(
         topology=TopologyChange(tp=2),
         fsync=False,
     )
-    report = run(told)
+    report = run(job)
     assert any("padded vocabularies are multiples of 128" in note for note in report.notes)
     run(Job(src=tmp_path / "ranks", dst=tmp_path / "back", to="hf", fsync=False))
     assert read_safetensors(tmp_path / "back") == wanted
-    run(replace(told, dst=tmp_path / "hf", to="hf", topology=None))
+    run(replace(job, dst=tmp_path / "hf", to="hf", topology=None))
     assert read_safetensors(tmp_path / "hf") == wanted
     assert (tmp_path / "hf/config.json").read_bytes() == (hf / "config.json").read_bytes()
 
@@ -186,8 +186,8 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
     config = golden / "hf/llama/safetensors_single/config.json"
     with pytest.raises(CorruptError, match=r"a stack of shape \(4, 64\) in a model of 3 layers"):
         run(replace(job, config=config))
-    for kept in ("safetensors", "dcp", "torch"):
-        run(Job(src=source, dst=tmp_path / kept, to=kept, fsync=False))
+    for target in ("safetensors", "dcp", "torch"):
+        run(Job(src=source, dst=tmp_path / target, to=target, fsync=False))
 
 
 def test_a_config_that_describes_no_model_is_refused_as_such(golden: Path, tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ def test_a_config_that_describes_no_model_is_refused_as_such(golden: Path, tmp_p
 def test_names_of_megatron_may_be_asked_for_in_any_format(golden: Path, tmp_path: Path) -> None:
     src = golden / "hf/llama/safetensors_single"
     run(Job(src=src, dst=tmp_path / "out.pt", to="torch", names="megatron", fsync=False))
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert "decoder.layers.0.self_attention.linear_qkv.weight" in found["model"]
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert "decoder.layers.0.self_attention.linear_qkv.weight" in loaded["model"]
 
 
 def test_layers_of_a_converted_model_can_be_stacked_and_quantized(
@@ -216,10 +216,10 @@ def test_layers_of_a_converted_model_can_be_stacked_and_quantized(
             fsync=False,
         )
     )
-    found = read_safetensors(tmp_path / "hf")
-    assert found["model.layers.0.mlp.up_proj.weight"][0] == "float8_e4m3fn"
-    assert found["model.layers.0.mlp.up_proj.weight_scale_inv"][1] == (1, 1)
-    assert found["model.embed_tokens.weight"][0] == "bfloat16"
+    tensors = read_safetensors(tmp_path / "hf")
+    assert tensors["model.layers.0.mlp.up_proj.weight"][0] == "float8_e4m3fn"
+    assert tensors["model.layers.0.mlp.up_proj.weight_scale_inv"][1] == (1, 1)
+    assert tensors["model.embed_tokens.weight"][0] == "bfloat16"
     assert "quantization_config" in json.loads((tmp_path / "hf" / "config.json").read_text())
     run(Job(src=tmp_path / "hf", dst=tmp_path / "wide", dequantize="bfloat16", fsync=False))
     wide = read_safetensors(tmp_path / "wide")
@@ -427,10 +427,10 @@ def test_what_a_directory_holds_beside_its_model_is_told_of(golden: Path, tmp_pa
     (source / "1_Pooling").mkdir()
     report = run(Job(src=source, dst=tmp_path / "out", to="hf", fsync=False))
     assert len(report.dropped) == 1
-    left = "1_Pooling/, notes.txt, optimizer.pt, training_args.bin"
+    left_out = "1_Pooling/, notes.txt, optimizer.pt, training_args.bin"
     assert sorted(
         report.dropped[0].removeprefix("other files of the directory: ").split(", ")
-    ) == left.split(", ")
+    ) == left_out.split(", ")
     assert (tmp_path / "out" / "trainer_state.json").read_bytes() == b"{}"
     again = run(
         Job(
@@ -451,14 +451,14 @@ def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_pa
     shutil.copytree(golden / "hf/llama/safetensors_single", source)
     (source / "tokenizer.json").write_text("{}")
     for to in ("megatron", "dcp"):
-        beside = [
+        lines = [
             text
             for text in run(Job(src=source, dst=tmp_path / to, to=to, fsync=False)).dropped
             if "token" in text
         ]
-        assert len(beside) == 1
-        assert beside[0].startswith("files beside the weights: ")
-        assert "generation_config.json, tokenizer.json" in beside[0]
+        assert len(lines) == 1
+        assert lines[0].startswith("files beside the weights: ")
+        assert "generation_config.json, tokenizer.json" in lines[0]
 
 
 @pytest.mark.slow

@@ -36,13 +36,13 @@ NAMES = {
 }
 
 
-def made(
+def convert_to_dcp(
     golden: Path, tmp_path: Path, source: str, **options: Any
 ) -> tuple[Tensors, dict[str, Any], tuple[str, ...]]:
     """A conversion to DCP, as torch reads it: tensors, other entries, and the notes."""
     report = run(Job(src=golden / source, dst=tmp_path / "out", to="dcp", fsync=False, **options))
-    found = open_checkpoint(tmp_path / "out")
-    catalog = loaded(found.catalog, found.store)
+    checkpoint = open_checkpoint(tmp_path / "out")
+    catalog = loaded(checkpoint.catalog, checkpoint.store)
     return (
         read_dcp(tmp_path / "out"),
         {key: item.value for key, item in catalog.objects.items()},
@@ -63,7 +63,7 @@ N_STATES = {FSDP: 3, MEGATRON: 3}
 
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 def test_states_are_carried_bit_for_bit(golden: Path, tmp_path: Path, source: str) -> None:
-    tensors, objects, _ = made(golden, tmp_path, source)
+    tensors, objects, _ = convert_to_dcp(golden, tmp_path, source)
     assert len(states_of(source, PARAM[source], tensors)) == N_STATES[source]
     if source == FSDP:
         assert tensors == read_dcp(golden / FSDP)
@@ -75,11 +75,11 @@ def test_states_are_carried_bit_for_bit(golden: Path, tmp_path: Path, source: st
 def test_a_parameter_that_is_excluded_takes_its_states_along(
     golden: Path, tmp_path: Path, source: str
 ) -> None:
-    before, objects_before, _ = made(golden, tmp_path / "a", source)
+    before, objects_before, _ = convert_to_dcp(golden, tmp_path / "a", source)
     glob = NAMES[source][0] + "layers.1.*"
     if source == MEGATRON:
         glob = glob.removeprefix("model.")
-    after, objects, _ = made(golden, tmp_path / "b", source, exclude=(glob,))
+    after, objects, _ = convert_to_dcp(golden, tmp_path / "b", source, exclude=(glob,))
     assert not any("layers.1." in key for key in after)
     assert set(before) - set(after) == {key for key in before if "layers.1." in key}
     group = NAMES[source][2]
@@ -87,8 +87,10 @@ def test_a_parameter_that_is_excluded_takes_its_states_along(
 
 
 def test_states_can_be_left_out_alone(golden: Path, tmp_path: Path) -> None:
-    before, objects_before, _ = made(golden, tmp_path / "a", FSDP)
-    after, objects, _ = made(golden, tmp_path / "b", FSDP, exclude=("*.layers.1.*.exp_avg_sq",))
+    before, objects_before, _ = convert_to_dcp(golden, tmp_path / "a", FSDP)
+    after, objects, _ = convert_to_dcp(
+        golden, tmp_path / "b", FSDP, exclude=("*.layers.1.*.exp_avg_sq",)
+    )
     assert len(before) - len(after) == 9
     assert objects == objects_before
 
@@ -106,8 +108,8 @@ def test_states_can_be_left_out_alone(golden: Path, tmp_path: Path) -> None:
 def test_a_cast_leaves_the_optimizer_as_it_is(
     golden: Path, tmp_path: Path, source: str, glob: str | None
 ) -> None:
-    before, _, _ = made(golden, tmp_path / "a", source)
-    after, _, _ = made(golden, tmp_path / "b", source, dtype=((glob, "float16"),))
+    before, _, _ = convert_to_dcp(golden, tmp_path / "a", source)
+    after, _, _ = convert_to_dcp(golden, tmp_path / "b", source, dtype=((glob, "float16"),))
     assert {key for key in before if before[key] != after[key]} <= {
         key for key in before if "optim" not in key
     }
@@ -123,7 +125,7 @@ def test_a_cast_leaves_the_optimizer_as_it_is(
 def test_a_glob_that_names_states_casts_them(
     golden: Path, tmp_path: Path, source: str, glob: str
 ) -> None:
-    after, _, _ = made(golden, tmp_path, source, dtype=((glob, "bfloat16"),))
+    after, _, _ = convert_to_dcp(golden, tmp_path, source, dtype=((glob, "bfloat16"),))
     for state, dtype in (("exp_avg", "bfloat16"), ("exp_avg_sq", "float32")):
         assert after[NAMES[source][1].format(PARAM[source], state)][0] == dtype
 
@@ -131,7 +133,7 @@ def test_a_glob_that_names_states_casts_them(
 @pytest.mark.parametrize("source", [FSDP, MEGATRON])
 def test_states_follow_a_new_name(golden: Path, tmp_path: Path, source: str) -> None:
     old = NAMES[source][0].removeprefix("model.") + PARAM[source]
-    after, objects, _ = made(
+    after, objects, _ = convert_to_dcp(
         golden, tmp_path, source, rename=(("^" + old.replace(".", r"\."), old + "_new"),)
     )
     assert not states_of(source, PARAM[source], after)
@@ -141,7 +143,7 @@ def test_states_follow_a_new_name(golden: Path, tmp_path: Path, source: str) -> 
 
 def test_a_copy_of_a_parameter_gets_copies_of_its_states(golden: Path, tmp_path: Path) -> None:
     head, embedding = "app.model.head.weight", "app.model.model.embed_tokens.weight"
-    after, objects, notes = made(golden, tmp_path, FSDP, untie=((head, embedding),))
+    after, objects, notes = convert_to_dcp(golden, tmp_path, FSDP, untie=((head, embedding),))
     for state in ("exp_avg", "exp_avg_sq", "step"):
         copy = after[f"app.optim.state.head.weight.{state}"]
         assert copy == after[f"app.optim.state.model.embed_tokens.weight.{state}"]
@@ -162,7 +164,7 @@ def copy_shape(tensors: Tensors) -> tuple[int, ...]:
 
 def test_a_parameter_that_is_tied_loses_its_states(golden: Path, tmp_path: Path) -> None:
     head, embedding = "app.model.head.weight", "app.model.model.embed_tokens.weight"
-    made(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
+    convert_to_dcp(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
     report = run(
         Job(
             src=tmp_path / "a" / "out",
@@ -180,7 +182,7 @@ def test_an_entry_that_an_untied_parameter_has_already_is_refused(
     golden: Path, tmp_path: Path
 ) -> None:
     head, embedding = "app.model.head.weight", "app.model.model.embed_tokens.weight"
-    made(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
+    convert_to_dcp(golden, tmp_path / "a", FSDP, untie=((head, embedding),))
     job = Job(
         src=tmp_path / "a" / "out",
         dst=tmp_path / "b",
@@ -197,13 +199,13 @@ def test_an_entry_that_an_untied_parameter_has_already_is_refused(
 def test_states_are_stacked_and_taken_apart_with_their_parameters(
     golden: Path, tmp_path: Path, source: str
 ) -> None:
-    before, _, _ = made(golden, tmp_path / "a", source)
-    stacked, objects, _ = made(golden, tmp_path / "b", source, stack_layers=True)
+    before, _, _ = convert_to_dcp(golden, tmp_path / "a", source)
+    stacked, objects, _ = convert_to_dcp(golden, tmp_path / "b", source, stack_layers=True)
     assert not any("layers.1." in key for key in stacked)
     assert not any("layers.1." in str(name) for name in objects[NAMES[source][2]])
-    whole = PARAM[source].replace(".1.", ".")
+    param = PARAM[source].replace(".1.", ".")
     for state in ("exp_avg", "exp_avg_sq"):
-        dtype, shape, data = stacked[NAMES[source][1].format(whole, state)]
+        dtype, shape, data = stacked[NAMES[source][1].format(param, state)]
         n_layers = shape[0]
         layers = [
             before[NAMES[source][1].format(PARAM[source].replace(".1.", f".{n}."), state)]
@@ -222,7 +224,7 @@ def test_states_are_stacked_and_taken_apart_with_their_parameters(
 def test_a_megatron_tree_without_a_parameter_is_told_so_when_it_goes_back(
     golden: Path, tmp_path: Path
 ) -> None:
-    made(golden, tmp_path, MEGATRON, exclude=("decoder.layers.1.*",))
+    convert_to_dcp(golden, tmp_path, MEGATRON, exclude=("decoder.layers.1.*",))
     job = Job(
         src=tmp_path / "out",
         dst=tmp_path / "b",
@@ -235,13 +237,15 @@ def test_a_megatron_tree_without_a_parameter_is_told_so_when_it_goes_back(
 
 
 def test_without_any_state_there_are_no_groups(golden: Path, tmp_path: Path) -> None:
-    tensors, objects, _ = made(golden, tmp_path, MEGATRON, include=("decoder.*",))
+    tensors, objects, _ = convert_to_dcp(golden, tmp_path, MEGATRON, include=("decoder.*",))
     assert tensors and not any("optim" in key for key in (*tensors, *objects))
 
 
 def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path) -> None:
     old = r"^decoder\.layers\.1\.mlp\.linear_fc1\.weight$"
-    made(golden, tmp_path, MEGATRON, rename=((old, "decoder.layers.1.mlp.linear_fc1.weight_"),))
+    convert_to_dcp(
+        golden, tmp_path, MEGATRON, rename=((old, "decoder.layers.1.mlp.linear_fc1.weight_"),)
+    )
     back = Job(
         src=tmp_path / "out",
         dst=tmp_path / "b",
@@ -250,8 +254,8 @@ def test_group_names_come_back_into_the_global_form(golden: Path, tmp_path: Path
         fsync=False,
     )
     run(back)
-    found = open_checkpoint(tmp_path / "b")
-    optimizer = unshard(loaded(found.catalog, found.store), rules=load_rules()).optimizer
+    checkpoint = open_checkpoint(tmp_path / "b")
+    optimizer = unshard(loaded(checkpoint.catalog, checkpoint.store), rules=load_rules()).optimizer
     assert optimizer is not None
     assert "decoder.layers.1.mlp.linear_fc1.weight" in (optimizer.groups[0].params or ())
 

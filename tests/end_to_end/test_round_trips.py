@@ -288,8 +288,8 @@ def safetensors_keys(path: Path) -> int:
 
 def dcp_tensors(path: Path) -> int:
     metadata = FileSystemReader(next(path.glob("iter_*"), path)).read_metadata()
-    beside = path / "meta.pt"  # Lightning's
-    n_beside = n_leaves(torch.load(beside, weights_only=False)) if beside.exists() else 0
+    meta_path = path / "meta.pt"  # Lightning's
+    n_beside = n_leaves(torch.load(meta_path, weights_only=False)) if meta_path.exists() else 0
     return n_beside + sum(
         isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()
     )
@@ -496,9 +496,9 @@ def gains_names(checkpoint: Checkpoint, to: str) -> bool:
     ],
 )
 def test_the_comparison_sees_every_kind_of_difference(source: Any, result: Any, kind: str) -> None:
-    found = differences(source, result)
-    assert kind in {difference.kind for difference in found}
-    assert not any(is_told(difference, ["nothing of it: other (entry)"]) for difference in found)
+    listed = differences(source, result)
+    assert kind in {difference.kind for difference in listed}
+    assert not any(is_told(difference, ["nothing of it: other (entry)"]) for difference in listed)
     assert differences(source, source) == []
 
 

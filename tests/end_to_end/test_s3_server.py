@@ -188,10 +188,10 @@ def test_an_upload_of_parts_in_any_order_becomes_an_object(server: S3Server, cli
     tag = complete(Bucket="runs", IfNoneMatch="*", **asked(1, 2, 3))["ETag"]
     joined = b"".join(hashlib.md5(part).digest() for part in parts.values())
     assert tag == f'"{hashlib.md5(joined).hexdigest()}-3"'
-    whole = b"".join(parts.values())
+    content = b"".join(parts.values())
     near = client.get_object(Bucket="runs", Key="a", Range=f"bytes={5 * MIB - 9}-{10 * MIB}")
-    assert near["Body"].read() == whole[5 * MIB - 9 : 10 * MIB + 1]
-    assert server.objects("runs") == {"a": hashlib.sha256(whole).hexdigest()}
+    assert near["Body"].read() == content[5 * MIB - 9 : 10 * MIB + 1]
+    assert server.objects("runs") == {"a": hashlib.sha256(content).hexdigest()}
     assert refusal(complete, **asked(1, 2, 3)) == (404, "NoSuchUpload")
 
 

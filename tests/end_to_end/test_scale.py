@@ -125,9 +125,9 @@ def test_sampling_opens_one_file_of_each_stage(many: Path) -> None:
     sampled = megatron.sample(store)
     opened = len(store.opened)
     store.close()
-    every = LocalStore(many)
-    full = megatron.read(every)
-    every.close()
+    store_of_stages = LocalStore(many)
+    full = megatron.read(store_of_stages)
+    store_of_stages.close()
     assert opened == 4
     assert facet_of(sampled, RankFacts).n_unopened == N_FILES - opened
     assert facet_of(full, RankFacts).n_unopened == 0
@@ -186,14 +186,14 @@ def test_a_plan_takes_little_memory_for_each_piece(many: Path) -> None:
 def test_the_dry_run_says_what_could_not_be_less(many: Path) -> None:
     with prepare(_job(many)) as prepared:
         plan = prepared.plan
-        found = prepared.as_dict()
+        report = prepared.as_dict()
         once = sum(
             piece.n_elements * itemsize(plan.match(key).dtype)
             for key in iter(plan.keys())
             for piece, _ in plan.match(key).pieces
         )
     assert plan.copy_bytes > 0
-    assert found["least_read_bytes"] == plan.read_bytes - plan.copy_bytes == once
+    assert report["least_read_bytes"] == plan.read_bytes - plan.copy_bytes == once
 
 
 @pytest.mark.long
@@ -217,9 +217,9 @@ def test_the_bench_runs_at_a_tiny_size(repo_dir: Path, tmp_path: Path) -> None:
         check=True,
         capture_output=True,
     )
-    found = json.loads(out.read_text())
-    assert found["failures"] == []
-    assert {case["unit"] for case in found["cases"]} == {"s", "MB"}
+    result = json.loads(out.read_text())
+    assert result["failures"] == []
+    assert {case["unit"] for case in result["cases"]} == {"s", "MB"}
 
 
 @pytest.mark.long
@@ -243,8 +243,8 @@ def test_the_bench_of_launch_plans_and_divides(repo_dir: Path, tmp_path: Path) -
         check=True,
         capture_output=True,
     )
-    found = json.loads(out.read_text())
-    assert found["failures"] == []
-    rows = {row["name"]: row for row in found["cases"]}
+    result = json.loads(out.read_text())
+    assert result["failures"] == []
+    rows = {row["name"]: row for row in result["cases"]}
     assert rows["tiny with optimizer, EP 1: largest of 8 workers"]["is_met"]
     assert rows["plan of tiny with optimizer, EP 1: the plan file"]["result"] > 0

@@ -153,10 +153,10 @@ def test_the_default_of_s3_needs_awscrt(
 ) -> None:
     put(client, golden / SOURCE, "d", "CRC64NVME")
     code, (note,) = findings(["--deep", "s3://runs/d"], capsys)
-    told = "matches what was read" if HAS_AWSCRT else "which needs awscrt: pip install awscrt"
+    ending = "matches what was read" if HAS_AWSCRT else "which needs awscrt: pip install awscrt"
     assert (code, note["code"]) == (0, "CK832" if HAS_AWSCRT else "CK833")
     assert "the store's CRC-64/NVME" in note["message"] or "states CRC-64/NVME" in note["message"]
-    assert note["message"].endswith(told)
+    assert note["message"].endswith(ending)
 
 
 def test_a_checksum_of_parts_that_are_not_listed_is_not_compared(

@@ -238,19 +238,19 @@ def test_a_server_that_refuses_head_is_read_by_get(
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "message"),
     [
         ("https://host/a/model.safetensors?X-Amz-Signature=hidden", "with a query are refused"),
         ("https://me:hidden@host/a", "with a password are refused"),
     ],
 )
 def test_addresses_with_secrets_are_refused_and_not_shown(
-    url: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    url: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words in (["inspect", url], ["convert", url, str(tmp_path / "out"), "--to", "dcp"]):
         assert main([*words, "--debug"]) == 2
         shown = capsys.readouterr()
-        assert told in shown.err
+        assert message in shown.err
         assert "host/a" in shown.err
         assert "hidden" not in shown.out + shown.err
 
@@ -312,9 +312,9 @@ def test_a_token_that_expires_in_the_middle_is_named(
 ) -> None:
     store.set_rules(replace(EXPIRED, operation="GetObject", first=3, times=None))
     assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 6
-    told = capsys.readouterr().err
-    assert "credentials have expired (403 ExpiredToken)" in told
-    assert "renew them" in told
+    err = capsys.readouterr().err
+    assert "credentials have expired (403 ExpiredToken)" in err
+    assert "renew them" in err
     assert list(tmp_path.iterdir()) == []
 
 

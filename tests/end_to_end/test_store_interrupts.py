@@ -62,10 +62,10 @@ def end_when(
         time.sleep(0.02)
     process.send_signal(number)
     try:
-        _, told = process.communicate(timeout=GUARD_S)
+        _, err = process.communicate(timeout=GUARD_S)
     finally:
         process.kill()
-    return process.returncode, told
+    return process.returncode, err
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def test_ctrl_c_ends_a_command_whose_store_does_not_answer(
 ) -> None:
     operation, first, words = PHASES[phase]
     store.set_rules(Rule(fault="hang", operation=operation, first=first, times=None))
-    code, told = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path)
+    code, err = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path)
     assert code == 130
-    assert told.startswith("interrupted: ")
+    assert err.startswith("interrupted: ")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,9 +108,9 @@ def test_a_silent_store_does_not_keep_an_upload_alive(
 ) -> None:
     store.set_rules(Rule(fault="hang", operation=operation, first=2, times=None))
     words = ["convert", URL, "s3://written/out", "--to", "megatron"]
-    code, told = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path, number=number)
+    code, err = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path, number=number)
     assert code == 128 + number
-    assert told.startswith("interrupted")
+    assert err.startswith("interrupted")
     assert store.settle()
     store.set_rules()
     assert store.objects("written", "out/") == {}
@@ -121,11 +121,11 @@ def test_a_silent_store_does_not_keep_an_upload_alive(
 def test_sigterm_does_the_same(store: S3Server, tmp_path: Path) -> None:
     store.set_rules(Rule(fault="hang", operation="GetObject", first=3, times=None))
     words = ["convert", URL, "out", "--to", "dcp"]
-    code, told = end_when(
+    code, err = end_when(
         lambda: store.n_hanging() > 0, store, words, tmp_path, number=signal.SIGTERM
     )
     assert code == 128 + signal.SIGTERM
-    assert told.startswith("interrupted (SIGTERM): ")
+    assert err.startswith("interrupted (SIGTERM): ")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -73,7 +73,7 @@ def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert main(["diff", f"s3://runs/{name}", str(golden / name), "-q"]) == 0
     capsys.readouterr()
-    seen = []
+    results = []
     for path in (f"s3://runs/{name}", str(golden / name)):
         code = main(["validate", "--deep", path, "--json"])
         verdict = json.loads(capsys.readouterr().out)["checkpoints"][0]
@@ -83,8 +83,8 @@ def test_what_is_read_from_s3_equals_what_is_read_from_a_directory(
         ]
         assert main(["inspect", path, "--json"]) == 0
         page = json.loads(capsys.readouterr().out)
-        seen.append((code, findings, {key: page[key] for key in page.keys() - {"path"}}))
-    assert seen[0] == seen[1]
+        results.append((code, findings, {key: page[key] for key in page.keys() - {"path"}}))
+    assert results[0] == results[1]
 
 
 @pytest.mark.first(1)
@@ -194,7 +194,7 @@ def test_a_bucket_is_listed_like_a_directory(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "message"),
     [
         (["inspect", "s3://runs/nothing"], 2, "no such object"),
         (["inspect", "s3://nowhere/x"], 6, "no such bucket: nowhere"),
@@ -209,10 +209,10 @@ def test_a_bucket_is_listed_like_a_directory(
     ],
 )
 def test_requests_that_cannot_be_met_say_why(
-    bucket: Any, words: list[str], code: int, told: str, capsys: pytest.CaptureFixture[str]
+    bucket: Any, words: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(words) == code
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_manifest_is_written_beside_the_data(
@@ -262,12 +262,12 @@ def test_an_object_is_only_replaced_on_request(bucket: Any) -> None:
 
 
 def test_a_write_that_cannot_be_done_says_why(bucket: Any) -> None:
-    for url, options, told in (
+    for url, options, message in (
         ("s3://nowhere/x", {}, "no such bucket: nowhere"),
         ("s3://runs/y", {"conditional_put": "disabled"}, "cannot refuse to replace an object"),
     ):
         set_storage_options(options)
-        with pytest.raises(StorageError, match=told):
+        with pytest.raises(StorageError, match=message):
             put_object(location_of(url), b"a", replace=False)  # type: ignore[arg-type]
     set_storage_options({})
 
@@ -279,6 +279,6 @@ def test_a_server_that_does_not_answer_is_named(
     options = ["endpoint=http://127.0.0.1:9", "access_key_id=a", "secret_access_key=hidden"]
     words = [word for option in options for word in ("--storage-option", option)]
     assert main(["inspect", "s3://runs/x", *words, "--debug"]) == 6
-    told = capsys.readouterr().err
-    assert "it refused the connection" in told
-    assert "hidden" not in told
+    err = capsys.readouterr().err
+    assert "it refused the connection" in err
+    assert "hidden" not in err

@@ -103,8 +103,8 @@ def test_a_container_that_does_not_exist_is_named(
 ) -> None:
     assert main(["inspect", f"{store[0]}://nowhere/x"]) == 6
     # fake-gcs-server answers 500 instead of 404.
-    told = {"gs": "the request failed (500", "az": "no such bucket: nowhere"}
-    assert told[store[0]] in capsys.readouterr().err
+    messages = {"gs": "the request failed (500", "az": "no such bucket: nowhere"}
+    assert messages[store[0]] in capsys.readouterr().err
 
 
 def test_a_manifest_is_written_to_azure(

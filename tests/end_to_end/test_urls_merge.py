@@ -43,10 +43,10 @@ def test_sources_of_a_store_and_of_a_directory_make_the_same_mean(
     assert _merge(*urls, "-o", remote, *options) == 0
     assert _merge(paths[0], urls[1], "-o", mixed, *options) == 0
     truth = _weights(local)
-    for made in (remote, mixed):
-        found = _weights(made)
-        assert found.keys() == truth.keys()
-        assert all(found[key].equal(truth[key]) for key in truth)
+    for merged in (remote, mixed):
+        weights = _weights(merged)
+        assert weights.keys() == truth.keys()
+        assert all(weights[key].equal(truth[key]) for key in truth)
 
 
 def test_a_mean_is_written_to_a_store(store: S3Server, golden: Path, tmp_path: Path) -> None:

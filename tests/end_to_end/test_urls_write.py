@@ -415,12 +415,15 @@ def test_a_run_that_was_killed_while_it_verified_is_repeated(
 def test_the_caller_hears_of_a_publication_in_a_store_when_it_is_complete(
     store: S3Server, golden: Path
 ) -> None:
-    seen: list[tuple[int, set[str]]] = []
+    publications: list[tuple[int, set[str]]] = []
     job = Job(
         src=golden / "hf/llama/safetensors_single", dst=location_of("s3://runs/out"), to="dcp"
     )
-    run_job(job, publishing=lambda report, inode: seen.append((inode, set(contents(store, "out")))))
-    assert seen == [(0, {".metadata", "__0_0.distcp", "ckpt-manifest.json"})]
+    run_job(
+        job,
+        publishing=lambda report, inode: publications.append((inode, set(contents(store, "out")))),
+    )
+    assert publications == [(0, {".metadata", "__0_0.distcp", "ckpt-manifest.json"})]
 
 
 def test_an_upload_that_was_begun_twice_is_aborted(store: S3Server) -> None:

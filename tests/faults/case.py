@@ -130,11 +130,11 @@ class Cases:
         for name in ("fallocate64", "renameat2", "sync_file_range"):
             yield Case("no such function", name, self._fine(how.missing(errno.ENOSYS, [name])))
         no_rename = how.missing(errno.ENOSYS, ["renameat2"])
-        found: list[Operation] = []
+        trace: list[Operation] = []
         self.target.begin_anew()
-        found = self.target.run(disturb=no_rename).trace
-        first = next((o.number for o in found if o.name == "renameat2"), len(found))
-        for operation in found[first:]:
+        trace = self.target.run(disturb=no_rename).trace
+        first = next((o.number for o in trace if o.name == "renameat2"), len(trace))
+        for operation in trace[first:]:
             if operation.name in CHANGES:
                 for when in ("before", "after"):
                     kill = how.both(how.killed(operation.number, when), no_rename)
@@ -163,16 +163,16 @@ class Cases:
 
     def signals(self) -> Iterator[Case]:
         """Ctrl-C and a polite request to end, at any moment."""
-        for what in (
+        for number in (
             (signal.SIGINT, signal.SIGTERM) if isinstance(self.target, Target) else (signal.SIGINT,)
         ):
             for operation in self.trace:
                 if operation.name not in LOOKS:
-                    disturb = how.signalled(operation.number, what)
+                    disturb = how.signalled(operation.number, number)
                     yield Case(
                         "SIGINT, SIGTERM",
-                        f"{what.name} {_named(operation)}",
-                        self._signalled(what, disturb),
+                        f"{number.name} {_named(operation)}",
+                        self._signalled(number, disturb),
                     )
 
     def others(self) -> Iterator[Case]:
@@ -271,21 +271,21 @@ class Cases:
             self.target.begin_anew()
             second_notes = self.target.work_dir / "second"
             second_notes.mkdir(exist_ok=True)
-            told = second_notes / "told"
-            told.unlink(missing_ok=True)
+            answer = second_notes / "told"
+            answer.unlink(missing_ok=True)
 
             def second() -> None:
                 from tests.faults.process import run
 
                 # the fork watches nothing: it sees this directory only
                 ended = run(self.target.work(), root=second_notes, notes_dir=second_notes)
-                told.write_text(f"{ended.code} {ended.output}")
+                answer.write_text(f"{ended.code} {ended.output}")
 
             ended = self.target.run(disturb=how.paused(operation.number, second))
             yield from self._whole(ended)
-            code = told.read_text().split()[0] if told.exists() else "none"
+            code = answer.read_text().split()[0] if answer.exists() else "none"
             if code not in ("0", "6", "2"):
-                yield f"the second writer ended with {told.read_text()[:300]}"
+                yield f"the second writer ended with {answer.read_text()[:300]}"
             if ended.code not in (0, 2):
                 yield f"the first writer ended with {ended.code}: {ended.output[-300:]}"
             if not self.target.is_complete() or not self.target.is_clean():
@@ -318,16 +318,16 @@ class Cases:
         return check
 
     def _is_of_now(self, target: Target) -> bool:
-        found = tree(target.dst)
+        before = tree(target.dst)
         target.begin_anew()
         target.run()
-        return tree(target.dst) == found
+        return tree(target.dst) == before
 
     def _looked_at(self) -> Iterator[str]:
         self.target.begin_anew()
         states: Path = self.target.work_dir / "states"
         states.write_text("")
-        seen: list[str] = []
+        states_so_far: list[str] = []
 
         def look(operation: Operation) -> None:
             if operation.name not in CHANGES or (
@@ -335,9 +335,9 @@ class Cases:
             ):
                 return
             state = self.target.state()
-            if not seen or state != seen[-1]:
-                seen.append(state)
-                states.write_text("\n".join(seen))
+            if not states_so_far or state != states_so_far[-1]:
+                states_so_far.append(state)
+                states.write_text("\n".join(states_so_far))
 
         ended = self.target.run(disturb=how.observed(look))
         wanted = ["old" if self.target.force else "none", "new"]

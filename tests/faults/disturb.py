@@ -71,12 +71,12 @@ def short(operation: Operation, call: Call) -> object:
     return call.half() if operation.name in (*READS, *WRITES) else call.do()
 
 
-def signalled(number: int, what: signal.Signals, *, also: Disturb = nothing) -> Disturb:
+def signalled(number: int, signal_number: signal.Signals, *, also: Disturb = nothing) -> Disturb:
     """A signal arrives during one operation."""
 
     def disturb(operation: Operation, call: Call) -> object:
         if operation.number == number:
-            os.kill(os.getpid(), what)
+            os.kill(os.getpid(), signal_number)
         return also(operation, call)
 
     return disturb
@@ -112,22 +112,22 @@ def counted_like(trace: Sequence[Operation], operation: Operation, disturb: Dist
 
     It is told by its name and path, and by how many alike came before it.
     """
-    n_before = sum(_are_alike(one, operation) for one in trace[: operation.number])
+    n_before = sum(_are_alike(earlier, operation) for earlier in trace[: operation.number])
     n_seen = 0
 
-    def renumbered(found: Operation, call: Call) -> object:
+    def renumbered(performed: Operation, call: Call) -> object:
         nonlocal n_seen
         number = -1 if n_seen <= n_before else operation.number + 1
-        if _are_alike(found, operation):
+        if _are_alike(performed, operation):
             number = operation.number if n_seen == n_before else number
             n_seen += 1
-        return disturb(replace(found, number=number), call)
+        return disturb(replace(performed, number=number), call)
 
     return renumbered
 
 
-def _are_alike(one: Operation, other: Operation) -> bool:
-    return (one.name, one.path, one.target) == (other.name, other.path, other.target)
+def _are_alike(first: Operation, other: Operation) -> bool:
+    return (first.name, first.path, first.target) == (other.name, other.path, other.target)
 
 
 def both(first: Disturb, second: Disturb) -> Disturb:

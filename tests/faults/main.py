@@ -112,11 +112,11 @@ def of_kind(
     if isinstance(kind, StoreKind):
         return of_store_kind(options, kind, work_dir)
     if kind == SAVE:
-        found = list(Cases(SavedTarget(work_dir, force=force)).all())
+        cases = list(Cases(SavedTarget(work_dir, force=force)).all())
     else:
         target = Target(kind, options.golden, work_dir, force=force)
-        found = list((WorkerCases(target) if mode.startswith("workers") else Cases(target)).all())
-    return of_cases(options, found, kind.name, mode, options.sample)
+        cases = list((WorkerCases(target) if mode.startswith("workers") else Cases(target)).all())
+    return of_cases(options, cases, kind.name, mode, options.sample)
 
 
 def of_store_kind(
@@ -132,16 +132,16 @@ def of_store_kind(
 
 
 def of_cases(
-    options: argparse.Namespace, found: list[Case], kind: str, mode: str, sample: int | None
+    options: argparse.Namespace, cases: list[Case], kind: str, mode: str, sample: int | None
 ) -> tuple[Counts, Counts]:
     """Runs those of the cases that were asked for; what ``of_kind`` returns."""
     if options.faults:
-        found = [case for case in found if any(text in case.fault for text in options.faults)]
+        cases = [case for case in cases if any(text in case.fault for text in options.faults)]
     if sample is not None:
-        found = sampled(found, sample, seed=options.seed)
+        cases = sampled(cases, sample, seed=options.seed)
     tried, failed = Counter(), Counter()
-    print(f"{kind}, {mode}: {len(found)} cases", file=sys.stderr, flush=True)
-    for case in found:
+    print(f"{kind}, {mode}: {len(cases)} cases", file=sys.stderr, flush=True)
+    for case in cases:
         tried[kind, case.fault] += 1
         if report(case, f"{kind}, {mode}"):
             failed[kind, case.fault] += 1

@@ -235,10 +235,10 @@ class _Watched:
             def fail(number: int) -> int:
                 raise OSError(number, os.strerror(number), path)
 
-            found: int = self.happen(
+            descriptor: int = self.happen(
                 "create" if flags & os.O_CREAT else "open", path, Call(do, do, fail)
             )
-            return found
+            return descriptor
 
         return called
 

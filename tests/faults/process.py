@@ -87,8 +87,8 @@ def _waited(pid: int) -> int | None:
     until = time.monotonic() + PATIENCE_S
     pause = 0.001
     while time.monotonic() < until:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
         time.sleep(pause)
         pause = min(pause * 1.2, 0.02)

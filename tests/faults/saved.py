@@ -28,14 +28,14 @@ def state_dict(value: int) -> dict[str, Any]:
 
     from core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-    def whole(key: str, data: torch.Tensor) -> ShardedTensor:
+    def make_sharded(key: str, data: torch.Tensor) -> ShardedTensor:
         return ShardedTensor.from_rank_offsets(key, data)
 
     return {
-        "weight": whole(
+        "weight": make_sharded(
             "weight", torch.arange(value, value + 6000, dtype=torch.float32).reshape(60, 100)
         ),
-        "bias": whole("bias", torch.full((100,), value, dtype=torch.bfloat16)),
+        "bias": make_sharded("bias", torch.full((100,), value, dtype=torch.bfloat16)),
         "rng": ShardedObject("rng", {"seed": value}, (1,), (0,)),
         "iteration": value,
     }
@@ -128,12 +128,12 @@ class SavedTarget:
         """What the directory is: no checkpoint (``none``), ``old``, ``new``, or what is wrong with
         it.
         """
-        found = self._content()
-        if found == self.new:
+        content = self._content()
+        if content == self.new:
             return "new"
-        if self.force and found == self.old:
+        if self.force and content == self.old:
             return "old"
-        return "none" if CONFIG_FNAME not in found else f"torn: {sorted(found)[:10]}"
+        return "none" if CONFIG_FNAME not in content else f"torn: {sorted(content)[:10]}"
 
     def is_complete(self) -> bool:
         """Whether the new checkpoint is there."""
@@ -155,8 +155,10 @@ class SavedTarget:
         the stage.
         """
         aside = tree(self.stage_dir / "old")
-        here = self._content()
-        return all(aside.get(path, here.get(path)) == content for path, content in self.old.items())
+        current = self._content()
+        return all(
+            aside.get(path, current.get(path)) == content for path, content in self.old.items()
+        )
 
     def _content(self) -> Tree:
         return {path: data for path, data in tree(self.place).items() if not path.startswith(STAGE)}

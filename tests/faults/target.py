@@ -64,13 +64,13 @@ def tree(place: Path) -> Tree:
     """What lies at a path: a directory's files and its empty directories, or a file alone."""
     if place.is_file():
         return {"": place.read_bytes()}
-    found: Tree = {}
+    content: Tree = {}
     for path in place.rglob("*"):
         if path.is_file():
-            found[str(path.relative_to(place))] = path.read_bytes()
+            content[str(path.relative_to(place))] = path.read_bytes()
         elif not any(path.iterdir()):
-            found[f"{path.relative_to(place)}/"] = b""
-    return found
+            content[f"{path.relative_to(place)}/"] = b""
+    return content
 
 
 @dataclass
@@ -113,8 +113,8 @@ class Target:
     def _make_old(self) -> None:
         """An old destination with other tensors."""
         self.begin_anew(is_first=True)
-        made = self.run("--exclude", "*input_layernorm*")
-        assert made.code == 0, made.output
+        result = self.run("--exclude", "*input_layernorm*")
+        assert result.code == 0, result.output
         shutil.copytree(self.place, self._old_dir)
 
     def restore_source(self) -> None:
@@ -168,20 +168,20 @@ class Target:
         """What the destination is: ``none``, ``old``, ``new``, or what is wrong with it."""
         if not os.path.lexists(self.dst):
             return "none" if self._manifest() is None else "a manifest without its file"
-        found = tree(self.dst)
-        if found == self.new:
+        content = tree(self.dst)
+        if content == self.new:
             return (
                 "new"
                 if self._manifest() in (None, self.new_manifest)
                 else "new, with another manifest"
             )
-        if self.force and found == self.old:
+        if self.force and content == self.old:
             return (
                 "old"
                 if self._manifest() != self.new_manifest or not self._is_file
                 else "old, with a new manifest"
             )
-        return f"torn: {sorted(found)[:10]}"
+        return f"torn: {sorted(content)[:10]}"
 
     def is_complete(self) -> bool:
         """Whether the new destination is there with its manifest."""

@@ -29,20 +29,21 @@ def test_a_manifest_is_there_as_a_whole_or_not_at_all(checkpoint_dir: Path, tmp_
     work = command(["manifest", str(checkpoint_dir), "--quiet", "-j", "1"])
     ended = run(work, root=checkpoint_dir, notes_dir=tmp_path)
     assert ended.code == 0, ended.output
-    whole = (checkpoint_dir / MANIFEST).read_bytes()
+    data = (checkpoint_dir / MANIFEST).read_bytes()
 
     def check(operation: Operation, disturb: how.Disturb) -> None:
         (checkpoint_dir / MANIFEST).unlink(missing_ok=True)
         ended = run(work, root=checkpoint_dir, notes_dir=tmp_path, disturb=disturb)
-        found = checkpoint_dir / MANIFEST
-        assert not found.exists() or found.read_bytes() == whole
+        manifest_path = checkpoint_dir / MANIFEST
+        assert not manifest_path.exists() or manifest_path.read_bytes() == data
         if ended.code != -9:
             assert ended.code == 0 or ended.code in (6, 7), ended.output
             assert set(os.listdir(checkpoint_dir)) <= before | {MANIFEST}, operation
-        found.unlink(missing_ok=True)
+        manifest_path.unlink(missing_ok=True)
         assert run(work, root=checkpoint_dir, notes_dir=tmp_path).code == 0
         assert (
-            set(os.listdir(checkpoint_dir)) == before | {MANIFEST} and found.read_bytes() == whole
+            set(os.listdir(checkpoint_dir)) == before | {MANIFEST}
+            and manifest_path.read_bytes() == data
         )
 
     points = [operation for operation in ended.trace if operation.name in (*CHANGES, *SYNCS)]

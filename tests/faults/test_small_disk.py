@@ -81,7 +81,7 @@ def written_bytes(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> int
 
 @pytest.mark.skipif(not can_mount(), reason="may not mount a tmpfs")
 @pytest.mark.parametrize(
-    ("share", "more", "left"),
+    ("share", "more", "leftovers"),
     [
         (0.3, (), []),  # found out before anything is written
         (1.0, (), []),  # found out when the manifest is written
@@ -91,12 +91,12 @@ def written_bytes(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> int
 def test_a_disk_that_is_too_small_gets_nothing(
     share: float,
     more: tuple[str, ...],
-    left: list[str],
+    leftovers: list[str],
     written_bytes: int,
     golden: Path,
     tmp_path: Path,
 ) -> None:
-    said = converted_on(
+    lines = converted_on(
         tmp_path / "disk", str(int(written_bytes * share)), golden / SOURCE, "--quiet", *more
     )
-    assert said == ["code 7", *left, "then 0", "out"]
+    assert lines == ["code 7", *leftovers, "then 0", "out"]

@@ -58,9 +58,11 @@ class WorkerCases:
         )
         self.target.begin_anew()
         ended = self._run()
-        assert [one.code for one in ended] == [0] * N_WORKERS, [one.output for one in ended]
+        assert [process.code for process in ended] == [0] * N_WORKERS, [
+            process.output for process in ended
+        ]
         assert self.target.is_complete() and self.target.is_clean()
-        self.traces = [one.trace for one in ended]
+        self.traces = [process.trace for process in ended]
         self.target.begin_anew()
         published = next(
             o
@@ -108,9 +110,13 @@ class WorkerCases:
                     name = _named(rank, operation)
                     yield Case("workers: second team", name, self._beside_a_second(rank, operation))
                 if operation.name not in LOOKS:
-                    for what in (signal.SIGINT, signal.SIGTERM):
-                        name = f"{what.name} {_named(rank, operation)}"
-                        yield Case("workers: signals", name, self._signalled(rank, operation, what))
+                    for signal_number in (signal.SIGINT, signal.SIGTERM):
+                        name = f"{signal_number.name} {_named(rank, operation)}"
+                        yield Case(
+                            "workers: signals",
+                            name,
+                            self._signalled(rank, operation, signal_number),
+                        )
                 if operation.name in (*READS, "open"):
                     yield Case(
                         "workers: source changed",
@@ -143,9 +149,9 @@ class WorkerCases:
             ended = self._run(**{f"r{rank}": self._at(rank, operation, disturb)})
             if ended[rank].code != -signal.SIGKILL and not _is_others(operation):
                 yield f"not killed: {ended[rank].code} {ended[rank].output[-300:]}"
-            for one in ended:
-                if one.code not in (0, WORKER_CODE, -signal.SIGKILL):
-                    yield f"another worker ended with {one.code}: {one.output[-600:]}"
+            for process in ended:
+                if process.code not in (0, WORKER_CODE, -signal.SIGKILL):
+                    yield f"another worker ended with {process.code}: {process.output[-600:]}"
             yield from self._whole()
             yield from self._again(ended, operation)
 
@@ -157,9 +163,9 @@ class WorkerCases:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self._run(**{f"r{rank}": self._at(rank, operation, disturb)})
-            for one in ended:
-                if one.code not in (0, WORKER_CODE, *KNOWN_CODES):
-                    yield f"a worker ended with {one.code}: {one.output[-600:]}"
+            for process in ended:
+                if process.code not in (0, WORKER_CODE, *KNOWN_CODES):
+                    yield f"a worker ended with {process.code}: {process.output[-600:]}"
             yield from self._whole()
             is_new = self.target.state() == "new"
             if ended[0].code == 0 and not self.target.is_complete():
@@ -176,19 +182,19 @@ class WorkerCases:
 
         def check() -> Iterator[str]:
             self.target.begin_anew()
-            seen, go = self._marks()
-            frozen = how.paused(operation.number, lambda: _freeze(seen, go))
+            mark, go = self._marks()
+            frozen = how.paused(operation.number, lambda: _freeze(mark, go))
             stale = self._start(N_WORKERS, {rank: self._at(rank, operation, frozen)})
-            while stale.is_running(rank) and not seen.exists():
+            while stale.is_running(rank) and not mark.exists():
                 time.sleep(0.002)
             stale.kill([other for other in range(N_WORKERS) if other != rank])
             state = self.target.state()
             with _impatient():
                 second = self._start(2, {}, notes="notes2").ended()
             go.touch()
-            left = stale.ended()[rank]
-            if left.code not in (0, WORKER_CODE, *KNOWN_CODES):
-                yield f"the frozen worker ended with {left.code}: {left.output[-600:]}"
+            thawed = stale.ended()[rank]
+            if thawed.code not in (0, WORKER_CODE, *KNOWN_CODES):
+                yield f"the frozen worker ended with {thawed.code}: {thawed.output[-600:]}"
             if second[0].code == 0 and not self.target.is_complete():
                 yield (
                     f"what the second run made is {self.target.state()}, after the frozen "
@@ -208,23 +214,23 @@ class WorkerCases:
             if second[0].code == 0 and not self.target.is_clean():
                 yield "the frozen worker has left something"
             if second[0].code == 6:
-                yield from self._again([left], operation)
+                yield from self._again([thawed], operation)
 
         return check
 
     def _signalled(
-        self, rank: int, operation: Operation, what: signal.Signals
+        self, rank: int, operation: Operation, number: signal.Signals
     ) -> Callable[[], Iterator[str]]:
         def check() -> Iterator[str]:
             self.target.begin_anew()
             ended = self._run(
-                **{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, what))}
+                **{f"r{rank}": self._at(rank, operation, how.signalled(operation.number, number))}
             )
-            if ended[rank].code not in (0, 128 + what):
+            if ended[rank].code not in (0, 128 + number):
                 yield f"exit code {ended[rank].code}: {ended[rank].output[-300:]}"
-            for one in ended:
-                if one.code not in (0, WORKER_CODE, 128 + what):
-                    yield f"another worker ended with {one.code}: {one.output[-600:]}"
+            for end in ended:
+                if end.code not in (0, WORKER_CODE, 128 + number):
+                    yield f"another worker ended with {end.code}: {end.output[-600:]}"
             yield from self._whole()
             if ended[0].code == 0 and not self.target.is_complete():
                 yield "success without a complete destination"
@@ -238,21 +244,21 @@ class WorkerCases:
 
         def check() -> Iterator[str]:
             self.target.begin_anew()
-            seen, go = self._marks()
-            frozen = how.paused(operation.number, lambda: _freeze(seen, go))
+            mark, go = self._marks()
+            frozen = how.paused(operation.number, lambda: _freeze(mark, go))
             first = self._start(N_WORKERS, {rank: self._at(rank, operation, frozen)})
-            while first.is_running(rank) and not seen.exists():
+            while first.is_running(rank) and not mark.exists():
                 time.sleep(0.002)
             with _impatient():
                 second = self._start(2, {}, notes="notes2").ended()
             go.touch()
             ended = first.ended()
-            for one in second:
-                if one.code not in (0, 2, 6, WORKER_CODE):
-                    yield f"a worker of the second team ended with {one.code}: {one.output[-300:]}"
-            for one in ended:
-                if one.code not in (0, 2, 6, WORKER_CODE):
-                    yield f"a worker of the first team ended with {one.code}: {one.output[-300:]}"
+            for end in second:
+                if end.code not in (0, 2, 6, WORKER_CODE):
+                    yield f"a worker of the second team ended with {end.code}: {end.output[-300:]}"
+            for end in ended:
+                if end.code not in (0, 2, 6, WORKER_CODE):
+                    yield f"a worker of the first team ended with {end.code}: {end.output[-300:]}"
             if 0 not in (ended[0].code, second[0].code):
                 yield f"both failed: {ended[0].output[-300:]} {second[0].output[-300:]}"
             if not self.target.is_complete():
@@ -277,27 +283,27 @@ class WorkerCases:
                 }
             )
             if ended[0].code == 0:
-                found = tree(target.dst)
-                if found != target.new:
+                before = tree(target.dst)
+                if before != target.new:
                     target.begin_anew()
                     target.run()
-                    if tree(target.dst) != found:
+                    if tree(target.dst) != before:
                         yield "a mixture of the source before and after"
             elif target.state() not in ("none", "old"):
                 yield f"exit code {ended[0].code}, and the destination is {target.state()}"
-            for one in ended:
-                if one.code not in (0, WORKER_CODE, *KNOWN_CODES):
-                    yield f"a worker ended with {one.code}: {one.output[-300:]}"
+            for process in ended:
+                if process.code not in (0, WORKER_CODE, *KNOWN_CODES):
+                    yield f"a worker ended with {process.code}: {process.output[-300:]}"
             target.restore_source()
 
         return check
 
     def _marks(self) -> tuple[Path, Path]:
         """What a frozen worker touches, and what it waits for."""
-        seen, go = (self.target.work_dir / name for name in ("seen", "go"))
-        seen.unlink(missing_ok=True)
+        mark, go = (self.target.work_dir / name for name in ("seen", "go"))
+        mark.unlink(missing_ok=True)
         go.unlink(missing_ok=True)
-        return seen, go
+        return mark, go
 
     def _whole(self) -> Iterator[str]:
         state = self.target.state()
@@ -329,23 +335,25 @@ class WorkerCases:
 
     def _lost(self, before: Sequence[Ended], again: Ended) -> Iterator[str]:
         """What was done again although a worker had recorded it."""
-        kept = 0
-        for one in before:
-            written = [o.n_bytes for o in one.trace if o.name == "pwrite" and "/data/" in o.path]
-            kept += max(0, sum(written) - 2 * BATCH_BYTES - 2 * max([*written, 64 << 10]))
-        resumed, kept = (
+        n_kept = 0
+        for process in before:
+            written = [
+                o.n_bytes for o in process.trace if o.name == "pwrite" and "/data/" in o.path
+            ]
+            n_kept += max(0, sum(written) - 2 * BATCH_BYTES - 2 * max([*written, 64 << 10]))
+        resumed, n_kept = (
             _resumed_bytes(again),
-            min(kept, self.array_bytes),
+            min(n_kept, self.array_bytes),
         )  # the lead writes more than arrays
-        if resumed < kept:
-            yield f"{kept} bytes must have been recorded, only {resumed} of them were kept"
+        if resumed < n_kept:
+            yield f"{n_kept} bytes must have been recorded, only {resumed} of them were kept"
 
 
 def _resumed_bytes(ended: Ended) -> int:
     assert ended.code == 0, ended.output
-    found = json.loads(ended.output.splitlines()[-1])["bytes_resumed"]
-    assert isinstance(found, int)
-    return found
+    n_bytes = json.loads(ended.output.splitlines()[-1])["bytes_resumed"]
+    assert isinstance(n_bytes, int)
+    return n_bytes
 
 
 def _kill_points(trace: Sequence[Operation]) -> Iterator[tuple[Operation, str]]:
@@ -372,8 +380,8 @@ def _is_others(operation: Operation) -> bool:
     return operation.name in ("open", "read", "close", "fstat") and "/journal" in operation.path
 
 
-def _freeze(seen: Path, go: Path) -> None:
-    seen.touch()
+def _freeze(mark: Path, go: Path) -> None:
+    mark.touch()
     until = time.monotonic() + 60
     while not go.exists() and time.monotonic() < until:
         time.sleep(0.002)

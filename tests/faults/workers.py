@@ -67,9 +67,11 @@ class Workers:
             self._trace_path(rank).unlink(missing_ok=True)
             pid = os.fork()
             if pid == 0:
-                mine = [None, *(here for here, _ in pairs[1:])] if rank == 0 else [pairs[rank][1]]
-                _close(pairs, mine)
-                team = PipeTeam(rank, n, mine, flag)
+                own_pipes = (
+                    [None, *(pipe for pipe, _ in pairs[1:])] if rank == 0 else [pairs[rank][1]]
+                )
+                _close(pairs, own_pipes)
+                team = PipeTeam(rank, n, own_pipes, flag)
                 self._be(team, work, root, (disturbs or {}).get(rank, nothing))
             with suppress(OSError):  # whoever comes first, it or its parent
                 os.setpgid(pid, self._pids[0] if self._pids else pid)
@@ -125,8 +127,8 @@ class Workers:
 
     def _look(self, rank: int) -> None:
         if rank not in self._codes:
-            found, status = os.waitpid(self._pids[rank], os.WNOHANG)
-            if found:
+            pid, status = os.waitpid(self._pids[rank], os.WNOHANG)
+            if pid:
                 self._codes[rank] = os.waitstatus_to_exitcode(status)
 
     def _wait_for(self, rank: int, until: float) -> None:
@@ -144,9 +146,9 @@ class Workers:
         return self._notes_dir / f"output-{rank}"
 
 
-def _close(pairs: list[tuple[Connection, Connection]], kept: list[Connection | None]) -> None:
+def _close(pairs: list[tuple[Connection, Connection]], own: list[Connection | None]) -> None:
     """Closes what belongs to others, so that the death of a worker closes its pipes."""
     for pair in pairs:
         for pipe in pair:
-            if not any(pipe is one for one in kept):
+            if not any(pipe is own_pipe for own_pipe in own):
                 pipe.close()

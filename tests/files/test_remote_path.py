@@ -47,7 +47,7 @@ def test_its_parts() -> None:
     assert pickle.loads(pickle.dumps(path)) == path
 
 
-def test_nothing_of_it_is_local() -> None:
+def test_nothing_of_a_remote_path_is_local() -> None:
     path = location_of("s3://bucket/x")
     for operation in (os.stat, os.listdir, open, Path.read_bytes, Path.mkdir):
         with pytest.raises(UsageError, match="is a URL"):

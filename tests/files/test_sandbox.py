@@ -97,7 +97,7 @@ def test_neither_the_environment_nor_other_packages_are_imported(
     assert sandboxed("modules_of_others") == b""
 
 
-def test_it_works_beside_other_threads() -> None:
+def test_the_sandbox_works_beside_other_threads() -> None:
     release = threading.Event()
     thread = threading.Thread(target=release.wait)
     thread.start()

@@ -98,8 +98,8 @@ def path_lines() -> list[list[str]]:
     for registered in app.registered_commands:
         assert registered.name is not None and registered.callback is not None
         hints = {
-            name: str(one.annotation)
-            for name, one in signature(registered.callback).parameters.items()
+            name: str(parameter.annotation)
+            for name, parameter in signature(registered.callback).parameters.items()
         }
         params = [
             param
@@ -154,10 +154,10 @@ def test_every_path_of_the_command_line_refuses_a_url(
     line: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(line) == 2
-    told = capsys.readouterr()
-    assert "hdfs://bucket/out is a URL that cannot be read" in told.err
-    assert "hdfs dfs -get" in told.err
-    assert told.out == ""
+    captured = capsys.readouterr()
+    assert "hdfs://bucket/out is a URL that cannot be read" in captured.err
+    assert "hdfs dfs -get" in captured.err
+    assert captured.out == ""
 
 
 def test_a_plan_names_sizes_and_no_url(golden: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,9 +213,9 @@ def test_a_hub_id_says_what_it_is_and_how_to_get_it(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", text]) == 2
-    told = capsys.readouterr().err
-    assert "no such file or directory" in told
-    assert f"hf download {text} --local-dir {text.partition('/')[2]}" in told
+    err = capsys.readouterr().err
+    assert "no such file or directory" in err
+    assert f"hf download {text} --local-dir {text.partition('/')[2]}" in err
 
 
 def test_a_misspelt_path_is_taken_for_no_hub_id(

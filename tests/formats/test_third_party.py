@@ -27,9 +27,9 @@ def _format() -> Format:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    found = module.FORMAT
-    assert isinstance(found, Format)
-    return found
+    plugin = module.FORMAT
+    assert isinstance(plugin, Format)
+    return plugin
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -64,12 +64,12 @@ def test_the_contract_finds_lost_and_shifted_bytes(tmp_path: Path) -> None:
         catalog = right.read(store)  # type: ignore[arg-type]
 
         def fragments_of(key: str) -> list[object]:
-            found = []
+            fragments = []
             for fragment in catalog.fragments(key):
                 assert fragment.array is not None
                 extent = replace(fragment.array.extent, offset=fragment.array.extent.offset - 1)
-                found.append(replace(fragment, array=replace(fragment.array, extent=extent)))
-            return found  # type: ignore[return-value]
+                fragments.append(replace(fragment, array=replace(fragment.array, extent=extent)))
+            return fragments  # type: ignore[return-value]
 
         return replace_fragments(catalog, fragments_of)
 
@@ -107,14 +107,14 @@ def test_the_command_line_reads_and_writes_an_installed_format(
     assert "npy_folder" in _ckpt("inspect", tmp_path / "npy", env=installed).stdout
     done = _ckpt("convert", tmp_path / "npy", tmp_path / "st", "--to", "safetensors", env=installed)
     assert done.returncode == 0, done.stderr
-    found = load_file(tmp_path / "st" / "model.safetensors")
-    assert found
+    tensors = load_file(tmp_path / "st" / "model.safetensors")
+    assert tensors
     import json
 
     files = json.loads((tmp_path / "npy" / "index.json").read_text())["tensors"]
-    assert set(files) == set(found)
+    assert set(files) == set(tensors)
     for key, name in files.items():
-        assert np.array_equal(np.load(tmp_path / "npy" / name), found[key])
+        assert np.array_equal(np.load(tmp_path / "npy" / name), tensors[key])
 
 
 def test_what_the_format_cannot_hold_is_refused_with_its_hint(

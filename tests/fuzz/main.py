@@ -94,8 +94,8 @@ def _run(asked: argparse.Namespace, name: str, golden: Path) -> dict[str, object
     """One target in a process of its own; what it is written on stderr tells how it went."""
     from tests.fuzz.seeds import seeds_of, words_of
 
-    corpus, found = asked.out / name / "corpus", asked.out / name / "findings"
-    for folder in (corpus, found):
+    corpus, findings = asked.out / name / "corpus", asked.out / name / "findings"
+    for folder in (corpus, findings):
         folder.mkdir(parents=True, exist_ok=True)
     seeds = seeds_of(name, golden)
     words = "".join(f'"{word.decode()}"\n' for word in words_of(seeds))
@@ -124,7 +124,7 @@ def _run(asked: argparse.Namespace, name: str, golden: Path) -> dict[str, object
         int(number) for number in re.findall(r"stat::number_of_executed_units:\s*(\d+)", text)
     ]
     covered = re.findall(r"cov: (\d+) ft: (\d+)", text)
-    verdicts = {path.name: _judged(name, path) for path in sorted(found.iterdir())}
+    verdicts = {path.name: _judged(name, path) for path in sorted(findings.iterdir())}
     row = {
         "target": name,
         "executions": n_runs[-1] if n_runs else 0,
@@ -143,13 +143,13 @@ def _fuzz(asked: argparse.Namespace) -> int:
 
     with atheris.instrument_imports(include=["core"]):
         from tests.fuzz.targets import TARGETS, survives
-    target, found = TARGETS[asked.one], asked.out / asked.one / "findings"
-    seen: set[str] = set()
+    target, findings = TARGETS[asked.one], asked.out / asked.one / "findings"
+    kinds: set[str] = set()
 
     def keep(kind: str, data: bytes) -> None:
-        if kind not in seen:
-            seen.add(kind)
-            (found / f"{kind}-{hashlib.sha256(data).hexdigest()[:12]}").write_bytes(data)
+        if kind not in kinds:
+            kinds.add(kind)
+            (findings / f"{kind}-{hashlib.sha256(data).hexdigest()[:12]}").write_bytes(data)
 
     def once(data: bytes) -> None:
         begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -159,9 +159,9 @@ def _fuzz(asked: argparse.Namespace) -> int:
             frame = traceback.extract_tb(err.__traceback__)[-1]
             keep(f"{type(err).__name__}-{Path(frame.filename).stem}-{frame.lineno}", data)
         if time.process_time() - begun > MAX_SECONDS:
-            keep(f"slow{len(seen)}", data)
+            keep(f"slow{len(kinds)}", data)
         if (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 > MAX_BYTES // 2:
-            keep(f"large{len(seen)}", data)
+            keep(f"large{len(kinds)}", data)
 
     options = [
         f"-max_total_time={asked.seconds}",
@@ -172,7 +172,7 @@ def _fuzz(asked: argparse.Namespace) -> int:
         "-print_final_stats=1",
         "-timeout=60",
         "-rss_limit_mb=3000",
-        f"-artifact_prefix={found}/libfuzzer-",
+        f"-artifact_prefix={findings}/libfuzzer-",
     ]
     words = asked.out / asked.one / "words"
     options += [f"-dict={words}"] if words.stat().st_size else []

@@ -33,21 +33,21 @@ def seeds_of(name: str, golden: Path) -> list[bytes]:
         golden: a directory of real checkpoints.
     """
     target = TARGETS[name]
-    found = set(target.made)
+    seeds = set(target.made)
     for pattern in target.seeds:
         for path in golden.rglob(pattern if pattern != "data.pkl" else "*.pt"):
             if path.is_file() and path.stat().st_size <= 16 * MAX_BYTES:
-                found.update(_parts(name, path.read_bytes(), path))
-    found.update(_OTHERS.get(name, lambda golden: iter(()))(golden))
+                seeds.update(_parts(name, path.read_bytes(), path))
+    seeds.update(_OTHERS.get(name, lambda golden: iter(()))(golden))
     return sorted(
-        (seed for seed in found if len(seed) <= MAX_BYTES), key=lambda seed: (len(seed), seed)
+        (seed for seed in seeds if len(seed) <= MAX_BYTES), key=lambda seed: (len(seed), seed)
     )[:_PER_TARGET]
 
 
 def words_of(seeds: list[bytes]) -> list[bytes]:
     """Words that stand in the seeds, for a fuzzer's dictionary."""
-    found = {word for seed in seeds for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_./]{2,23}", seed)}
-    return sorted(found, key=lambda word: (len(word), word))[:400]
+    words = {word for seed in seeds for word in re.findall(rb"[A-Za-z_][A-Za-z0-9_./]{2,23}", seed)}
+    return sorted(words, key=lambda word: (len(word), word))[:400]
 
 
 def _parts(name: str, data: bytes, path: Path) -> Iterator[bytes]:
@@ -159,10 +159,10 @@ def _small_torch(golden: Path) -> Iterator[bytes]:
     """Files of torch.save, both kinds."""
     import torch
 
-    whole = torch.arange(12.0).reshape(3, 4)
+    matrix = torch.arange(12.0).reshape(3, 4)
     values = [
-        whole,
-        {"w": whole, "t": whole.t(), "n": {"x": [whole[1], 5]}, "p": torch.nn.Parameter(whole)},
+        matrix,
+        {"w": matrix, "t": matrix.t(), "n": {"x": [matrix[1], 5]}, "p": torch.nn.Parameter(matrix)},
         {},
     ]
     for value in values:

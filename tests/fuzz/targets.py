@@ -132,9 +132,9 @@ def _item(data: bytes) -> None:
 
 
 def _metadata(data: bytes) -> None:
-    found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
-    files = dict.fromkeys(found.files[:_MOST], b"")
-    catalog = build_catalog(found, format="dcp")
+    metadata = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
+    files = dict.fromkeys(metadata.files[:_MOST], b"")
+    catalog = build_catalog(metadata, format="dcp")
     _explored(catalog, MemoryStore(files))
 
 
@@ -237,10 +237,10 @@ def _journal(data: bytes) -> None:
     with tempfile.NamedTemporaryFile(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as file:
         file.write(b'{"journal":2,"plan":"p"}\n' + data)
         file.flush()
-        made = journal.FileJournal(Path(file.name), "p", sync=lambda names: None)
+        file_journal = journal.FileJournal(Path(file.name), "p", sync=lambda names: None)
         for item in range(4):
-            made.done((0, item))
-        made.close()
+            file_journal.done((0, item))
+        file_journal.close()
 
 
 def _ocdbt(data: bytes) -> None:
@@ -252,16 +252,14 @@ def _ocdbt(data: bytes) -> None:
     kind, body = data[0], data[1:]
     magic = NODE_MAGIC if kind & 1 else MANIFEST_MAGIC
     head = magic.to_bytes(4, "big") + (12 + len(body) + 4).to_bytes(8, "little")
-    whole = head + body
-    whole += crc32c(whole).to_bytes(4, "little")
+    node = head + body
+    node += crc32c(node).to_bytes(4, "little")
     budget = UnfoldBudget(1 << 20)
-    budget.earn(len(whole))
+    budget.earn(len(node))
     if kind & 1:
-        ocdbt_nodes.parse_node(
-            whole, ValueLocation("", "d/0", 0, len(whole)), kind >> 1 & 1, budget
-        )
+        ocdbt_nodes.parse_node(node, ValueLocation("", "d/0", 0, len(node)), kind >> 1 & 1, budget)
     else:
-        ocdbt_nodes.parse_newest_version(whole, budget)
+        ocdbt_nodes.parse_newest_version(node, budget)
 
 
 def _explored(catalog: Catalog, store: MemoryStore) -> None:
@@ -294,13 +292,13 @@ def _explored_tensor(catalog: Catalog, store: MemoryStore, key: str) -> None:
 
 
 def _varints(*numbers: int) -> bytes:
-    found = bytearray()
+    digits = bytearray()
     for number in numbers:
         while number > 127:
-            found.append(number & 127 | 128)
+            digits.append(number & 127 | 128)
             number >>= 7
-        found.append(number)
-    return bytes(found)
+        digits.append(number)
+    return bytes(digits)
 
 
 TARGETS: dict[str, Target] = {

@@ -107,7 +107,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 def test_metadata_with_other_values_give_a_value_or_the_projects_error(
     name: str, golden: Path, data: st.DataObject
 ) -> None:
-    objects = [found for seed in _seeds(name, golden) if isinstance(found := _parsed(seed), dict)]
+    objects = [tree for seed in _seeds(name, golden) if isinstance(tree := _parsed(seed), dict)]
     base = dict(data.draw(st.sampled_from(objects)))
     for field in data.draw(
         st.lists(st.sampled_from([*_FIELDS[name], *list(base)[:8]]), min_size=1, max_size=3)
@@ -160,19 +160,17 @@ def test_any_geometry_of_dcp_gives_a_catalog_or_the_projects_error(rows: list[Te
     except OverflowError:
         return
     try:
-        found = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
+        metadata = dcp_metadata._parse_by_machine(data, ".metadata").checked(".metadata")
     except CheckpointingException:
         return
-    catalog = build_catalog(found, format="dcp")
+    catalog = build_catalog(metadata, format="dcp")
     for key, tensor in catalog.tensors.items():
         for piece in catalog.fragments(key):
             assert all(
-                at >= 0 and at + n <= whole
-                for at, n, whole in zip(
-                    piece.box.offset, piece.box.shape, tensor.shape, strict=True
-                )
+                at >= 0 and at + n <= size
+                for at, n, size in zip(piece.box.offset, piece.box.shape, tensor.shape, strict=True)
             )
-    assert all(".." not in name and not name.startswith("/") for name in found.files)
+    assert all(".." not in name and not name.startswith("/") for name in metadata.files)
 
 
 @settings(max_examples=_EXAMPLES)
@@ -195,9 +193,9 @@ def test_any_zip_directory_is_read_as_records_inside_the_file_or_refused(
     at = len(content) - 1 - change[0] % len(content)
     content[at] = change[1]
     try:
-        found = read_archive(MemoryStore({"x": bytes(content)}), "x")
+        parsed = read_archive(MemoryStore({"x": bytes(content)}), "x")
     except CheckpointingException:
         return
-    spans = sorted(record.span for record in found.records.values())
+    spans = sorted(record.span for record in parsed.records.values())
     assert all(0 <= start <= stop <= len(content) for start, stop in spans)
-    assert all(one[1] <= two[0] for one, two in itertools.pairwise(spans))
+    assert all(first[1] <= two[0] for first, two in itertools.pairwise(spans))

@@ -617,9 +617,9 @@ def logits(model: Any) -> torch.Tensor:
     """What a model makes of a fixed sequence."""
     tokens = torch.arange(3, 33)[None] * 7 % 130
     with torch.no_grad():
-        found = model(tokens).logits
-    assert isinstance(found, torch.Tensor)
-    return found
+        result = model(tokens).logits
+    assert isinstance(result, torch.Tensor)
+    return result
 
 
 @cache
@@ -632,9 +632,9 @@ def quietly() -> None:
 
 def config_of(folder: Path) -> dict[str, Any]:
     """The parsed ``config.json``."""
-    found = json.loads((folder / "config.json").read_text())
-    assert isinstance(found, dict)
-    return found
+    config = json.loads((folder / "config.json").read_text())
+    assert isinstance(config, dict)
+    return config
 
 
 _DTYPE_OF = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.safetensors}
@@ -664,24 +664,24 @@ def contents(catalog: Catalog, store: LocalStore) -> dict[str, Bytes]:
 
 def tensors(folder: Path) -> dict[str, Bytes]:
     """The bytes of every tensor of a directory, as the safetensors package reads them."""
-    found: dict[str, Bytes] = {}
+    bytes_by_key: dict[str, Bytes] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
-                found[key] = bytes_of(file.get_tensor(key))
-    return found
+                bytes_by_key[key] = bytes_of(file.get_tensor(key))
+    return bytes_by_key
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """A tensor's bytes, as ``contents`` gives them."""
-    found: Bytes = (
+    data: Bytes = (
         tensor.contiguous()
         .flatten()
         .view(torch.uint8)
         .numpy()
         .reshape(*tensor.shape, tensor.element_size())
     )
-    return found
+    return data
 
 
 _TORCH = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -707,16 +707,16 @@ def written(catalog: Catalog, store: LocalStore, folder: Path) -> Path:
     return folder
 
 
-def assert_same(found: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None:
+def assert_same(actual: Mapping[str, Bytes], wanted: Mapping[str, Bytes]) -> None:
     """The same keys with the same bytes and shapes."""
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     for key, data in wanted.items():
-        assert found[key].shape == data.shape, key
-        assert np.array_equal(found[key], data), key
+        assert actual[key].shape == data.shape, key
+        assert np.array_equal(actual[key], data), key
 
 
 def arguments(catalog: Catalog) -> dict[str, object]:
     """The training arguments of a global form, by name."""
-    found = attributes(catalog.args)
-    assert found is not None
-    return found
+    fields = attributes(catalog.args)
+    assert fields is not None
+    return fields

@@ -164,7 +164,7 @@ def of(folder: Path) -> tuple[Tensors, dict[str, Any]]:
     return dict(catalog_of(folder)[1].tensors), config_of(folder)
 
 
-def told(problems: tuple[Problem, ...]) -> list[tuple[str, str | None]]:
+def list_problems(problems: tuple[Problem, ...]) -> list[tuple[str, str | None]]:
     return [(problem.kind, problem.key) for problem in problems]
 
 
@@ -205,7 +205,7 @@ def test_a_tensor_that_one_layer_lost_is_found(name: str, tmp_path: Path) -> Non
         "qwen3_next": "model.layers.2.linear_attn.conv1d.weight",
     }.get(name, "model.layers.1.self_attn.q_proj.weight")
     del metas[lost]
-    assert told(find_differences(metas, config)) == [("sisters", lost)]
+    assert list_problems(find_differences(metas, config)) == [("sisters", lost)]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_size_that_the_configuration_states_otherwise_is_found(
     name: str, changes: dict[str, Any], problem: tuple[str, str | None], tmp_path: Path
 ) -> None:
     metas, config = of(built(name, tmp_path / "model"))
-    assert problem in told(find_differences(metas, {**config, **changes}))
+    assert problem in list_problems(find_differences(metas, {**config, **changes}))
 
 
 @pytest.mark.parametrize("name", ["mistral", "gpt_oss", "gemma2"])
@@ -260,7 +260,7 @@ def test_an_output_layer_that_is_said_not_to_be_tied_is_missed(name: str, tmp_pa
     metas, config = of(built(name, tmp_path / "model", tie_word_embeddings=False))
     assert find_differences(metas, config) == ()
     del metas["lm_head.weight"]
-    assert told(find_differences(metas, config)) == [("ties", "model.embed_tokens.weight")]
+    assert list_problems(find_differences(metas, config)) == [("ties", "model.embed_tokens.weight")]
     assert find_differences(metas, {**config, "tie_word_embeddings": True}) == ()
     del config["tie_word_embeddings"]  # what the family takes for it is not known
     assert find_differences(metas, config) == ()
@@ -274,24 +274,26 @@ def test_experts_that_lack_a_tensor_and_layers_that_lack_all_are_found(tmp_path:
         "model.layers.1.mlp.experts.0.up_proj.weight",
         "model.layers.3.mlp.experts.2.up_proj.weight",
     ]
-    assert told(find_differences(_without(metas, both), config)) == [
+    assert list_problems(find_differences(_without(metas, both), config)) == [
         ("sisters", key) for key in both
     ]
-    assert told(find_differences(_without(metas, expert), config)) == [
+    assert list_problems(find_differences(_without(metas, expert), config)) == [
         ("experts", "model.layers.3.mlp.experts.1")
     ]
     last = [key for key in metas if ".layers.5.mlp.experts.3." in key]
-    assert told(find_differences(_without(metas, last), config)) == [
+    assert list_problems(find_differences(_without(metas, last), config)) == [
         ("experts", "model.layers.5.mlp.experts.3")
     ]
-    assert told(find_differences(_without(metas, layer), config)) == [("layers", "model.layers.3")]
+    assert list_problems(find_differences(_without(metas, layer), config)) == [
+        ("layers", "model.layers.3")
+    ]
 
 
 def test_one_layer_with_another_shape_is_found_unless_it_is_of_another_kind(tmp_path: Path) -> None:
     tensors, config = of(built("mistral", tmp_path / "model"))
     key = "model.layers.2.mlp.down_proj.weight"
     tensors[key] = Tensor("float32", (32, 40))
-    assert told(find_differences(tensors, config)) == [("sisters", key)]
+    assert list_problems(find_differences(tensors, config)) == [("sisters", key)]
     kinds = ["sliding", "sliding", "full", "sliding", "sliding", "sliding"]
     assert find_differences(tensors, {**config, "layer_types": kinds}) == ()
     assert find_differences(tensors, {**config, "wide_layers": [2]}) == ()
@@ -325,11 +327,11 @@ def test_weights_that_are_quantized_in_some_layers_only_raise_no_alarm(tmp_path:
             tensors[f"{key}_scale_inv"] = Tensor("float32", (1, 1))
     stated = {**config, "quantization_config": {"quant_method": "fp8"}}
     assert find_differences(tensors, stated) == ()
-    assert told(find_differences(tensors, config)) == [
+    assert list_problems(find_differences(tensors, config)) == [
         ("quantization", "model.layers.0.mlp.up_proj.weight_scale_inv")
     ]
     lost = [key for key in tensors if key.startswith("model.layers.3.mlp.up_proj.")]
-    assert told(find_differences(_without(tensors, lost), stated)) == [
+    assert list_problems(find_differences(_without(tensors, lost), stated)) == [
         ("sisters", "model.layers.3.mlp.up_proj")
     ]
 
@@ -372,7 +374,7 @@ def test_a_model_without_a_vocabulary_is_not_judged_by_its_heads() -> None:
         "head_dim": 8,
     }
     assert find_differences({name: Tensor("float32", (32, 32))}, config) == ()
-    assert told(
+    assert list_problems(
         find_differences({name: Tensor("float32", (32, 32))}, {**config, "vocab_size": 9})
     ) == [("shape", name)]
 

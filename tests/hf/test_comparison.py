@@ -77,10 +77,8 @@ def built(name: str, auto_class: str = "AutoModelForCausalLM", **changes: Any) -
         return getattr(transformers, auto_class).from_config(config)
 
 
-def changed(tensors: Tensors, *without: str, **others: tuple[str, Tensor]) -> Tensors:
-    return {key: meta for key, meta in tensors.items() if key not in without} | dict(
-        others.values()
-    )
+def changed(tensors: Tensors, *without: str, **more: tuple[str, Tensor]) -> Tensors:
+    return {key: meta for key, meta in tensors.items() if key not in without} | dict(more.values())
 
 
 def kinds(problems: tuple[Problem, ...]) -> list[str]:
@@ -373,13 +371,13 @@ def _quantized(
     """The tensors with every linear weight replaced by what a tool writes: name behind the module's
     → dtype, shape.
     """
-    made = dict(metas)
+    quantized = dict(metas)
     for key, tensor in _linear(metas).items():
-        del made[key]
+        del quantized[key]
         module = key.removesuffix(".weight")
         for name, (dtype, shape) in parts(module, *tensor.shape).items():
-            made[f"{module}.{name}"] = Tensor(dtype, shape)
-    return made
+            quantized[f"{module}.{name}"] = Tensor(dtype, shape)
+    return quantized
 
 
 def _gptq(_: str, rows: int, columns: int) -> Mapping[str, tuple[str, tuple[int, ...]]]:

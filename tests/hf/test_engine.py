@@ -72,8 +72,8 @@ def test_a_model_goes_to_rank_files_and_comes_back_to_what_transformers_runs(
     source = safetensors.FORMAT.read(store)
     middle = to_megatron(source, config_of(folder))
     ranks = shard(middle, Topology(tp=2, pp=3), rules=RULES)
-    made = copied(megatron.FORMAT, middle, ranks, store, tmp_path / "ranks") / "iter_0000001"
-    rank_store = LocalStore(made)
+    ranks_path = copied(megatron.FORMAT, middle, ranks, store, tmp_path / "ranks") / "iter_0000001"
+    rank_store = LocalStore(ranks_path)
     back = to_hf(unshard(megatron.read(rank_store), rules=RULES))
     target = partitioned(back, format="safetensors", by="whole")
     ours = copied(safetensors.FORMAT, back, target, rank_store, tmp_path / "ours")
@@ -107,14 +107,14 @@ def test_pieces_that_torch_wrote_of_parts_are_put_together(golden: Path, tmp_pat
     config = config_of(golden / "hf" / "llama" / "safetensors_single") | {"num_hidden_layers": 2}
     middle = to_megatron(source, config)
     assert len(middle.fragments("decoder.layers.0.mlp.linear_fc1.weight")) == 4
-    made = copied(
+    ranks_path = copied(
         megatron.FORMAT,
         middle,
         shard(middle, Topology(tp=2), rules=RULES),
         store,
         tmp_path / "ranks",
     )
-    rank_store = LocalStore(made / "iter_0000001")
+    rank_store = LocalStore(ranks_path / "iter_0000001")
     back = to_hf(unshard(megatron.read(rank_store), rules=RULES))
     assert_same(
         contents(back, rank_store), tensors(golden / "torch_dcp" / "hf_storage_consolidated_dp2")
@@ -126,14 +126,14 @@ def test_pieces_of_fused_tensors_are_cut_where_ranks_meet(tmp_path: Path) -> Non
     folder = saved("llama_wide_heads", tmp_path / "model")
     store = LocalStore(folder)
     middle = to_megatron(safetensors.FORMAT.read(store), config_of(folder))
-    made = copied(
+    ranks_path = copied(
         megatron.FORMAT,
         middle,
         shard(middle, Topology(tp=4), rules=RULES),
         store,
         tmp_path / "ranks",
     )
-    rank_store = LocalStore(made / "iter_0000001")
+    rank_store = LocalStore(ranks_path / "iter_0000001")
     ranks = unshard(megatron.read(rank_store), rules=RULES)
     assert len(ranks.fragments("decoder.layers.0.self_attention.linear_qkv.weight")) == 4
     back = to_hf(ranks)

@@ -161,8 +161,8 @@ def test_a_refused_family_goes_both_ways_with_the_table_of_the_howto(tmp_path: P
     fields = arguments(middle)
     assert [fields[name] for name in ("residual_multiplier", "softmax_scale")] == [0.22, 0.0078125]
     changed = replace(middle, args=make_namespace(fields | {"residual_multiplier": 0.5}))
-    made = json.loads(to_hf(changed, family=family).documents["config.json"])
-    assert made == config_of(folder) | {"residual_multiplier": 0.5}
+    document = json.loads(to_hf(changed, family=family).documents["config.json"])
+    assert document == config_of(folder) | {"residual_multiplier": 0.5}
 
 
 def test_a_family_that_megatron_computes_differently_is_converted_with_a_warning(

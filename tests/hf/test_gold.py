@@ -96,15 +96,15 @@ def test_rank_files_become_a_directory_that_transformers_loads(
     golden: Path, case: str, tmp_path: Path
 ) -> None:
     store, middle = global_form(golden, "dense_gqa", case)
-    made = to_hf(middle)
-    assert facet_of(made, HuggingFaceModel).model_type == "qwen2"
-    assert made.tensors["model.embed_tokens.weight"].shape == (300, 64)
-    folder = written(made, store, tmp_path / "model")
+    saved = to_hf(middle)
+    assert facet_of(saved, HuggingFaceModel).model_type == "qwen2"
+    assert saved.tensors["model.embed_tokens.weight"].shape == (300, 64)
+    folder = written(saved, store, tmp_path / "model")
     model = loaded_model(folder)
     assert type(model).__name__ == "Qwen2ForCausalLM"
     assert logits(model).isfinite().all()
     for key, value in model.state_dict().items():
-        assert np.array_equal(bytes_of(value), tensor_bytes(made, store, key)), key
+        assert np.array_equal(bytes_of(value), tensor_bytes(saved, store, key)), key
 
 
 @pytest.mark.parametrize(
@@ -128,29 +128,29 @@ def test_rank_files_come_back_bit_for_bit(
     target = shard(again, Topology(tp=int(case[2])), rules=RULES)
     gold_store, gold = rank_files(golden, model, case)
     wanted = {name: data for name, data in stored(gold, gold_store).items() if ":model." in name}
-    found = filled(target, again, ours)
-    assert_same(found, wanted)
+    filled_arrays = filled(target, again, ours)
+    assert_same(filled_arrays, wanted)
 
 
 def test_torch_dist_and_rank_files_make_the_same_directory(golden: Path) -> None:
     store, ranks = global_form(golden, "dense_gqa", "tp2_pp2")
     dist_store, dist = dist_files(golden, "mcore0161_torch_dist", "dense_gqa", "tp2_pp2")
-    one, other = to_hf(ranks), to_hf(unshard(dist, rules=RULES))
-    assert one.documents == other.documents
-    assert_same(contents(one, store), contents(other, dist_store))
+    from_ranks, other = to_hf(ranks), to_hf(unshard(dist, rules=RULES))
+    assert from_ranks.documents == other.documents
+    assert_same(contents(from_ranks, store), contents(other, dist_store))
 
 
 def test_what_has_no_place_in_a_directory_is_listed(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp2_pp2")
-    made = to_hf(middle)
-    assert [entry.names[0] for entry in made.dropped if entry.is_listed] == [
+    model = to_hf(middle)
+    assert [entry.names[0] for entry in model.dropped if entry.is_listed] == [
         "args",
         "rng_state",
         "checkpoint_version",
         "iteration",
         "num_floating_point_operations_so_far",
     ]
-    assert made.objects == {}
+    assert model.objects == {}
 
 
 def test_config_json_is_the_same_every_time_and_sorted(golden: Path) -> None:
@@ -178,9 +178,9 @@ def test_rank_files_of_the_first_gpt_become_a_gpt2_that_transformers_loads(
     golden: Path, tmp_path: Path
 ) -> None:
     store, middle = global_form(golden, "dense_gelu", "tp2_pp1")
-    made = to_hf(middle)
-    assert facet_of(made, HuggingFaceModel).model_type == "gpt2"
-    folder = written(made, store, tmp_path / "model")
+    saved = to_hf(middle)
+    assert facet_of(saved, HuggingFaceModel).model_type == "gpt2"
+    folder = written(saved, store, tmp_path / "model")
     model = loaded_model(folder)
     assert type(model).__name__ == "GPT2LMHeadModel"
     assert logits(model).isfinite().all()
@@ -208,9 +208,9 @@ def test_an_unknown_vocabulary_size_is_asked_for(golden: Path) -> None:
 
 
 def test_padding_rows_that_were_kept_are_cut(golden: Path) -> None:
-    store, whole = global_form(golden, "dense_gqa", "tp4_pp1")
+    store, cut = global_form(golden, "dense_gqa", "tp4_pp1")
     _, padded = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
-    assert_same(contents(to_hf(padded), store), contents(to_hf(whole), store))
+    assert_same(contents(to_hf(padded), store), contents(to_hf(cut), store))
 
 
 def test_tensors_of_a_directory_are_all_there(golden: Path) -> None:

@@ -52,8 +52,8 @@ def test_published_names_without_a_beginning_and_with_masks_are_read(tmp_path: P
     # Written out once without the tables: the rows of each head, not transposed.
     key = "transformer.h.1.attn.c_attn.weight"
     wanted = _in_megatrons_order(weights[key], 8)
-    found = contents(theirs, store)[f"decoder.layers.1.{QKV}"]
-    assert np.array_equal(found, wanted.contiguous().view(torch.uint8).numpy().reshape(96, 32, 2))
+    content = contents(theirs, store)[f"decoder.layers.1.{QKV}"]
+    assert np.array_equal(content, wanted.contiguous().view(torch.uint8).numpy().reshape(96, 32, 2))
     assert arguments(theirs)["position_embedding_type"] == "learned_absolute"
 
 
@@ -86,12 +86,12 @@ def test_states_of_transposed_matrices_are_their_own_both_ways(tmp_path: Path) -
     (folder,) = (tmp_path / "megatron").glob("iter_*")
     for state in ("exp_avg", "exp_avg_sq"):
         name = f"optimizer.state.{state}.decoder.layers.{QKV}"
-        found = {name: torch.empty(2, 48, 16)}
-        dcp.load(found, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+        restored = {name: torch.empty(2, 48, 16)}
+        dcp.load(restored, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
         for number in range(2):
             key = f"transformer.h.{number}.attn.c_attn.weight"
             wanted = _in_megatrons_order(states[key][state], 4)
-            assert torch.equal(found[name][number], wanted), (state, number)
+            assert torch.equal(restored[name][number], wanted), (state, number)
 
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="ucp", names="hf", fsync=False))
     (zero,) = (tmp_path / "back").glob("**/zero")
@@ -99,8 +99,8 @@ def test_states_of_transposed_matrices_are_their_own_both_ways(tmp_path: Path) -
         for module in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
             key = f"transformer.h.{number}.{module}.weight"
             for state in ("exp_avg", "exp_avg_sq"):
-                found = torch.load(zero / key / f"{state}.pt", weights_only=False)["param"]
-                assert torch.equal(found, states[key][state]), (key, state)
+                restored = torch.load(zero / key / f"{state}.pt", weights_only=False)["param"]
+                assert torch.equal(restored, states[key][state]), (key, state)
 
 
 def test_one_key_head_for_all_queries_is_one_query_group(tmp_path: Path) -> None:
@@ -131,20 +131,20 @@ def test_the_gelu_is_megatrons_fused_one_or_the_exact_one(
     folder = saved(family, tmp_path / "model")
     source, config = catalog_of(folder)[1], config_of(folder)
     for value, is_fused in (("gelu", False), ("gelu_pytorch_tanh", True), ("gelu_fast", True)):
-        made = to_megatron(source, config | {name: value})
-        fields = arguments(made)
+        middle = to_megatron(source, config | {name: value})
+        fields = arguments(middle)
         assert fields["bias_gelu_fusion"] is is_fused
         option = "without --no-bias-gelu-fusion" if is_fused else "with --no-bias-gelu-fusion"
-        assert any(note.endswith(option) for note in made.notes)
+        assert any(note.endswith(option) for note in middle.notes)
         # config.json as the arguments alone describe it, and as a run with the other option says.
-        kept = {key: item for key, item in fields.items() if "config" not in key}
+        remaining = {key: item for key, item in fields.items() if "config" not in key}
         for fusion in (is_fused, not is_fused):
-            args = make_namespace(kept | {"bias_gelu_fusion": fusion})
-            back = to_hf(replace(made, args=args), model_type=family)
+            args = make_namespace(remaining | {"bias_gelu_fusion": fusion})
+            back = to_hf(replace(middle, args=args), model_type=family)
             stated = json.loads(back.documents["config.json"])[name]
             assert stated == (written if fusion else "gelu")
             args = make_namespace(fields | {"bias_gelu_fusion": fusion})
-            stated = json.loads(to_hf(replace(made, args=args)).documents["config.json"])[name]
+            stated = json.loads(to_hf(replace(middle, args=args)).documents["config.json"])[name]
             assert stated == (value if fusion is is_fused else written if fusion else "gelu")
     with pytest.raises(UnsupportedError, match=f"{name} is 'relu'"):
         to_megatron(source, config | {name: "relu"})

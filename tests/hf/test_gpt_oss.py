@@ -39,15 +39,17 @@ def test_gate_and_up_alternate_in_the_columns_of_a_transposed_matrix(tmp_path: P
     folder = saved("gpt_oss", tmp_path / "model")
     store, source = catalog_of(folder)
     wanted = tensors(folder)
-    found = contents(to_megatron(source, config_of(folder), transformer_impl="local"), store)
+    middle = contents(to_megatron(source, config_of(folder), transformer_impl="local"), store)
     packed = wanted[f"{EXPERTS}gate_up_proj"][2]
     rows = np.concatenate([packed[:, 0::2], packed[:, 1::2]], axis=1).swapaxes(0, 1)
-    assert np.array_equal(found[f"{OURS}linear_fc1.weight"], rows)
+    assert np.array_equal(middle[f"{OURS}linear_fc1.weight"], rows)
     bias = wanted[f"{EXPERTS}gate_up_proj_bias"][2]
-    assert np.array_equal(found[f"{OURS}linear_fc1.bias"], np.concatenate([bias[0::2], bias[1::2]]))
+    assert np.array_equal(
+        middle[f"{OURS}linear_fc1.bias"], np.concatenate([bias[0::2], bias[1::2]])
+    )
     down = wanted[f"{EXPERTS}down_proj"][2].swapaxes(0, 1)
-    assert np.array_equal(found[f"{OURS}linear_fc2.weight"], down)
-    sinks = found["decoder.layers.1.self_attention.core_attention.softmax_offset"]
+    assert np.array_equal(middle[f"{OURS}linear_fc2.weight"], down)
+    sinks = middle["decoder.layers.1.self_attention.core_attention.softmax_offset"]
     assert np.array_equal(sinks, wanted["model.layers.1.self_attn.sinks"])
 
 

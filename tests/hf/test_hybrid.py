@@ -51,9 +51,9 @@ def test_a_published_configuration_says_the_same_as_a_list_of_kinds(
     wanted = arguments(to_megatron(source, config))
     assert wanted["hybrid_override_pattern"] == "M*EM-E"
     for other in (published, older):
-        found = arguments(to_megatron(source, other))
+        fields = arguments(to_megatron(source, other))
         own = ("params_dtype", "huggingface_config")
-        assert {k: v for k, v in found.items() if k not in own} == {
+        assert {k: v for k, v in fields.items() if k not in own} == {
             k: v for k, v in wanted.items() if k not in own
         }
 
@@ -87,9 +87,9 @@ def test_a_run_of_mamba_alone_may_have_any_arguments_of_attention_and_mlp(
     }
     back = to_hf(replace(middle, args=make_namespace(fields)))
     assert_same(contents(back, store), tensors(folder))
-    made = json.loads(back.documents["config.json"])
-    assert made["model_type"] == "mamba2"
-    assert (made["num_heads"], made["head_dim"], made["expand"]) == (8, 8, 2)
+    document = json.loads(back.documents["config.json"])
+    assert document["model_type"] == "mamba2"
+    assert (document["num_heads"], document["head_dim"], document["expand"]) == (8, 8, 2)
 
 
 @pytest.mark.parametrize(

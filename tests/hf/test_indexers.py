@@ -12,8 +12,8 @@ from core.hf.settings import setting_argument, setting_value
 
 _FORMS: list[dict[str, Any]] = [
     *(
-        {"index_topk_freq": every, "index_skip_topk_offset": n_first}
-        for every, n_first in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 5))
+        {"index_topk_freq": interval, "index_skip_topk_offset": n_first}
+        for interval, n_first in itertools.product((1, 2, 3, 4, 9), (1, 2, 3, 5))
     ),
     {"index_topk_freq": 3},
     {"index_topk_pattern": "FFSSFSSF"},

@@ -72,9 +72,9 @@ def _through_rank_files(name: str, topology: Topology, tmp_path: Path) -> None:
     target = shard(middle, topology, rules=RULES)
     ours = _written(target, filled(target, middle, store), tmp_path / "ranks") / "iter_0000001"
     back = unshard(megatron.read(LocalStore(ours)), rules=RULES)
-    made = to_hf(back)
-    assert facet_of(made, HuggingFaceModel).model_type == MODELS[name][0]
-    assert_same(contents(made, LocalStore(ours)), tensors(folder))
+    model = to_hf(back)
+    assert facet_of(model, HuggingFaceModel).model_type == MODELS[name][0]
+    assert_same(contents(model, LocalStore(ours)), tensors(folder))
 
 
 def test_both_ways_tell_which_megatron_rotates_other_channels_of_the_indexer(
@@ -97,8 +97,8 @@ def test_a_torch_dist_checkpoint_of_a_model_makes_the_same_model(name: str, tmp_
     )
     ours_store = LocalStore(ours)
     read = loaded(torch_dist.read(ours_store), ours_store)
-    made = to_hf(unshard(read, rules=RULES))
-    assert_same(contents(made, ours_store), tensors(folder))
+    model = to_hf(unshard(read, rules=RULES))
+    assert_same(contents(model, ours_store), tensors(folder))
 
 
 def _written(target: TargetCatalog, arrays: Mapping[str, Bytes], folder: Path) -> Path:
@@ -108,9 +108,9 @@ def _written(target: TargetCatalog, arrays: Mapping[str, Bytes], folder: Path) -
     content = {name: data.tobytes() for name, data in arrays.items()}
     files: dict[str, bytes] = {}
     for image in lay_out(target):
-        made = bytearray(image.size)
-        placed = [(one.offset, content[one.array.name]) for one in image.arrays]
+        image_bytes = bytearray(image.size)
+        placed = [(piece.offset, content[piece.array.name]) for piece in image.arrays]
         for offset, data in (*placed, *image.literals(lambda name: zlib.crc32(content[name]))):
-            made[offset : offset + len(data)] = data
-        files[image.path] = bytes(made)
+            image_bytes[offset : offset + len(data)] = data
+        files[image.path] = bytes(image_bytes)
     return write_files(files, folder)

@@ -667,12 +667,12 @@ def folders(
     """
     root = tmp_path_factory.mktemp("logits")
     cases = []
-    found: dict[str, Path] = {}
+    paths: dict[str, Path] = {}
     items = [item for item in request.session.items if item.path == request.path]
     chosen = [getattr(item, "callspec", None) for item in items]
     names = {spec.params.get("name") for spec in chosen if spec is not None}
     for name in (name for name in RUN if name in names):
-        folder = found[name] = saved(name, root / name, dtype=torch.float32)
+        folder = paths[name] = saved(name, root / name, dtype=torch.float32)
         store, source = catalog_of(folder)
         middle = to_megatron(source, config_of(folder), transformer_impl="local")
         data = contents(middle, store)
@@ -697,7 +697,7 @@ def folders(
             }
         )
     told("-c", SCRIPT, question=cases, timeout=1200)
-    return found
+    return paths
 
 
 def test_the_table_of_families_may_say_that_all_were_compared() -> None:

@@ -41,10 +41,10 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model of three layers and one for multi-token prediction, as the published files have
     it.
     """
-    made = saved(request.param, tmp_path / "model")
+    path = saved(request.param, tmp_path / "model")
     start = "model.layers.3."
     add_prediction(
-        made,
+        path,
         start,
         norms=[f"{start}{name}" for name in ("enorm", "hnorm", "shared_head.norm")],
         projection=f"{start}eh_proj",
@@ -53,9 +53,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
             f"{start}shared_head.head.weight": "lm_head.weight",
         },
     )
-    config = config_of(made) | {"num_nextn_predict_layers": 1}
-    (made / "config.json").write_text(json.dumps(config))
-    return made
+    config = config_of(path) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def test_the_layer_gets_megatrons_names_and_comes_back(folder: Path, tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_model_whose_extra_layer_was_left_out_is_complete_without_it(
     folder: Path, tmp_path: Path
 ) -> None:
     store, source = catalog_of(folder)
-    kept = {key: meta for key, meta in source.tensors.items() if "layers.3." not in key}
-    middle = to_megatron(replace(source, tensors=kept), config_of(folder))
+    remaining = {key: meta for key, meta in source.tensors.items() if "layers.3." not in key}
+    middle = to_megatron(replace(source, tensors=remaining), config_of(folder))
     assert not any(name.startswith("mtp.") for name in middle.tensors)
     assert arguments(middle)["mtp_num_layers"] is None
     ours = written(to_hf(middle), store, tmp_path / "ours")
@@ -106,14 +106,14 @@ def qwen(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A model whose layer for multi-token prediction has names of its own, as the published files
     have it; transformers neither reads nor writes it.
     """
-    made = saved(request.param, tmp_path / "model")
+    path = saved(request.param, tmp_path / "model")
     add_prediction(
-        made,
+        path,
         "mtp.layers.0.",
         norms=[f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")],
         projection="mtp.fc",
     )
-    return made
+    return path
 
 
 def test_a_layer_with_names_of_its_own_comes_back_from_files_of_several_ranks(
@@ -133,9 +133,9 @@ def test_a_layer_with_names_of_its_own_comes_back_from_files_of_several_ranks(
     # Without the origin, the arguments state the layer under the family's own name.
     fields = {name: value for name, value in arguments(middle).items() if name != ARGUMENT}
     family = config_of(qwen)["model_type"]
-    made = to_hf(replace(middle, args=make_namespace(fields)), model_type=family)
+    model = to_hf(replace(middle, args=make_namespace(fields)), model_type=family)
     count = "num_nextn_predict_layers" if family == "qwen3_next" else "mtp_num_hidden_layers"
-    assert json.loads(made.documents["config.json"])[count] == 1
+    assert json.loads(model.documents["config.json"])[count] == 1
 
 
 @pytest.mark.parametrize("n_blocks", [1, 2])
@@ -144,8 +144,8 @@ def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_throu
 ) -> None:
     # As published: *E (layers 1 and 2 of the model below) for each of two predictions, which share
     # one block or have one each. transformers neither reads nor writes them.
-    made = saved("nemotron_h_moe", tmp_path / "model")
-    weights = load_file(made / "model.safetensors")
+    path = saved("nemotron_h_moe", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
     torch.manual_seed(1)
     extra = {}
     for block in range(n_blocks):
@@ -162,12 +162,12 @@ def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_throu
         }
         extra[f"{first}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
         extra[f"{last}final_layernorm.weight"] = torch.randn(32).bfloat16()
-    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
-    config = config_of(made) | {"num_nextn_predict_layers": 2}
+    save_file(weights | extra, path / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(path) | {"num_nextn_predict_layers": 2}
     del config["mtp_layers_block_type"]
     config["mtp_hybrid_override_pattern"] = "*E"
-    (made / "config.json").write_text(json.dumps(config))
-    _, source = catalog_of(made)
+    (path / "config.json").write_text(json.dumps(config))
+    _, source = catalog_of(path)
     middle = to_megatron(source, config)
     start = f"mtp.layers.{n_blocks - 1}."
     names = [name for name in middle.tensors if name.startswith(start)]
@@ -182,10 +182,10 @@ def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_throu
     for to, ranks in (("megatron", tmp_path / "ranks"), ("torch_dist", tmp_path / "dist")):
         back = tmp_path / f"back {to}"
         topology = TopologyChange(tp=2, pp=2, ep=2)
-        run(Job(src=made, dst=ranks, to=to, topology=topology, fsync=False))
+        run(Job(src=path, dst=ranks, to=to, topology=topology, fsync=False))
         run(Job(src=ranks, dst=back, to="hf", fsync=False))
-        assert_same(tensors(back), tensors(made))
-        assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+        assert_same(tensors(back), tensors(path))
+        assert (back / "config.json").read_bytes() == (path / "config.json").read_bytes()
     # A newer Megatron saves one pattern for all; without the origin, it describes the layers.
     newer = fields | {
         ARGUMENT: None,
@@ -202,28 +202,28 @@ def test_predictions_of_a_hybrid_model_consist_of_layers_that_are_numbered_throu
 def test_the_prediction_of_hy3_has_no_copies_and_another_name_of_its_last_norm(
     tmp_path: Path,
 ) -> None:
-    made = saved("hy_v3", tmp_path / "model")
+    path = saved("hy_v3", tmp_path / "model")
     start = "model.layers.3."
     add_prediction(
-        made,
+        path,
         start,
         norms=[f"{start}{name}" for name in ("enorm", "hnorm", "final_layernorm")],
         projection=f"{start}eh_proj",
     )
-    config = config_of(made) | {"num_nextn_predict_layers": 1}
-    (made / "config.json").write_text(json.dumps(config))
+    config = config_of(path) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
     ranks, back = tmp_path / "ranks", tmp_path / "back"
     topology = TopologyChange(tp=2, pp=3, ep=2)
-    run(Job(src=made, dst=ranks, to="megatron", topology=topology, fsync=False))
+    run(Job(src=path, dst=ranks, to="megatron", topology=topology, fsync=False))
     run(Job(src=ranks, dst=back, to="hf", fsync=False))
-    assert_same(tensors(back), tensors(made))
-    assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+    assert_same(tensors(back), tensors(path))
+    assert (back / "config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
 def test_the_prediction_of_k_exaone_has_no_experts(tmp_path: Path) -> None:
     # As published; transformers neither reads nor writes it.
-    made = saved("exaone_moe", tmp_path / "model")
-    weights = load_file(made / "model.safetensors")
+    path = saved("exaone_moe", tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
     torch.manual_seed(1)
     extra = {
         f"mtp.layers.0.{key.removeprefix('model.layers.0.')}": torch.randn_like(value)
@@ -233,10 +233,10 @@ def test_the_prediction_of_k_exaone_has_no_experts(tmp_path: Path) -> None:
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         extra[f"mtp.{name}.weight"] = torch.randn(32).bfloat16()
     extra["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
-    save_file(weights | extra, made / "model.safetensors", metadata={"format": "pt"})
-    config = config_of(made) | {"num_nextn_predict_layers": 1}
-    (made / "config.json").write_text(json.dumps(config))
-    middle = to_megatron(catalog_of(made)[1], config)
+    save_file(weights | extra, path / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(path) | {"num_nextn_predict_layers": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    middle = to_megatron(catalog_of(path)[1], config)
     names = [name for name in middle.tensors if name.startswith("mtp.")]
     assert "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight" in names
     assert not any("experts" in name or "router" in name for name in names)
@@ -244,10 +244,10 @@ def test_the_prediction_of_k_exaone_has_no_experts(tmp_path: Path) -> None:
     for to, ranks in (("megatron", tmp_path / "ranks"), ("torch_dist", tmp_path / "dist")):
         back = tmp_path / f"back {to}"
         topology = TopologyChange(tp=2, pp=3, ep=2)
-        run(Job(src=made, dst=ranks, to=to, topology=topology, fsync=False))
+        run(Job(src=path, dst=ranks, to=to, topology=topology, fsync=False))
         run(Job(src=ranks, dst=back, to="hf", fsync=False))
-        assert_same(tensors(back), tensors(made))
-        assert (back / "config.json").read_bytes() == (made / "config.json").read_bytes()
+        assert_same(tensors(back), tensors(path))
+        assert (back / "config.json").read_bytes() == (path / "config.json").read_bytes()
 
 
 def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None:
@@ -263,10 +263,10 @@ def test_several_layers_that_would_share_tensors_are_refused(qwen: Path) -> None
 
 def test_an_incomplete_layer_is_refused(folder: Path) -> None:
     _, source = catalog_of(folder)
-    kept = {
+    remaining = {
         key: meta for key, meta in source.tensors.items() if key != "model.layers.3.hnorm.weight"
     }
-    object.__setattr__(source, "tensors", kept)
+    object.__setattr__(source, "tensors", remaining)
     with pytest.raises(MissingShardError, match=r"model\.layers\.3\.hnorm\.weight"):
         to_megatron(source, config_of(folder))
 
@@ -281,7 +281,7 @@ def test_layers_beyond_the_last_are_left_over_in_other_families(tmp_path: Path) 
 def test_copies_may_be_absent(folder: Path) -> None:
     store, source = catalog_of(folder)
     copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
-    kept = {key: meta for key, meta in source.tensors.items() if key not in copies}
-    object.__setattr__(source, "tensors", kept)
-    found = contents(to_hf(to_megatron(source, config_of(folder))), store)
-    assert np.array_equal(found[copies[0]], found["model.embed_tokens.weight"])
+    remaining = {key: meta for key, meta in source.tensors.items() if key not in copies}
+    object.__setattr__(source, "tensors", remaining)
+    values = contents(to_hf(to_megatron(source, config_of(folder))), store)
+    assert np.array_equal(values[copies[0]], values["model.embed_tokens.weight"])

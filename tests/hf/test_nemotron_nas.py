@@ -175,7 +175,7 @@ def _tokens() -> torch.Tensor:
     return torch.tensor([token * 7 % 130 for token in range(3, 33)])[None]
 
 
-def test_it_goes_to_megatron_and_back_in_every_layout(
+def test_a_nemotron_nas_model_goes_to_megatron_and_back_in_every_layout(
     model: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
     folder, _ = model
@@ -184,9 +184,9 @@ def test_it_goes_to_megatron_and_back_in_every_layout(
     middle = to_megatron(source, config_of(folder), transformer_impl="local")
     assert middle.tensors["decoder.layers.1.mlp.linear_fc1.weight"].shape == (1024, 32)
     assert not any(key.startswith("decoder.layers.3.") for key in middle.tensors)
-    made = to_hf(middle)
-    assert facet_of(made, HuggingFaceModel).model_type == "nemotron-nas"
-    assert_same(contents(made, store), tensors(folder))
+    result = to_hf(middle)
+    assert facet_of(result, HuggingFaceModel).model_type == "nemotron-nas"
+    assert_same(contents(result, store), tensors(folder))
     for number, to in enumerate(("megatron", "torch_dist")):
         for impl in ("local", "transformer_engine"):
             ranks, back = tmp_path / f"ranks-{number}-{impl}", tmp_path / f"back-{number}-{impl}"
@@ -249,18 +249,21 @@ def test_megatrons_own_names_of_the_sizes_become_those_of_decilm(
     described = {**json.loads(str(fields[TEXT])), "block_configs": layers}
     changed = {key: value for key, value in fields.items() if key != ARGUMENT}
     changed |= {TEXT: json.dumps(described)}
-    made = to_hf(replace(middle, args=make_namespace(changed)))
-    config = json.loads(made.documents["config.json"])
-    for found, wanted in zip(config["block_configs"], BLOCKS, strict=True):
-        assert found.keys() == {"attention", "ffn"}
+    result = to_hf(replace(middle, args=make_namespace(changed)))
+    config = json.loads(result.documents["config.json"])
+    for block_config, wanted in zip(config["block_configs"], BLOCKS, strict=True):
+        assert block_config.keys() == {"attention", "ffn"}
         groups = wanted["attention"]["n_heads_in_group"]
-        assert found["attention"].get("n_heads_in_group") == groups
-        assert not {"num_query_groups", "ffn_hidden_size"} & {*found["attention"], *found["ffn"]}
+        assert block_config["attention"].get("n_heads_in_group") == groups
+        assert not {"num_query_groups", "ffn_hidden_size"} & {
+            *block_config["attention"],
+            *block_config["ffn"],
+        }
     again = to_megatron(source, config)
     assert {key: tensor.shape for key, tensor in again.tensors.items()} == {
         key: tensor.shape for key, tensor in middle.tensors.items()
     }
-    assert_same(contents(made, store), tensors(folder))
+    assert_same(contents(result, store), tensors(folder))
     # Of these no ffn_mult gives the size.
     layers[0]["mlp"]["ffn_hidden_size"] = 300
     changed |= {TEXT: json.dumps(described)}
@@ -304,6 +307,6 @@ def test_megatron_finds_the_same_logits(model: tuple[Path, torch.Tensor], tmp_pa
         "out": str(tmp_path / "logits"),
     }
     told("-c", SCRIPT, question=[case], timeout=1200)
-    found = load_file(tmp_path / "logits")["logits"]
+    logits = load_file(tmp_path / "logits")["logits"]
     assert wanted.std() > 0.1
-    assert torch.allclose(found, wanted, rtol=1e-3, atol=1e-4), (found - wanted).abs().max()
+    assert torch.allclose(logits, wanted, rtol=1e-3, atol=1e-4), (logits - wanted).abs().max()

@@ -99,13 +99,13 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         "rope_scaling": {**scaling, "attention_factor": 1.2079441541679836},
     }
     for config in (published, new):
-        made = to_megatron(source, config, transformer_impl="local")
-        fields = arguments(made)
+        middle = to_megatron(source, config, transformer_impl="local")
+        fields = arguments(middle)
         assert (fields["position_embedding_type"], fields["rotary_base"]) == ("rope", 500000)
         assert fields["window_attn_skip_freq"] == [1, 1, 1]
-        assert "yarn scaling" in " ".join(made.notes)
-        assert "computes other logits" in " ".join(made.notes)
-        back = to_hf(made)
+        assert "yarn scaling" in " ".join(middle.notes)
+        assert "computes other logits" in " ".join(middle.notes)
+        back = to_hf(middle)
         assert json.loads(back.documents["config.json"]) == config
         assert_same(contents(back, store), tensors(folder))
     # transformers fills in a section that is missing or null.

@@ -32,16 +32,16 @@ def folders(
 ) -> Callable[[str], tuple[Catalog, dict[str, Any]]]:
     """Name → (catalog, configuration) of a model."""
     root = tmp_path_factory.mktemp("models")
-    made: dict[str, tuple[Catalog, dict[str, Any]]] = {}
+    opened: dict[str, tuple[Catalog, dict[str, Any]]] = {}
 
-    def found(name: str) -> tuple[Catalog, dict[str, Any]]:
-        if name not in made:
+    def open_model(name: str) -> tuple[Catalog, dict[str, Any]]:
+        if name not in opened:
             folder = saved(name, root / name)
-            made[name] = catalog_of(folder)[1], config_of(folder)
-        catalog, config = made[name]
+            opened[name] = catalog_of(folder)[1], config_of(folder)
+        catalog, config = opened[name]
         return catalog, dict(config)
 
-    return found
+    return open_model
 
 
 Folders = Callable[[str], tuple[Catalog, dict[str, Any]]]
@@ -54,7 +54,7 @@ def without(catalog: Catalog, key: str) -> Catalog:
     )
 
 
-def beside(
+def with_tensor(
     catalog: Catalog, key: str, *, dtype: str = "bfloat16", shape: tuple[int, ...] = (4,)
 ) -> Catalog:
     """The catalog with one more tensor, or one of another dtype or shape."""
@@ -99,67 +99,67 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
     ),
     "a tensor is left over": (
         "llama",
-        lambda c: beside(c, "model.layers.0.self_attn.q_proj.bias"),
+        lambda c: with_tensor(c, "model.layers.0.self_attn.q_proj.bias"),
         UnknownTensorError,
         r"the llama table does not contain .*q_proj\.bias",
     ),
     "several tensors are left over": (
         "llama",
-        lambda c: beside(beside(c, "model.a"), "model.b"),
+        lambda c: with_tensor(with_tensor(c, "model.a"), "model.b"),
         UnknownTensorError,
         r"nor 1 others \(tensor model\.a\)",
     ),
     "a layer is left over": (
         "llama",
-        lambda c: beside(c, "model.layers.3.input_layernorm.weight"),
+        lambda c: with_tensor(c, "model.layers.3.input_layernorm.weight"),
         UnknownTensorError,
         r"model\.layers\.3\.input_layernorm",
     ),
     "a shape contradicts the configuration": (
         "llama",
-        lambda c: beside(c, Q, shape=(16, 32)),
+        lambda c: with_tensor(c, Q, shape=(16, 32)),
         CorruptError,
         r"shape \(16, 32\), but config\.json implies \(32, 32\)",
     ),
     "a shape has another rank": (
         "llama",
-        lambda c: beside(c, "model.norm.weight", shape=()),
+        lambda c: with_tensor(c, "model.norm.weight", shape=()),
         CorruptError,
         r"shape \(\), but config\.json implies \(32,\)",
     ),
     "the vocabulary has other rows": (
         "llama",
-        lambda c: beside(c, "lm_head.weight", shape=(131, 32)),
+        lambda c: with_tensor(c, "lm_head.weight", shape=(131, 32)),
         CorruptError,
         r"\(131, 32\).*lm_head",
     ),
     "parts of one tensor differ in dtype": (
         "llama",
-        lambda c: beside(c, Q, dtype="float32", shape=(32, 32)),
+        lambda c: with_tensor(c, Q, dtype="float32", shape=(32, 32)),
         CorruptError,
         r"q_proj\.weight is float32 and .*k_proj\.weight is bfloat16.*linear_qkv",
     ),
     "a tied head has another dtype": (
         "llama_tied",
-        lambda c: beside(c, "lm_head.weight", dtype="float32", shape=(130, 32)),
+        lambda c: with_tensor(c, "lm_head.weight", dtype="float32", shape=(130, 32)),
         CorruptError,
         r"embed_tokens\.weight is bfloat16 and lm_head\.weight is float32",
     ),
     "stacked experts are of another number": (
         "mixtral",
-        lambda c: beside(c, "model.layers.0.mlp.experts.gate_up_proj", shape=(5, 96, 32)),
+        lambda c: with_tensor(c, "model.layers.0.mlp.experts.gate_up_proj", shape=(5, 96, 32)),
         CorruptError,
         r"\(5, 96, 32\), but config\.json implies \(4, 96, 32\)",
     ),
     "experts are there one by one and stacked": (
         "mixtral",
-        lambda c: beside(c, "model.layers.0.mlp.experts.gate_up_proj", shape=(4, 96, 32)),
+        lambda c: with_tensor(c, "model.layers.0.mlp.experts.gate_up_proj", shape=(4, 96, 32)),
         UnknownTensorError,
         r"block_sparse_moe\.experts\.0\.w1",
     ),
     "weights are quantized": (
         "deepseek_v3",
-        lambda c: beside(
+        lambda c: with_tensor(
             c, "model.layers.0.self_attn.o_proj.weight_scale_inv", dtype="float32", shape=(1, 1)
         ),
         UnsupportedError,
@@ -167,16 +167,16 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
     ),
     "there is optimizer state": (
         "llama",
-        lambda c: beside(c, f"optimizer.state.{Q}.exp_avg", shape=(32, 32)),
+        lambda c: with_tensor(c, f"optimizer.state.{Q}.exp_avg", shape=(32, 32)),
         UnsupportedError,
         r"optimizer state under Hugging Face names .*--no-optim",
     ),
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_checkpoint_is_refused_when(folders: Folders, what: str) -> None:
-    name, change, error, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_checkpoint_is_refused_when(folders: Folders, case: str) -> None:
+    name, change, error, message = BROKEN[case]
     catalog, config = folders(name)
     with pytest.raises(error, match=message):
         to_megatron(change(catalog), config)
@@ -356,9 +356,9 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
 }
 
 
-@pytest.mark.parametrize("what", CONFIGS)
-def test_a_configuration_is_refused_with(folders: Folders, what: str) -> None:
-    name, changes, error, message = CONFIGS[what]
+@pytest.mark.parametrize("case", CONFIGS)
+def test_a_configuration_is_refused_with(folders: Folders, case: str) -> None:
+    name, changes, error, message = CONFIGS[case]
     catalog, config = folders(name)
     with pytest.raises(error, match=message):
         to_megatron(catalog, config | changes)
@@ -480,9 +480,9 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
 }
 
 
-@pytest.mark.parametrize("what", ARGUMENTS)
-def test_arguments_are_refused_with(folders: Folders, what: str) -> None:
-    name, changes, error, message = ARGUMENTS[what]
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_arguments_are_refused_with(folders: Folders, case: str) -> None:
+    name, changes, error, message = ARGUMENTS[case]
     middle = to_megatron(*folders(name))
     with pytest.raises(error, match=message):
         to_hf(replace(middle, args=make_namespace(arguments(middle) | changes)))
@@ -500,9 +500,9 @@ def test_a_tensor_that_is_absent_or_left_over_is_refused_on_the_way_back(folders
     with pytest.raises(
         UnsupportedError, match=r"do not have this tensor \(tensor decoder\.layers\.0\.mlp\.extra\)"
     ):
-        to_hf(beside(middle, "decoder.layers.0.mlp.extra"))
+        to_hf(with_tensor(middle, "decoder.layers.0.mlp.extra"))
     with pytest.raises(CorruptError, match=r"shape \(129, 32\)"):
-        to_hf(beside(middle, "embedding.word_embeddings.weight", shape=(129, 32)))
+        to_hf(with_tensor(middle, "embedding.word_embeddings.weight", shape=(129, 32)))
 
 
 def test_options_are_checked(folders: Folders) -> None:
@@ -516,7 +516,7 @@ def test_options_are_checked(folders: Folders) -> None:
 def test_frequencies_that_follow_from_the_configuration_are_listed(folders: Folders) -> None:
     catalog, config = folders("llama")
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    result = to_megatron(beside(catalog, key, dtype="float32"), config)
+    result = to_megatron(with_tensor(catalog, key, dtype="float32"), config)
     assert (key,) in [entries.names for entries in result.dropped if entries.is_listed]
 
 

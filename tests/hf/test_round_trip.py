@@ -73,9 +73,9 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     middle = _as_megatron_saves_it(to_megatron(source, config_of(folder)))
     ours = tmp_path / "ours"
     ours.mkdir()
-    made = to_hf(middle, model_type=MODELS[name][0])
-    (ours / "config.json").write_bytes(made.documents["config.json"])
-    wanted, found = (
+    model = to_hf(middle, model_type=MODELS[name][0])
+    (ours / "config.json").write_bytes(model.documents["config.json"])
+    wanted, config_of_ours = (
         AutoConfig.from_pretrained(folder).to_dict(),
         AutoConfig.from_pretrained(ours).to_dict(),
     )
@@ -110,7 +110,9 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     if name == "minimax_m2":
         untold |= {"rotary_dim"}  # partial_rotary_factor in other words
     differing = {
-        key: (found.get(key), value) for key, value in wanted.items() if found.get(key) != value
+        key: (config_of_ours.get(key), value)
+        for key, value in wanted.items()
+        if config_of_ours.get(key) != value
     }
     if wanted.get("head_dim") is None:  # what transformers takes for it is stated
         assert differing.pop("head_dim", None) in (None, (4, None))
@@ -136,12 +138,12 @@ def test_what_arguments_cannot_say_comes_back_and_what_they_say_is_theirs(tmp_pa
     middle = to_megatron(source, config)
     # The run changed the base of its rotary embeddings, and nothing else.
     fields = arguments(middle) | {"rotary_base": 500000}
-    made = to_hf(replace(middle, args=make_namespace(fields)))
-    found = json.loads(made.documents["config.json"])
+    model = to_hf(replace(middle, args=make_namespace(fields)))
+    config_back = json.loads(model.documents["config.json"])
     rope = {"rope_type": "default", "rope_theta": 500000.0}
-    assert found.pop("rope_parameters") == rope
-    assert found.pop("rope_theta") == 500000.0
-    assert found == {key: value for key, value in config.items() if key != "rope_parameters"}
+    assert config_back.pop("rope_parameters") == rope
+    assert config_back.pop("rope_theta") == 500000.0
+    assert config_back == {key: value for key, value in config.items() if key != "rope_parameters"}
 
 
 @pytest.mark.parametrize("name", every_third(MOE, start=2))
@@ -181,10 +183,10 @@ def test_query_key_and_value_rows_lie_group_by_group(tmp_path: Path) -> None:
     folder = saved("qwen2", tmp_path / "model")
     store, source = catalog_of(folder)
     wanted = tensors(folder)
-    found = contents(to_megatron(source, config_of(folder)), store)
+    values = contents(to_megatron(source, config_of(folder)), store)
     for kind in ("weight", "bias"):
         q, k, v = (wanted[f"model.layers.1.self_attn.{part}_proj.{kind}"] for part in "qkv")
-        fused = found[f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
+        fused = values[f"decoder.layers.1.self_attention.linear_qkv.{kind}"]
         head, per_group, groups = 4, 2, 4
         rows = [
             part
@@ -202,12 +204,12 @@ def test_the_gate_comes_before_the_up_projection(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path / "model")
     store, source = catalog_of(folder)
     wanted = tensors(folder)
-    found = contents(to_megatron(source, config_of(folder)), store)
+    values = contents(to_megatron(source, config_of(folder)), store)
     gate, up = (
         wanted[f"model.layers.2.block_sparse_moe.experts.3.{name}.weight"] for name in ("w1", "w3")
     )
     assert np.array_equal(
-        found["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"],
+        values["decoder.layers.2.mlp.experts.local_experts.3.linear_fc1.weight"],
         np.concatenate([gate, up]),
     )
 
@@ -270,8 +272,10 @@ def test_configurations_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
     }
     old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": "bfloat16"}
     own = ("params_dtype", ARGUMENT)
-    one, other = arguments(to_megatron(source, new)), arguments(to_megatron(source, old))
-    assert one == {name: value if name not in own else one[name] for name, value in other.items()}
-    assert one["use_rope_scaling"] is True
-    assert one["rope_scaling_factor"] == 8.0
-    assert one["rotary_base"] == 500000
+    new_fields, other = arguments(to_megatron(source, new)), arguments(to_megatron(source, old))
+    assert new_fields == {
+        name: value if name not in own else new_fields[name] for name, value in other.items()
+    }
+    assert new_fields["use_rope_scaling"] is True
+    assert new_fields["rope_scaling_factor"] == 8.0
+    assert new_fields["rotary_base"] == 500000

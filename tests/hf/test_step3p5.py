@@ -97,32 +97,32 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(complete: Path) -> Path:
     """Step-3.5: the text model's tensors, and a configuration in the published form."""
-    found = complete.parent / "text"
-    found.mkdir()
+    text_path = complete.parent / "text"
+    text_path.mkdir()
     text = {
         name: tensor
         for name, tensor in load_file(complete / "model.safetensors").items()
         if name.startswith(("model.", "lm_head."))
     }
-    save_file(text, found / "model.safetensors", metadata={"format": "pt"})
-    (found / "config.json").write_text(json.dumps(CONFIG, indent=1))
-    return found
+    save_file(text, text_path / "model.safetensors", metadata={"format": "pt"})
+    (text_path / "config.json").write_text(json.dumps(CONFIG, indent=1))
+    return text_path
 
 
 @pytest.fixture(scope="module")
 def dist(folder: Path) -> Path:
     """The torch_dist checkpoint for TP 2."""
-    found = folder.parent / "dist"
-    convert(folder, found, "--to", "torch_dist", "--tp-new", "2")
-    return found
+    path = folder.parent / "dist"
+    convert(folder, path, "--to", "torch_dist", "--tp-new", "2")
+    return path
 
 
 @pytest.fixture(scope="module")
 def stored(dist: Path) -> dict[str, torch.Tensor]:
     """The tensors of the torch_dist checkpoint, under its own names."""
-    found = dist.parent / "stored"
-    convert(dist, found, "--to", "safetensors")
-    return load_file(found / "model.safetensors")
+    path = dist.parent / "stored"
+    convert(dist, path, "--to", "safetensors")
+    return load_file(path / "model.safetensors")
 
 
 def convert(*arguments: object) -> None:
@@ -171,8 +171,8 @@ def test_layers_have_the_names_of_megatron_bridge(stored: dict[str, torch.Tensor
     }
     for layer, mlp in enumerate((dense, experts, experts, experts)):
         start = f"decoder.layers.{layer}."
-        found = {name.removeprefix(start) for name in stored if name.startswith(start)}
-        assert found == attention | mlp
+        stored_layer = {name.removeprefix(start) for name in stored if name.startswith(start)}
+        assert stored_layer == attention | mlp
 
 
 def test_logits_of_megatrons_tensors_are_those_of_transformers(
@@ -184,8 +184,8 @@ def test_logits_of_megatrons_tensors_are_those_of_transformers(
     tokens = torch.arange(3, 33)[None] * 7 % 130
     with torch.no_grad():
         wanted = model(input_ids=tokens).logits[0]
-    found = megatron_logits({name: value.float() for name, value in stored.items()}, tokens[0])
-    torch.testing.assert_close(found[:, :130], wanted, rtol=1e-4, atol=1e-4)
+    logits = megatron_logits({name: value.float() for name, value in stored.items()}, tokens[0])
+    torch.testing.assert_close(logits[:, :130], wanted, rtol=1e-4, atol=1e-4)
 
 
 def megatron_logits(weights: dict[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -224,8 +224,8 @@ def _attention(x: torch.Tensor, own: Any, *, has_window: bool) -> torch.Tensor:
     k = _rotate(_norm(k, own("self_attention.k_layernorm.weight")), base, n_rotated)
     scores = torch.einsum("sghd,tgd->ghst", q, k[:, :, 0]) / 8**0.5
     before = torch.arange(len(x))[:, None] - torch.arange(len(x))[None]
-    seen = (before >= 0) & (before < (5 if has_window else len(x)))
-    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    is_visible = (before >= 0) & (before < (5 if has_window else len(x)))
+    weights = scores.masked_fill(~is_visible, -torch.inf).softmax(-1)
     result = torch.einsum("ghst,tgd->sghd", weights, v[:, :, 0]).reshape(len(x), n_heads, 8)
     result = result * gate.sigmoid()[..., None]
     return result.reshape(len(x), -1) @ own("self_attention.linear_proj.weight").T
@@ -278,50 +278,50 @@ def test_the_text_model_that_transformers_writes_of_step_3_7_is_the_same(
 
 
 def test_arguments_are_those_of_megatron_bridge_and_tell_the_configuration(folder: Path) -> None:
-    found = arguments(to_megatron(catalog_of(folder)[1], CONFIG))
-    assert found["head_wise_attn_gate"] is True
-    assert found["moe_layer_freq"] == [0, 1, 1, 1]
-    assert found["rotary_base_per_layer"] == CONFIG["rope_theta"]
-    assert found["rotary_percents"] == CONFIG["partial_rotary_factors"]
-    assert found["swiglu_limits_shared"] == CONFIG["swiglu_limits_shared"]
-    assert found["sliding_attention_setting"] == {
+    fields = arguments(to_megatron(catalog_of(folder)[1], CONFIG))
+    assert fields["head_wise_attn_gate"] is True
+    assert fields["moe_layer_freq"] == [0, 1, 1, 1]
+    assert fields["rotary_base_per_layer"] == CONFIG["rope_theta"]
+    assert fields["rotary_percents"] == CONFIG["partial_rotary_factors"]
+    assert fields["swiglu_limits_shared"] == CONFIG["swiglu_limits_shared"]
+    assert fields["sliding_attention_setting"] == {
         "window_size": [4, 0],
         "num_attention_heads": 6,
         "num_query_groups": 2,
         "kv_channels": 8,
     }
     # Without the configuration that it came from, as Megatron-Bridge saves a model.
-    config = per_layer_config(found)
+    config = per_layer_config(fields)
     assert config["sliding_window"] == 5
     assert config["layer_types"] == TYPES
     assert config["rope_theta"] == CONFIG["rope_theta"][:4]
     assert {**WINDOW, **config["attention_other_setting"]} == WINDOW  # type: ignore[dict-item]
     assert (
         per_layer_arguments({**CONFIG, **config})["sliding_attention_setting"]
-        == (found["sliding_attention_setting"])
+        == (fields["sliding_attention_setting"])
     )
 
 
 def test_the_sizes_of_layers_with_a_window_are_read_from_a_run_configuration() -> None:
     setting = {"window_size": [4, 0], "num_attention_heads": 6}
-    found = arguments_of_run_config({"sliding_attention_setting": setting, "cuda": {"a": 1}})
-    assert found["sliding_attention_setting"] == setting
-    assert "cuda" not in found
+    fields = arguments_of_run_config({"sliding_attention_setting": setting, "cuda": {"a": 1}})
+    assert fields["sliding_attention_setting"] == setting
+    assert "cuda" not in fields
 
 
 def test_torch_dist_does_not_stack_layers_even_if_all_have_experts() -> None:
     config = {**CONFIG, "moe_layers_enum": [0, 1, 2, 3]}
-    found = expert_arguments(config, families()["step3p5"], n_layers=4)
-    assert found["moe_layer_freq"] == [1, 1, 1, 1]
+    fields = expert_arguments(config, families()["step3p5"], n_layers=4)
+    assert fields["moe_layer_freq"] == [1, 1, 1, 1]
 
 
 def test_arguments_alone_make_a_configuration_with_the_same_arguments(folder: Path) -> None:
     source = catalog_of(folder)[1]
-    found = arguments(to_megatron(source, CONFIG))
+    fields = arguments(to_megatron(source, CONFIG))
     # As Megatron-Bridge saves it: without the configuration that it came from.
-    alone = {name: value for name, value in found.items() if name != ARGUMENT}
-    made = to_hf(replace(to_megatron(source, CONFIG), args=make_namespace(alone)))
-    config = json.loads(made.documents["config.json"])
+    alone = {name: value for name, value in fields.items() if name != ARGUMENT}
+    model = to_hf(replace(to_megatron(source, CONFIG), args=make_namespace(alone)))
+    config = json.loads(model.documents["config.json"])
     assert config["model_type"] == "step3p5"
     assert config["moe_layers_enum"] == "1,2,3"
     again = arguments(to_megatron(source, config))
@@ -359,8 +359,8 @@ def predicting(folder: Path) -> Path:
     """The model with two layers of multi-token prediction, as the published files have them: dense,
     the first with a window and the second without.
     """
-    found = folder.parent / "mtp"
-    found.mkdir()
+    path = folder.parent / "mtp"
+    path.mkdir()
     weights = load_file(folder / "model.safetensors")
     extra = {}
     for number, attention in enumerate((1, 0)):
@@ -380,13 +380,13 @@ def predicting(folder: Path) -> Path:
             extra[f"{start}{name}.weight"] = torch.randn(32).bfloat16()
         extra[f"{start}eh_proj.weight"] = torch.randn(32, 64).bfloat16()
         extra[f"{start}transformer.shared_head.output.weight"] = weights["lm_head.weight"].clone()
-    save_file(weights | extra, found / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights | extra, path / "model.safetensors", metadata={"format": "pt"})
     two = {"layer_types": [*CONFIG["layer_types"], "full_attention"]}
     for name in ("rope_theta", "partial_rotary_factors", "swiglu_limits", "swiglu_limits_shared"):
         two[name] = [*CONFIG[name], CONFIG[name][0]]
     config = {**CONFIG, **two, "num_nextn_predict_layers": 2}
-    (found / "config.json").write_text(json.dumps(config, indent=1))
-    return found
+    (path / "config.json").write_text(json.dumps(config, indent=1))
+    return path
 
 
 def test_layers_of_multi_token_prediction_come_back(predicting: Path, tmp_path: Path) -> None:
@@ -404,10 +404,10 @@ def test_layers_of_multi_token_prediction_come_back(predicting: Path, tmp_path: 
     assert main(["validate", str(tmp_path / "back"), "--quiet"]) == 0
     # Arguments alone list these layers as well.
     alone = {name: value for name, value in arguments(middle).items() if name != ARGUMENT}
-    made = to_hf(replace(middle, args=make_namespace(alone)))
-    config = json.loads(made.documents["config.json"])
+    model = to_hf(replace(middle, args=make_namespace(alone)))
+    config = json.loads(model.documents["config.json"])
     assert config["layer_types"] == config_of(predicting)["layer_types"]
-    assert sorted(made.tensors) == sorted(tensors(predicting))
+    assert sorted(model.tensors) == sorted(tensors(predicting))
     # transformers 5 lists them apart.
     apart = {"layer_types": TYPES, "mtp_layer_types": config["layer_types"][4:]}
     again = to_megatron(catalog_of(predicting)[1], config_of(predicting) | apart)
@@ -446,6 +446,6 @@ def test_a_head_of_its_own_is_refused_with_the_option_that_leaves_it_out(
 
 def test_scaling_that_megatron_does_not_apply_is_noted(folder: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 2.0}
-    made = to_megatron(catalog_of(folder)[1], {**CONFIG, "rope_scaling": scaling})
-    assert any("llama3 scaling" in note for note in made.notes)
-    assert to_hf(made).documents["config.json"]
+    middle = to_megatron(catalog_of(folder)[1], {**CONFIG, "rope_scaling": scaling})
+    assert any("llama3 scaling" in note for note in middle.notes)
+    assert to_hf(middle).documents["config.json"]

@@ -202,7 +202,7 @@ def test_transposed_experts_of_published_qwen3_vl_are_recognised(
 
 def test_trained_experts_are_put_back_transposed(tmp_path: Path) -> None:
     model, trained = (_saved("qwen3_vl_moe", tmp_path / str(seed), seed=seed) for seed in range(2))
-    ranks, whole = tmp_path / "ranks", tmp_path / "whole"
+    ranks, complete = tmp_path / "ranks", tmp_path / "whole"
     topology = TopologyChange(tp=2, pp=3, ep=2)
     run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
     replace = Merge(method="replace", others=(ranks,))
@@ -210,7 +210,7 @@ def test_trained_experts_are_put_back_transposed(tmp_path: Path) -> None:
         run(
             Job(
                 src=model,
-                dst=whole,
+                dst=complete,
                 merge=replace,
                 keeps_layout=True,
                 fsync=False,
@@ -218,7 +218,7 @@ def test_trained_experts_are_put_back_transposed(tmp_path: Path) -> None:
             )
         )
         parts = {True: tensors(model), False: tensors(trained)}
-        assert_same(tensors(whole), {key: parts["visual" in key][key] for key in parts[True]})
+        assert_same(tensors(complete), {key: parts["visual" in key][key] for key in parts[True]})
         _transpose_experts(model)
         _transpose_experts(trained)
 
@@ -239,23 +239,23 @@ def test_a_trained_text_model_is_put_back_into_the_complete_one(name: str, tmp_p
     model, trained = _saved(name, tmp_path / "model"), _saved(name, tmp_path / "trained", seed=1)
     if "moe" in name:  # published files have the experts of a layer in two tensors
         _stack_experts(model, n_layers=3)
-    ranks, whole = tmp_path / "ranks", tmp_path / "whole"
+    ranks, complete = tmp_path / "ranks", tmp_path / "whole"
     topology = TopologyChange(tp=2, pp=3)
     run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
     replace = Merge(method="replace", others=(ranks,))
-    report = run(Job(src=model, dst=whole, merge=replace, keeps_layout=True, fsync=False))
+    report = run(Job(src=model, dst=complete, merge=replace, keeps_layout=True, fsync=False))
     assert any("tensors are those of" in note for note in report.notes)
-    assert (whole / "config.json").read_bytes() == (model / "config.json").read_bytes()
-    assert tensors(whole).keys() == tensors(model).keys()
+    assert (complete / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    assert tensors(complete).keys() == tensors(model).keys()
     if "moe" in name:
         _stack_experts(trained, n_layers=3)
     parts = {True: tensors(model), False: tensors(trained)}
     is_tower = {key: "vision" in key or "visual" in key or "multi" in key for key in parts[True]}
-    assert_same(tensors(whole), {key: parts[tower][key] for key, tower in is_tower.items()})
+    assert_same(tensors(complete), {key: parts[tower][key] for key, tower in is_tower.items()})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs, ours = (
-            AutoModelForImageTextToText.from_pretrained(each).eval() for each in (trained, whole)
+            AutoModelForImageTextToText.from_pretrained(each).eval() for each in (trained, complete)
         )
     assert torch.equal(logits(ours), logits(theirs))
 

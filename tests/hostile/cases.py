@@ -185,10 +185,10 @@ BASES: dict[str, dict[str, bytes | str]] = {
 """Small checkpoints that are sound, but for Orbax's."""
 
 
-def changed(base: str, **others: bytes | str | None) -> Make:
+def changed(base: str, **changes: bytes | str | None) -> Make:
     """One of them with other files, or without some (None)."""
     return files(
-        **{name: data for name, data in {**BASES[base], **others}.items() if data is not None}
+        **{name: data for name, data in {**BASES[base], **changes}.items() if data is not None}
     )
 
 
@@ -200,13 +200,13 @@ def _fifo(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    here = Path.cwd()
+    before = Path.cwd()
     os.chdir(path.parent)  # names of sockets are short
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as unix_socket:
+            unix_socket.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(before)
 
 
 def _linked(target: str, path: Path) -> None:
@@ -251,10 +251,10 @@ def replaced(base: str, name: str, thing: Callable[[Path], None]) -> Make:
     """A sound checkpoint in which something else takes the place of a file."""
 
     def make(folder: Path) -> Path:
-        made = changed(base)(folder)
-        (made / name).unlink()
-        thing(made / name)
-        return made
+        path = changed(base)(folder)
+        (path / name).unlink()
+        thing(path / name)
+        return path
 
     return make
 
@@ -263,9 +263,9 @@ def added(base: str, name: str, thing: Callable[[Path], None]) -> Make:
     """A sound checkpoint with something beside its files."""
 
     def make(folder: Path) -> Path:
-        made = changed(base)(folder)
-        thing(made / name)
-        return made
+        path = changed(base)(folder)
+        thing(path / name)
+        return path
 
     return make
 
@@ -485,12 +485,12 @@ def _placed(name: str, offset: int, n_bytes: int) -> Make:
     return _metadata(TensorRow("w", "float32", (4,), [ChunkRow((0,), (4,), name, offset, n_bytes)]))
 
 
-def _zarray(**others: object) -> Make:
-    return changed("zarr", **{"w/.zarray": json.dumps({**ZARRAY, **others})})
+def _zarray(**fields: object) -> Make:
+    return changed("zarr", **{"w/.zarray": json.dumps({**ZARRAY, **fields})})
 
 
-def _zarr_json(**others: object) -> Make:
-    return changed("zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, **others})})
+def _zarr_json(**fields: object) -> Make:
+    return changed("zarr3", **{"w/zarr.json": json.dumps({**ZARR_JSON, **fields})})
 
 
 def _grid(*chunk_shape: int) -> dict[str, object]:
@@ -519,8 +519,8 @@ def _bomb(codec: str, data: bytes) -> Make:
 
 
 def _ocdbt(body: bytes) -> Make:
-    whole = MANIFEST_MAGIC.to_bytes(4, "big") + (len(body) + 16).to_bytes(8, "little") + body
-    return changed("orbax", **{"manifest.ocdbt": whole + crc32c(whole).to_bytes(4, "little")})
+    manifest = MANIFEST_MAGIC.to_bytes(4, "big") + (len(body) + 16).to_bytes(8, "little") + body
+    return changed("orbax", **{"manifest.ocdbt": manifest + crc32c(manifest).to_bytes(4, "little")})
 
 
 def _index(**weight_map: str) -> Make:
@@ -530,12 +530,12 @@ def _index(**weight_map: str) -> Make:
 
 
 def _deflated(
-    record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **others: bytes
+    record: str, begin: bytes, unit: bytes, n: int, end: bytes = b"", **more_records: bytes
 ) -> Make:
     """A torch file with a deflated record of ``n`` equal units."""
 
     def make(folder: Path) -> Path:
-        records = {"data.pkl": b"\x80\x02}.", **others, record: begin + unit * n + end}
+        records = {"data.pkl": b"\x80\x02}.", **more_records, record: begin + unit * n + end}
         return torch_file(zipped(records, method=zipfile.ZIP_DEFLATED))(folder)
 
     return make
@@ -550,46 +550,46 @@ def _folders(folder: Path) -> Path:
     """Directories of which each leads to the next by two links, a loop, and a link to
     everything.
     """
-    made = changed("zarr")(folder)
+    path = changed("zarr")(folder)
     for number in range(40):
-        (made / f"d{number}").mkdir()
+        (path / f"d{number}").mkdir()
         for name in "ab":
-            (made / f"d{number}" / name).symlink_to(f"../d{number + 1}")
-    (made / "loop").symlink_to(".")
-    (made / "all").symlink_to("/")
-    return made
+            (path / f"d{number}" / name).symlink_to(f"../d{number + 1}")
+    (path / "loop").symlink_to(".")
+    (path / "all").symlink_to("/")
+    return path
 
 
 def _deep(base: str) -> Make:
     def make(folder: Path) -> Path:
-        made = changed(base)(folder)
-        here = os.open(made, os.O_RDONLY)
+        path = changed(base)(folder)
+        descriptor = os.open(path, os.O_RDONLY)
         for _ in range(1500):
-            os.mkdir("d", dir_fd=here)
-            below = os.open("d", os.O_RDONLY, dir_fd=here)
-            os.close(here)
-            here = below
-        os.close(here)
-        return made
+            os.mkdir("d", dir_fd=descriptor)
+            below = os.open("d", os.O_RDONLY, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+        os.close(descriptor)
+        return path
 
     return make
 
 
 def _many(base: str) -> Make:
     def make(folder: Path) -> Path:
-        made = changed(base)(folder)
+        path = changed(base)(folder)
         for number in range(5000):
-            (made / f"x{number}.distcp").touch()
-        return made
+            (path / f"x{number}.distcp").touch()
+        return path
 
     return make
 
 
 def _named(base: str, name: bytes) -> Make:
     def make(folder: Path) -> Path:
-        made = changed(base)(folder)
-        Path(os.fsdecode(os.fsencode(made) + b"/" + name)).write_bytes(b"x")
-        return made
+        path = changed(base)(folder)
+        Path(os.fsdecode(os.fsencode(path) + b"/" + name)).write_bytes(b"x")
+        return path
 
     return make
 
@@ -598,16 +598,16 @@ def _array_folder(name: bytes) -> Make:
     """A zarr array in a directory of that name."""
 
     def make(folder: Path) -> Path:
-        made = changed("zarr")(folder)
-        os.rename(os.fsencode(made / "w"), os.fsencode(made) + b"/" + name)
-        return made
+        path = changed("zarr")(folder)
+        os.rename(os.fsencode(path / "w"), os.fsencode(path) + b"/" + name)
+        return path
 
     return make
 
 
 def _tracker(tracker: str, content: str) -> Make:
-    others = {f"iter_0000001/{name}": data for name, data in DCP.items()}
-    return files(**{tracker: content, **others})
+    other_files = {f"iter_0000001/{name}": data for name, data in DCP.items()}
+    return files(**{tracker: content, **other_files})
 
 
 def _sparse_zip(folder: Path) -> Path:
@@ -643,13 +643,13 @@ def _many_records(folder: Path) -> Path:
 
 
 def _sparse_metadata(folder: Path) -> Path:
-    made = changed("dcp")(folder)
-    _sparse(made / ".metadata", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0.")
-    return made
+    path = changed("dcp")(folder)
+    _sparse(path / ".metadata", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0.")
+    return path
 
 
 def _sparse_object(folder: Path) -> Path:
-    made = files(
+    path = files(
         **{
             ".metadata": write_metadata(
                 [ObjectRow("o", "__0_0.distcp", 0, TERABYTE)], planner_data=None
@@ -657,9 +657,9 @@ def _sparse_object(folder: Path) -> Path:
         }
     )(folder)
     _sparse(
-        made / "__0_0.distcp", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0."
+        path / "__0_0.distcp", begin=b"\x80\x05\x8e" + struct.pack("<Q", TERABYTE - 13), end=b"0."
     )
-    return made
+    return path
 
 
 def _sparse_safetensors(folder: Path) -> Path:

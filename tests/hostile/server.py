@@ -100,9 +100,9 @@ def _resident_bytes() -> int:
 
 def _waited(pid: int, deadline: float) -> tuple[int, int, resource.struct_rusage]:
     while True:
-        found = os.wait4(pid, os.WNOHANG)
-        if found[0]:
-            return found
+        waited = os.wait4(pid, os.WNOHANG)
+        if waited[0]:
+            return waited
         if time.monotonic() > deadline:
             os.kill(pid, 9)
             return os.wait4(pid, 0)

@@ -81,9 +81,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def server(repo_dir: Path) -> Iterator[Server]:
-    made = Server(repo_dir)
-    yield made
-    made.close()
+    running = Server(repo_dir)
+    yield running
+    running.close()
 
 
 @pytest.fixture
@@ -91,36 +91,36 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     """An empty directory, removed at once: there are terabytes in it, and names that pytest cannot
     remove.
     """
-    made = tmp_path / "work"
-    made.mkdir()
-    yield made
-    subprocess.run(["rm", "-rf", str(made)], check=True)
+    path = tmp_path / "work"
+    path.mkdir()
+    yield path
+    subprocess.run(["rm", "-rf", str(path)], check=True)
 
 
 def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
     source = make(folder)
     before = set(os.listdir(folder))
-    found = server.run(
+    result = server.run(
         [str(source) if word == "SRC" else word for word in _COMMANDS[command]], folder
     )
-    assert "Traceback" not in found.err
-    assert found.code in (0, *_REFUSED), found.err
-    assert found.cpu_s < MAX_CPU_S
-    assert found.grown_bytes < MAX_GROWN_BYTES
-    assert all(line.isprintable() for line in (found.out + found.err).split("\n"))
+    assert "Traceback" not in result.err
+    assert result.code in (0, *_REFUSED), result.err
+    assert result.cpu_s < MAX_CPU_S
+    assert result.grown_bytes < MAX_GROWN_BYTES
+    assert all(line.isprintable() for line in (result.out + result.err).split("\n"))
     assert MARKER not in os.listdir(folder)
-    made = set(os.listdir(folder)) - before
-    assert made <= {"out", "manifest.json", "report.html"}
-    if found.code:
-        assert made <= {"report.html"}  # of damage, or of findings
-    if found.code > 1:
+    created = set(os.listdir(folder)) - before
+    assert created <= {"out", "manifest.json", "report.html"}
+    if result.code:
+        assert created <= {"report.html"}  # of damage, or of findings
+    if result.code > 1:
         # Below its page, inspect says all on one line.
-        assert "\n  hint: " in found.err or command.startswith("inspect")
-        assert is_one_error(re.sub(r"report: .*\n\Z", "", found.err))
-    for name in made:
+        assert "\n  hint: " in result.err or command.startswith("inspect")
+        assert is_one_error(re.sub(r"report: .*\n\Z", "", result.err))
+    for name in created:
         path = folder / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return found
+    return result
 
 
 @pytest.mark.each_value
@@ -129,15 +129,15 @@ def _check(server: Server, make: Make, folder: Path, command: str) -> Ended:
 def test_what_hostile_ones_are_made_of_is_read(
     case: str, command: str, server: Server, folder: Path
 ) -> None:
-    found = _check(server, SOUND[case], folder, command)
-    assert found.code == 0, found.err + found.out
+    result = _check(server, SOUND[case], folder, command)
+    assert result.code == 0, result.err + result.out
 
 
 _LONG = {
     *(
-        f"pickle as {place}: {what}"
+        f"pickle as {place}: {nesting}"
         for place in ("metadata", "object")
-        for what in ("deep lists", "deep lists behind a mark", "many objects", "many records")
+        for nesting in ("deep lists", "deep lists behind a mark", "many objects", "many records")
     ),
     "pickle: many records",
     "pickle: deep lists behind a mark",
@@ -162,12 +162,12 @@ def _axes(case: str) -> dict[str, str]:
     if kind in THINGS:
         return {"place": rest, "what": kind}
     if kind == "JSON":
-        what, place = next(
+        content_kind, place = next(
             (rest.removesuffix(f" in {place}"), place)
             for _, place in JSON_PLACES
             if rest.endswith(f" in {place}")
         )
-        return {"place": f"JSON in {place}", "what": f"JSON: {what}"}
+        return {"place": f"JSON in {place}", "what": f"JSON: {content_kind}"}
     if kind.startswith("pickle"):
         return {"place": kind, "what": rest}
     return {"place": case, "what": case}
@@ -201,9 +201,9 @@ def test_a_hostile_checkpoint_ends_every_command_in_order(
         (folder / command).mkdir()
         return _check(server, CASES[case], folder / command, command)
 
-    others = [name for name in _COMMANDS if name not in ("validate --headers", "convert")]
+    commands = [name for name in _COMMANDS if name not in ("validate --headers", "convert")]
     if "terabyte" in case:  # it reads every byte, also of a terabyte of zeros
-        others.remove("manifest")
+        commands.remove("manifest")
     is_found = ended("validate --headers").code == 1
     refusal = ended("convert")
     is_refused = refusal.code != 0
@@ -211,7 +211,7 @@ def test_a_hostile_checkpoint_ends_every_command_in_order(
         (folder / "followed").mkdir()
         _follow(server, CASES[case](folder / "followed"), folder / "followed")
     turn, number = divmod(list(CASES).index(case), 3)
-    other = others[(turn + number) % len(others)]
+    other = commands[(turn + number) % len(commands)]
     if number == 0 or request.config.getoption("--long"):
         is_found |= ended(other).code == 1 and other == "validate --deep"
     if is_refused and not is_found and "terabyte" not in case:
@@ -231,7 +231,7 @@ def _follow(server: Server, source: Path, folder: Path) -> None:
     assert all(end.code in (0, *_REFUSED) for end in ends)
 
 
-def test_there_are_more_than_a_hundred() -> None:
+def test_the_hostile_cases_are_more_than_three_hundred() -> None:
     assert len(CASES) > 300
     assert set(CASES) >= _LONG
 
@@ -243,8 +243,8 @@ def test_whoever_would_run_code_is_found_and_not_converted(
     for name in ("a", "b", "c"):
         (folder / name).mkdir()
     assert _check(server, CASES[case], folder / "a", "convert").code in (3, 4, 5)
-    found = _check(server, CASES[case], folder / "b", "validate --headers")
-    assert found.code == 1
-    assert '"CK601"' in found.out
+    result = _check(server, CASES[case], folder / "b", "validate --headers")
+    assert result.code == 1
+    assert '"CK601"' in result.out
     shown = _check(server, CASES[case], folder / "c", "inspect")
     assert shown.code in (3, 4, 5) or "WARNING" in shown.out

@@ -37,9 +37,9 @@ def one_file(name: str, data: bytes) -> Callable[[Path], Path]:
     return make
 
 
-def beside_others(name: str, data: bytes, **others: bytes) -> Callable[[Path], Path]:
+def beside_others(name: str, data: bytes, **other_files: bytes) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
-        for other, content in {name: data, **others}.items():
+        for other, content in {name: data, **other_files}.items():
             (folder / other).parent.mkdir(parents=True, exist_ok=True)
             (folder / other).write_bytes(content)
         return folder

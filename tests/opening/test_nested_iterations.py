@@ -48,8 +48,8 @@ def test_a_root_its_iteration_and_the_directory_of_deepspeed_are_one_checkpoint(
 def test_every_verb_names_the_same_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def answer(*arguments: object) -> dict[str, object]:
         assert main([str(argument) for argument in arguments]) == 0
-        found: dict[str, object] = json.loads(capsys.readouterr().out)
-        return found
+        page: dict[str, object] = json.loads(capsys.readouterr().out)
+        return page
 
     for path in (run, run / "checkpoint-2", run / STEP):
         assert answer("inspect", path, "--json")["path"] == str(run / STEP)
@@ -84,11 +84,11 @@ def test_a_cut_rank_file_is_found_from_the_root(run: Path, file: str, level: Lev
     os.truncate(run / STEP / file, 1000)
     for path in (run, run / "checkpoint-2"):
         errors = [
-            found
-            for found in validate(path, level=level).findings
-            if found.severity == Severity.ERROR
+            finding
+            for finding in validate(path, level=level).findings
+            if finding.severity == Severity.ERROR
         ]
-        assert [found.file for found in errors] == [file]
+        assert [error.file for error in errors] == [file]
 
     def is_whole(path: Path) -> tuple[bool, Validation]:
         validation = validate(path, level=level)
@@ -106,20 +106,22 @@ def test_without_its_tracker_deepspeeds_directory_comes_before_copies_of_the_wei
     opened = open_checkpoint(run)
     assert opened.path == run / STEP
     assert any("model.safetensors" in note for note in opened.notes)
-    assert ("CK514", "../latest") in [(found.code, found.file) for found in validate(run).findings]
+    assert ("CK514", "../latest") in [
+        (finding.code, finding.file) for finding in validate(run).findings
+    ]
 
 
 def test_a_tracker_below_the_root_that_leads_nowhere_is_told(run: Path) -> None:
     (run / "checkpoint-2/latest").write_text("global_step9")
     for path in (run, run / "checkpoint-2"):
-        found = validate(path)
-        told = [
+        report = validate(path)
+        findings = [
             (finding.code, finding.file)
-            for finding in found.findings
+            for finding in report.findings
             if finding.severity > Severity.NOTE
         ]
-        assert told == [("CK510", "latest")]
-        assert found.path == str(run / "checkpoint-2")
+        assert findings == [("CK510", "latest")]
+        assert report.path == str(run / "checkpoint-2")
 
 
 def test_a_link_that_leads_back_ends(tmp_path: Path) -> None:

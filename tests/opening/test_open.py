@@ -24,11 +24,11 @@ from tests.support.facets import facet_of
 def test_a_root_an_iteration_a_file_and_a_rank_directory_open(golden: Path) -> None:
     root = golden / "mcore_legacy/dense_gqa/tp2_pp2"
     for path in (root, root / "iter_0000010"):
-        found = open_checkpoint(path)
-        assert (found.format.name, found.iteration) == ("megatron", 10)
-        assert found.path.name == "iter_0000010"
-    one = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
-    assert facet_of(one.catalog, RankFacts).is_single_rank
+        checkpoint = open_checkpoint(path)
+        assert (checkpoint.format.name, checkpoint.iteration) == ("megatron", 10)
+        assert checkpoint.path.name == "iter_0000010"
+    single = open_checkpoint(root / "iter_0000010/mp_rank_00_001/model_optim_rng.pt")
+    assert facet_of(single.catalog, RankFacts).is_single_rank
     assert open_checkpoint(golden / "torch_dcp/fsdp2_dp2/.metadata").format.name == "dcp"
     assert open_checkpoint(golden / "hf/llama/torch_single/model_zip.pt").format.name == "torch"
 
@@ -110,18 +110,18 @@ def test_nothing_and_emptiness_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "title"),
     [
         ("model.gguf", "a GGUF file"),
         ("model.nemo", "a NeMo archive"),
     ],
 )
 def test_the_usual_formats_that_are_not_read_are_named(
-    tmp_path: Path, name: str, what: str
+    tmp_path: Path, name: str, title: str
 ) -> None:
     (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(64))
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UnsupportedError, match=f"{what} cannot be read") as refusal:
+        with pytest.raises(UnsupportedError, match=f"{title} cannot be read") as refusal:
             open_checkpoint(path)
         assert "safetensors" in str(refusal.value.hint)
 

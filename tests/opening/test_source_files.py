@@ -48,14 +48,14 @@ NOT_LISTED = re.compile(r"(.*/)?\..*|.*\.index\.json|.*\.sync/.*|.*ocdbt\.proces
 
 
 def sources(golden: Path) -> list[tuple[Path, str]]:
-    found = [
+    places = [
         (path, to)
         for pattern, to in FOLDERS.items()
         for path in sorted(golden.glob(pattern))
         if path.is_dir()
     ]
-    assert len(found) > 50
-    return found
+    assert len(places) > 50
+    return places
 
 
 def listed(prepared: Prepared) -> set[str]:
@@ -90,11 +90,11 @@ def test_no_file_of_any_directory_is_passed_over(
             assert passed_over(prepared) == set(), path
             written = {image.path for image in prepared.images}
             for folder in prepared.source.passed:
-                beside = {name.name for name in folder.iterdir() if name.is_file()} - set(TRACKERS)
-                told = {name.rpartition("/")[2] for name in listed(prepared)}
+                names = {name.name for name in folder.iterdir() if name.is_file()} - set(TRACKERS)
+                names_told = {name.rpartition("/")[2] for name in listed(prepared)}
                 # What is read of a directory above is joined under its absolute path.
-                told |= {name.rpartition("/")[2] for name in prepared.source.store.opened}
-                assert beside <= told | written, path
+                names_told |= {name.rpartition("/")[2] for name in prepared.source.store.opened}
+                assert names <= names_told | written, path
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, "trainer/zero3_dp2"])
@@ -107,7 +107,7 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
         Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
     ) as before:
         inner = before.source.path
-        known = listed(before)
+        listed_before = listed(before)
     (inner / "states").mkdir()
     for file in ("scaler.dat", "states/sampler.npy"):
         (inner / file).write_bytes(b"?")
@@ -116,7 +116,7 @@ def test_a_file_that_no_format_knows_is_listed_wherever_it_lies(
     with prepare(
         Job(src=path, dst=tmp_path / "out", to="torch" if name.startswith("tr") else FOLDERS[name])
     ) as after:
-        more = {name.removeprefix("source/") for name in listed(after) - known}
+        more = {name.removeprefix("source/") for name in listed(after) - listed_before}
         assert more == {"scaler.dat", "states/sampler.npy", "wandb.yaml"}
 
 
@@ -141,8 +141,8 @@ def test_folders_of_a_model_arrive_under_their_paths(
 ) -> None:
     path = Path(shutil.copytree(golden / "hf/llama" / form, tmp_path / "in"))
     (path / "modules.json").write_text(json.dumps(MODULES))
-    others = {"onnx/config.json": b"{}", "onnx/model.onnx": b"?"}
-    for name, data in (FOLDERS_OF_MODELS | others).items():
+    more_files = {"onnx/config.json": b"{}", "onnx/model.onnx": b"?"}
+    for name, data in (FOLDERS_OF_MODELS | more_files).items():
         (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_bytes(data)
     report = run(Job(src=path, dst=tmp_path / "out", to="safetensors"))

@@ -50,19 +50,19 @@ def saved(path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", ["model.safetensors", "model.pt", "pytorch_model.bin", "last.ckpt", "model.pth"]
 )
-@pytest.mark.parametrize("what", INSTEAD)
-def test_what_was_saved_in_place_of_weights_is_told(what: str, name: str, tmp_path: Path) -> None:
-    data, title = INSTEAD[what]
+@pytest.mark.parametrize("case", INSTEAD)
+def test_what_was_saved_in_place_of_weights_is_told(case: str, name: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[case]
     (tmp_path / name).write_bytes(data)
     with pytest.raises(CheckpointingException, match=title) as refusal:
         open_checkpoint(tmp_path / name)
     assert refusal.value.hint
-    assert ("git lfs pull" in refusal.value.hint) == (what == "a pointer")
+    assert ("git lfs pull" in refusal.value.hint) == (case == "a pointer")
 
 
-@pytest.mark.parametrize("what", INSTEAD)
-def test_a_directory_of_downloads_that_failed_is_told(what: str, tmp_path: Path) -> None:
-    data, title = INSTEAD[what]
+@pytest.mark.parametrize("case", INSTEAD)
+def test_a_directory_of_downloads_that_failed_is_told(case: str, tmp_path: Path) -> None:
+    data, title = INSTEAD[case]
     for name in ("model.safetensors", "config.json"):
         (tmp_path / name).write_bytes(data if name != "config.json" else b"{}")
     with pytest.raises(CorruptError, match=title):
@@ -72,11 +72,11 @@ def test_a_directory_of_downloads_that_failed_is_told(what: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "pytorch_model.bin"])
-@pytest.mark.parametrize("what", INSTEAD)
+@pytest.mark.parametrize("case", INSTEAD)
 def test_validate_finds_what_was_saved_in_place_of_weights(
-    what: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    case: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    data, title = INSTEAD[what]
+    data, title = INSTEAD[case]
     (tmp_path / name).write_bytes(data)
     (tmp_path / "config.json").write_text("{}")
     for path in (tmp_path, tmp_path / name):
@@ -192,9 +192,9 @@ def test_every_verb_wants_the_loose_file_named(
         "manifest": ["."],
     }
     assert main([verb, *words[verb]]) == 4
-    told = capsys.readouterr().err
-    assert "contains one torch or safetensors file: last.ckpt" in told
-    assert "point at last.ckpt" in told.lower()
+    err = capsys.readouterr().err
+    assert "contains one torch or safetensors file: last.ckpt" in err
+    assert "point at last.ckpt" in err.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 
@@ -248,11 +248,11 @@ def test_of_loose_files_the_unreadable_one_is_named_and_the_others_are_proposed(
     title = "a web page" if bad == PAGE else "but its header ends at byte 24"
     for words in (["convert", "--to", "dcp", "-o", str(tmp_path / "out")], ["manifest"]):
         assert main([words[0], str(tmp_path), *words[1:]]) != 0
-        told = capsys.readouterr().err
-        assert "part_3.safetensors" in told
-        assert title in told
+        err = capsys.readouterr().err
+        assert "part_3.safetensors" in err
+        assert title in err
         assert (
-            "the other files can be read one by one: part_1.safetensors, part_2.safetensors" in told
+            "the other files can be read one by one: part_1.safetensors, part_2.safetensors" in err
         )
     # inspect shows the other files.
     assert main(["inspect", str(tmp_path)]) == 3

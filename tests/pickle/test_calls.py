@@ -761,9 +761,11 @@ def test_leaving_one_call_out_does_not_excuse_another_that_is_dropped(tmp_path: 
 
 
 def test_more_calls_than_are_listed_are_not_excused_by_those_that_are(tmp_path: Path) -> None:
-    kept = OrderedDict(w=torch.zeros(2))
-    kept._metadata = {"": map(len, [[1]])}  # type: ignore[attr-defined]
-    tree = {f"a{number}": {map(len, [[1]]): 1} for number in range(MOST_PLACES)} | {"z": kept}
+    module_state = OrderedDict(w=torch.zeros(2))
+    module_state._metadata = {"": map(len, [[1]])}  # type: ignore[attr-defined]
+    tree = {f"a{number}": {map(len, [[1]]): 1} for number in range(MOST_PLACES)} | {
+        "z": module_state
+    }
     torch.save(tree, tmp_path / "x.pt")
     with pytest.raises(UnsafeError, match="builtins.map"):
         run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("a*",)))
@@ -794,4 +796,4 @@ def test_no_text_of_the_program_advises_to_load_without_weights_only(repo_dir: P
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]
     assert len(sources) > 500 and len(texts) > 100
-    assert [found for found in texts if "weights_only=False" in found[1]] == []
+    assert [entry for entry in texts if "weights_only=False" in entry[1]] == []

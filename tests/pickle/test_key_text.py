@@ -216,11 +216,12 @@ def test_keys_that_weights_only_refuses_are_set_aside_by_their_names(tmp_path: P
 
 
 def test_diff_compares_the_values_of_keys(tmp_path: Path) -> None:
-    one = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
+    first = saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "a.pt")
     other = saved({"proto": {np.int64(5): numbers(2), np.int64(9): numbers(2)}}, tmp_path / "b.pt")
-    assert not compare(one, other).same
+    assert not compare(first, other).same
     assert compare(
-        one, saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt")
+        first,
+        saved({"proto": {np.int64(3): numbers(2), np.int64(7): numbers(2)}}, tmp_path / "c.pt"),
     ).same
 
 
@@ -228,15 +229,15 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
     def state(*keys: object) -> dict[str, object]:
         return {"w": numbers(2), "history": [collections.deque([dict.fromkeys(keys, 1)])]}
 
-    one = saved(state(np.int64(3), Color.RED), tmp_path / "a.pt")
-    assert compare(one, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).same
-    assert not compare(one, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
+    first = saved(state(np.int64(3), Color.RED), tmp_path / "a.pt")
+    assert compare(first, saved(state(np.int64(3), Color.RED), tmp_path / "b.pt")).same
+    assert not compare(first, saved(state(np.int64(4), Color.RED), tmp_path / "c.pt")).same
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("to", FLAT)
 @pytest.mark.parametrize(
-    ("state", "where", "what", "glob"),
+    ("state", "where", "message", "glob"),
     [
         (
             {"w": numbers(1), "proto": {Plain(): numbers(2), Plain(): numbers(3)}},
@@ -255,12 +256,12 @@ def test_diff_compares_dicts_inside_of_objects_by_the_values_of_their_keys(tmp_p
     ids=["of a class", "tensor", "root"],
 )
 def test_a_key_without_a_text_is_refused_by_name(
-    state: object, where: str, what: str, glob: str, to: str, tmp_path: Path
+    state: object, where: str, message: str, glob: str, to: str, tmp_path: Path
 ) -> None:
     source = saved(state, tmp_path / "x.pt")
     with pytest.raises(UnsupportedError, match=f"the dict {where} has objects as keys") as caught:
         converted(source, tmp_path / "out", to)
-    assert caught.value.file == str(source) and what in caught.value.message
+    assert caught.value.file == str(source) and message in caught.value.message
     assert (
         caught.value.hint is not None
         and "--to torch" in caught.value.hint

@@ -54,11 +54,11 @@ def test_keys_and_paths_agree_with_torch_flattening() -> None:
         return node
 
     flat, paths = flatten_state_dict(real)
-    found = {
+    paths_by_key = {
         ".".join(map(str, entry.path)): entry.path for entry in entries(_with_leaves(inert(real)))
     }
-    assert list(found) == list(flat)
-    assert {key: tuple(map(str, path)) for key, path in found.items()} == {
+    assert list(paths_by_key) == list(flat)
+    assert {key: tuple(map(str, path)) for key, path in paths_by_key.items()} == {
         key: tuple(map(str, path)) for key, path in paths.items()
     }
 
@@ -114,11 +114,11 @@ def test_removed_leaves_take_empty_containers_with_them_and_keep_list_indexes() 
     def change(entry: LeafEntry) -> object:
         return REMOVED if entry.key in ("a.x", "b.0") else entry.leaf
 
-    made = map_leaves(tree, change)
-    assert isinstance(made, dict)
-    assert made["b"] == [None, TensorLeaf("b.1")]
-    assert "a" not in made
-    assert as_mapping(made["c"]) == {"y": 1}
+    mapped = map_leaves(tree, change)
+    assert isinstance(mapped, dict)
+    assert mapped["b"] == [None, TensorLeaf("b.1")]
+    assert "a" not in mapped
+    assert as_mapping(mapped["c"]) == {"y": 1}
 
 
 def test_cycles_are_an_error_not_a_hang() -> None:
@@ -129,8 +129,8 @@ def test_cycles_are_an_error_not_a_hang() -> None:
 
 
 def test_containers_in_which_no_leaf_changes_are_not_copied() -> None:
-    kept = {"list": [1, {"x": 2}], "counts": make_ordered_dict({"y": 1})}
-    tree = {"kept": kept, "changed": {"a": TensorLeaf("a"), "b": {"c": 1}}}
+    unchanged = {"list": [1, {"x": 2}], "counts": make_ordered_dict({"y": 1})}
+    tree = {"kept": unchanged, "changed": {"a": TensorLeaf("a"), "b": {"c": 1}}}
     assert map_leaves(tree, lambda entry: entry.leaf) is tree
 
     def change(entry: LeafEntry) -> object:
@@ -138,7 +138,7 @@ def test_containers_in_which_no_leaf_changes_are_not_copied() -> None:
 
     result = map_leaves(tree, change)
     assert isinstance(result, dict)
-    assert result["kept"] is kept
+    assert result["kept"] is unchanged
     assert result["changed"] == {"a": TensorLeaf("new"), "b": {"c": 1}}
     assert tree["changed"]["a"] == TensorLeaf("a")
     assert map_leaves(tree, lambda entry: entry.leaf, copies=True) is not tree
@@ -203,8 +203,8 @@ def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out
     report = run(job(source, tmp_path / "out", to, exclude=(key,)))
     assert report.n_tensors == len(open_checkpoint(source).catalog.tensors)
     if to == "torch" and key == "self":
-        kept = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=False)
-        assert set(kept) == {"w", "args"} and kept["args"] == argparse.Namespace(lr=1)
+        loaded = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=False)
+        assert set(loaded) == {"w", "args"} and loaded["args"] == argparse.Namespace(lr=1)
 
 
 @pytest.mark.parametrize("level", list(Level))
@@ -232,11 +232,11 @@ def test_a_namespace_that_contains_itself_is_refused_by_name_where_no_pickle_kee
             run(Job(src=source, dst=tmp_path / "out", fsync=False, **options))  # type: ignore[arg-type]
         assert (caught.value.key, caught.value.file) == ("train.args", str(source))
         assert caught.value.hint is not None and "--exclude" in caught.value.hint
-        left = {**options, "exclude": ("train.args",)}
-        run(Job(src=source, dst=tmp_path / str(number), fsync=False, **left))  # type: ignore[arg-type]
+        changes = {**options, "exclude": ("train.args",)}
+        run(Job(src=source, dst=tmp_path / str(number), fsync=False, **changes))  # type: ignore[arg-type]
     run(job(source, tmp_path / "y.pt", "torch"))
-    kept = torch.load(tmp_path / "y.pt", weights_only=False)["train"]["args"]
-    assert kept.self is kept and kept.lr == 1
+    namespace = torch.load(tmp_path / "y.pt", weights_only=False)["train"]["args"]
+    assert namespace.self is namespace and namespace.lr == 1
     assert not validate(source, level=Level.DEEP).findings
 
 

@@ -79,14 +79,14 @@ KEYS = st.recursive(
 def records(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Inert:
     how = draw(st.sampled_from(["reduce", "newobj", "newobj_ex"]))
     fn = draw(st.one_of(st.builds(Global, st.just("m"), st.just("C")), inner))
-    made = Inert(how, fn, tuple(draw(st.lists(inner))))
+    record = Inert(how, fn, tuple(draw(st.lists(inner))))
     if draw(st.booleans()):
-        made.kwargs = draw(st.dictionaries(st.text(max_size=3), inner, max_size=2))
+        record.kwargs = draw(st.dictionaries(st.text(max_size=3), inner, max_size=2))
     if draw(st.booleans()):
-        made.state = draw(inner)
-    made.items = draw(st.lists(inner, max_size=2))
-    made.entries = draw(st.lists(st.tuples(inner, inner), max_size=2))
-    return made
+        record.state = draw(inner)
+    record.items = draw(st.lists(inner, max_size=2))
+    record.entries = draw(st.lists(st.tuples(inner, inner), max_size=2))
+    return record
 
 
 TREES: st.SearchStrategy[Any] = st.recursive(

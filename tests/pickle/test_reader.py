@@ -103,9 +103,9 @@ class Slotted:
 
 class Keyword:
     def __new__(cls, *, size: int) -> Keyword:
-        made = super().__new__(cls)
-        made.size = size  # type: ignore[attr-defined]
-        return made
+        instance = super().__new__(cls)
+        instance.size = size  # type: ignore[attr-defined]
+        return instance
 
     def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, int]]:
         return (), {"size": self.size}  # type: ignore[attr-defined]
@@ -168,8 +168,8 @@ PLAIN: list[Any] = [
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_plain_values_come_out_equal_and_of_the_same_type(protocol: int) -> None:
     for value in PLAIN:
-        found = load(pickle.dumps(value, protocol), label="x")
-        assert (type(found), found) == (type(value), value)
+        loaded = load(pickle.dumps(value, protocol), label="x")
+        assert (type(loaded), loaded) == (type(value), value)
     assert str(load(pickle.dumps(-0.0, protocol), label="x")) == "-0.0"
     assert str(load(pickle.dumps(float("nan"), protocol), label="x")) == "nan"
 
@@ -180,60 +180,60 @@ def test_shared_and_cyclic_containers_keep_their_identity(protocol: int) -> None
     loop: dict[str, Any] = {"a": shared, "b": shared}
     loop["self"] = loop
     shared.append((shared,))
-    found: Any = load(pickle.dumps(loop, protocol), label="x")
-    assert found["self"] is found
-    assert found["a"] is found["b"]
-    assert found["a"][0][0] is found["a"]
+    loaded: Any = load(pickle.dumps(loop, protocol), label="x")
+    assert loaded["self"] is loaded
+    assert loaded["a"] is loaded["b"]
+    assert loaded["a"][0][0] is loaded["a"]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_objects_become_records_of_their_parts(protocol: int) -> None:
-    found: Any = load(pickle.dumps(Point(3, 4), protocol), label="x")
-    assert (found.fn.name, found.how, found.args) == ("Point", "newobj", ())
-    assert attributes(found) == {"x": 3, "y": 4}
-    found = load(pickle.dumps(argparse.Namespace(a=1, b=[2]), protocol), label="x")
-    assert (str(found.fn), attributes(found)) == ("argparse.Namespace", {"a": 1, "b": [2]})
-    assert found.class_name == "argparse.Namespace"
-    found = load(pickle.dumps(SimpleNamespace(a=1), protocol), label="x")
-    assert attributes(found) == {"a": 1}
-    found = load(pickle.dumps(collections.OrderedDict(b=1, a=2), protocol), label="x")
-    assert (found.class_name, found.args, found.entries) == (
+    loaded: Any = load(pickle.dumps(Point(3, 4), protocol), label="x")
+    assert (loaded.fn.name, loaded.how, loaded.args) == ("Point", "newobj", ())
+    assert attributes(loaded) == {"x": 3, "y": 4}
+    loaded = load(pickle.dumps(argparse.Namespace(a=1, b=[2]), protocol), label="x")
+    assert (str(loaded.fn), attributes(loaded)) == ("argparse.Namespace", {"a": 1, "b": [2]})
+    assert loaded.class_name == "argparse.Namespace"
+    loaded = load(pickle.dumps(SimpleNamespace(a=1), protocol), label="x")
+    assert attributes(loaded) == {"a": 1}
+    loaded = load(pickle.dumps(collections.OrderedDict(b=1, a=2), protocol), label="x")
+    assert (loaded.class_name, loaded.args, loaded.entries) == (
         "collections.OrderedDict",
         (),
         [("b", 1), ("a", 2)],
     )
-    assert as_mapping(found) == {"b": 1, "a": 2}
-    found = load(pickle.dumps(collections.defaultdict(list, k=[1]), protocol), label="x")
-    assert (found.args, found.entries) == ((Global("builtins", "list"),), [("k", [1])])
-    found = load(pickle.dumps(collections.deque([1, 2], 5), protocol), label="x")
-    assert (found.class_name, found.items) == ("collections.deque", [1, 2])
-    found = load(pickle.dumps(datetime.timedelta(1, 2, 3), protocol), label="x")
-    assert (found.class_name, found.args, found.state) == (
+    assert as_mapping(loaded) == {"b": 1, "a": 2}
+    loaded = load(pickle.dumps(collections.defaultdict(list, k=[1]), protocol), label="x")
+    assert (loaded.args, loaded.entries) == ((Global("builtins", "list"),), [("k", [1])])
+    loaded = load(pickle.dumps(collections.deque([1, 2], 5), protocol), label="x")
+    assert (loaded.class_name, loaded.items) == ("collections.deque", [1, 2])
+    loaded = load(pickle.dumps(datetime.timedelta(1, 2, 3), protocol), label="x")
+    assert (loaded.class_name, loaded.args, loaded.state) == (
         "datetime.timedelta",
         (1, 2, 3),
         NO_STATE,
     )
-    found = load(pickle.dumps(decimal.Decimal("1.25"), protocol), label="x")
-    assert (found.class_name, found.args) == ("decimal.Decimal", ("1.25",))
-    found = load(pickle.dumps(functools.partial(print, 1, end=""), protocol), label="x")
-    assert found.fn == Global("functools", "partial")
+    loaded = load(pickle.dumps(decimal.Decimal("1.25"), protocol), label="x")
+    assert (loaded.class_name, loaded.args) == ("decimal.Decimal", ("1.25",))
+    loaded = load(pickle.dumps(functools.partial(print, 1, end=""), protocol), label="x")
+    assert loaded.fn == Global("functools", "partial")
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_slots_keyword_arguments_and_numpy_arrays_become_records(protocol: int) -> None:
-    found: Any = load(pickle.dumps(Slotted(), protocol), label="x")
-    assert found.state == (None, {"a": 1, "b": [2]})
-    found = load(pickle.dumps(np.arange(5, dtype="<i4"), protocol), label="x")
-    assert found.fn.name in {"_reconstruct", "_frombuffer"}
+    loaded: Any = load(pickle.dumps(Slotted(), protocol), label="x")
+    assert loaded.state == (None, {"a": 1, "b": [2]})
+    loaded = load(pickle.dumps(np.arange(5, dtype="<i4"), protocol), label="x")
+    assert loaded.fn.name in {"_reconstruct", "_frombuffer"}
     assert np.arange(5, dtype="<i4").tobytes() in (
-        *found.args,
-        *(found.state if found.state is not NO_STATE else ()),
+        *loaded.args,
+        *(loaded.state if loaded.state is not NO_STATE else ()),
     )
-    found = load(pickle.dumps(Keyword(size=3), protocol), label="x")
+    loaded = load(pickle.dumps(Keyword(size=3), protocol), label="x")
     if protocol >= 4:
-        assert (found.how, found.kwargs) == ("newobj_ex", {"size": 3})
+        assert (loaded.how, loaded.kwargs) == ("newobj_ex", {"size": 3})
     else:
-        assert isinstance(found.fn, Inert)  # functools.partial(cls.__new__, cls, size=3)()
+        assert isinstance(loaded.fn, Inert)  # functools.partial(cls.__new__, cls, size=3)()
 
 
 def test_enums_are_names_or_calls() -> None:
@@ -255,9 +255,9 @@ def test_nested_getattr_is_one_long_name_that_is_never_looked_up() -> None:
         + text("system")
         + b"\x86R."
     )
-    found = load(data, label="x")
-    assert found == Global("os", "path.os.system")
-    assert classify(found) == "dangerous"
+    loaded = load(data, label="x")
+    assert loaded == Global("os", "path.os.system")
+    assert classify(loaded) == "dangerous"
 
 
 def test_names_of_python_2_are_translated_up_to_protocol_2_only() -> None:
@@ -292,9 +292,9 @@ def test_a_torch_size_is_a_tuple() -> None:
 
 def test_persistent_ids_go_to_the_callers_function() -> None:
     data = b"\x80\x02" + text("id") + b"K\x07\x86Q."
-    found = load(data, label="x")
-    assert isinstance(found, Persistent)
-    assert found.value == ("id", 7)
+    loaded = load(data, label="x")
+    assert isinstance(loaded, Persistent)
+    assert loaded.value == ("id", 7)
     assert load(data, label="x", persistent_load=lambda pid: ["storage", pid]) == [
         "storage",
         ("id", 7),
@@ -316,8 +316,8 @@ def test_an_object_of_a_hook_takes_its_state_by_build() -> None:
 
     data = pickle.dumps(Point(1, 2), 2)
     name = next(iter(globals_of(load(data, label="x"))))
-    found: Any = load(data, label="x", hooks={(name.module, name.name): Taken})
-    assert found.state == {"x": 1, "y": 2}
+    loaded: Any = load(data, label="x", hooks={(name.module, name.name): Taken})
+    assert loaded.state == {"x": 1, "y": 2}
 
 
 def test_a_hook_with_wrong_arguments_is_a_corrupt_file() -> None:
@@ -325,7 +325,7 @@ def test_a_hook_with_wrong_arguments_is_a_corrupt_file() -> None:
         load(
             b"\x80\x02cm\nf\n(K\x01K\x02K\x03K\x04tR.",
             label="x",
-            hooks={("m", "f"): lambda one: one},
+            hooks={("m", "f"): lambda value: value},
         )
 
 
@@ -403,7 +403,7 @@ def gadgets(marker: Path) -> list[tuple[str, bytes]]:
     """Pickles that make a file when a real unpickler reads them, in many styles."""
     command = f"touch {marker}"
     code = f"open({str(marker)!r}, 'w').close()"
-    made: list[tuple[str, object]] = [
+    objects: list[tuple[str, object]] = [
         ("os.system", Gadget(os.system, command)),
         ("eval", Gadget(eval, code)),
         ("exec", Gadget(exec, code)),
@@ -419,16 +419,16 @@ def gadgets(marker: Path) -> list[tuple[str, bytes]]:
         ("namespace", argparse.Namespace(x=Gadget(os.system, command))),
         ("iterator", Gadget(list, Gadget(map, os.system, [command]))),
     ]
-    found = [
+    pickles = [
         (f"{name} {protocol}", pickle.dumps(value, protocol))
-        for name, value in made
+        for name, value in objects
         for protocol in PROTOCOLS
     ]
     system = b"cposix\nsystem\n"
     argument = text(command)
     name = u4(len("_load_from_bytes"))
     inner = pickle.dumps(Gadget(os.system, command), 2)
-    found += [
+    pickles += [
         ("INST", b"(S'" + command.encode() + b"'\niposix\nsystem\n."),
         ("OBJ", b"(" + system + argument + b"o."),
         ("REDUCE", system + argument + b"\x85R."),
@@ -468,7 +468,7 @@ def gadgets(marker: Path) -> list[tuple[str, bytes]]:
         ("persistent", b"\x80\x02" + system + argument + b"\x85RQ."),
     ]
     assert name
-    return found
+    return pickles
 
 
 def test_no_gadget_runs_and_only_the_projects_errors_escape(tmp_path: Path) -> None:
@@ -483,7 +483,7 @@ def test_no_gadget_runs_and_only_the_projects_errors_escape(tmp_path: Path) -> N
             except CheckpointingException:
                 continue
             if name.split()[0] not in {"popped", "after", "iterator"}:
-                assert any(classify(found) != "known" for found in globals_of(tree)), name
+                assert any(classify(reference) != "known" for reference in globals_of(tree)), name
         assert not marker.exists()
     finally:
         copyreg.remove_extension("posix", "system", 1)
@@ -683,10 +683,10 @@ def test_an_error_that_is_kept_keeps_no_objects() -> None:
     data = b"\x80\x02(" + b"]" * 30_000 + b"a" * 29_999 + b"l."
     tracemalloc.start()
     try:
-        with pytest.raises(UnsafeError) as kept:
+        with pytest.raises(UnsafeError) as caught:
             load(data, label="x")
         assert tracemalloc.get_traced_memory()[0] < 1_000_000
-        assert kept.value.file == "x"
+        assert caught.value.file == "x"
     finally:
         tracemalloc.stop()
 
@@ -732,9 +732,9 @@ def test_billions_of_paths_through_shared_lists_are_read_and_walked() -> None:
     tree: list[Any] = []
     for _ in range(60):
         tree = [tree, tree]
-    found = load(pickle.dumps(tree), label="x")
-    assert globals_of(found) == set()
-    assert sum(isinstance(node, list) for node in walk(found)) == 61
+    loaded = load(pickle.dumps(tree), label="x")
+    assert globals_of(loaded) == set()
+    assert sum(isinstance(node, list) for node in walk(loaded)) == 61
 
 
 def test_a_wide_tree_is_not_a_deep_one() -> None:
@@ -782,8 +782,8 @@ def survives(data: bytes) -> None:
     except CheckpointingException as err:
         str(err)
         return
-    for found in globals_of(tree):
-        classify(found)
+    for reference in globals_of(tree):
+        classify(reference)
 
 
 @settings(max_examples=rounds(1500), deadline=None, suppress_health_check=list(HealthCheck))

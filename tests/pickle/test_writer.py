@@ -91,22 +91,22 @@ def isomorphic(first: object, second: object) -> bool:
     forth: dict[int, int] = {}
     back: dict[int, int] = {}
     while todo:
-        one, other = todo.pop()
-        if type(one) is not type(other):
+        ours, other = todo.pop()
+        if type(ours) is not type(other):
             return False
-        if not isinstance(one, (dict, list, tuple, Inert, Persistent)) or one == ():
-            if one != other and (one == one or other == other):
+        if not isinstance(ours, (dict, list, tuple, Inert, Persistent)) or ours == ():
+            if ours != other and (ours == ours or other == other):
                 return False
             continue
-        if id(one) in forth or id(other) in back:
-            if forth.get(id(one)) != id(other) or back.get(id(other)) != id(one):
+        if id(ours) in forth or id(other) in back:
+            if forth.get(id(ours)) != id(other) or back.get(id(other)) != id(ours):
                 return False
             continue
-        forth[id(one)], back[id(other)] = id(other), id(one)
-        mine, others = parts(one), parts(other)
-        if len(mine) != len(others):
+        forth[id(ours)], back[id(other)] = id(other), id(ours)
+        our_parts, their_parts = parts(ours), parts(other)
+        if len(our_parts) != len(their_parts):
             return False
-        todo += zip(mine, others, strict=True)
+        todo += zip(our_parts, their_parts, strict=True)
     return True
 
 
@@ -192,13 +192,13 @@ def test_numpy_arrays_come_back_bit_for_bit(dtype: str) -> None:
             wanted = pickle.loads(
                 pickle.dumps(value, protocol)
             )  # numpy itself changes the byte order to the machine's
-            found = pickle.loads(rewritten(value, protocol))
-            assert (found.dtype, found.shape, found.tobytes()) == (
+            loaded = pickle.loads(rewritten(value, protocol))
+            assert (loaded.dtype, loaded.shape, loaded.tobytes()) == (
                 wanted.dtype,
                 wanted.shape,
                 wanted.tobytes(),
             )
-            assert np.array_equal(found, value)
+            assert np.array_equal(loaded, value)
 
 
 def test_sharing_and_cycles_survive() -> None:
@@ -208,18 +208,18 @@ def test_sharing_and_cycles_survive() -> None:
     shared.append((shared, loop))
     point = Point(None, [])
     point.x, point.y = point, [point]
-    found: Any = pickle.loads(rewritten((loop, point)))
-    assert found[0]["self"] is found[0]
-    assert found[0]["a"] is found[0]["b"][1] is found[0]["a"][0][0]
-    assert found[1].x is found[1].y[0] is found[1]
+    loaded: Any = pickle.loads(rewritten((loop, point)))
+    assert loaded[0]["self"] is loaded[0]
+    assert loaded[0]["a"] is loaded[0]["b"][1] is loaded[0]["a"][0][0]
+    assert loaded[1].x is loaded[1].y[0] is loaded[1]
 
 
 def test_a_tuple_and_a_set_that_contain_themselves_survive() -> None:
     inside: list[Any] = []
     loop = (inside,)
     inside.append(loop)
-    found = pickle.loads(rewritten(loop))
-    assert found[0][0] is found
+    loaded = pickle.loads(rewritten(loop))
+    assert loaded[0][0] is loaded
     long: list[Any] = []
     wide = (long, 1, 2, 3)
     long.append(wide)
@@ -237,8 +237,8 @@ def test_a_tuple_and_a_set_that_contain_themselves_survive() -> None:
 def test_equal_strings_are_one_and_equal_lists_are_not() -> None:
     a, b = "".join(["ke", "y"]), "".join(["k", "ey"])
     assert dumps([a, b]) == dumps(["key"] * 2)
-    found = pickle.loads(dumps([[1], [1]]))
-    assert found[0] is not found[1]
+    loaded = pickle.loads(dumps([[1], [1]]))
+    assert loaded[0] is not loaded[1]
 
 
 def test_the_bytes_do_not_depend_on_the_hash_seed(repo_dir: Path) -> None:
@@ -314,10 +314,10 @@ def test_leaves_become_what_reducers_and_persistent_ids_say() -> None:
         reducers={TensorLeaf: reduced},
         persistent_id=lambda leaf: ("storage", 0) if leaf is storage else None,
     )
-    found: Any = load(written, label="x", persistent_load=lambda pid: pid)
-    assert found["w"].args == (("storage", 0), "w")
-    assert found["v"].args == (("storage", 0), "v")
-    assert found["p"] == ("storage", 1)
+    loaded: Any = load(written, label="x", persistent_load=lambda pid: pid)
+    assert loaded["w"].args == (("storage", 0), "w")
+    assert loaded["v"].args == (("storage", 0), "v")
+    assert loaded["p"] == ("storage", 1)
 
 
 def test_a_leaf_that_stands_twice_is_written_once() -> None:
@@ -326,8 +326,8 @@ def test_a_leaf_that_stands_twice_is_written_once() -> None:
         [leaf, leaf],
         reducers={TensorLeaf: lambda leaf: Inert("reduce", Global("m", "f"), (leaf.key,))},
     )
-    found: Any = load(written, label="x")
-    assert found[0] is found[1]
+    loaded: Any = load(written, label="x")
+    assert loaded[0] is loaded[1]
 
 
 def test_a_leaf_without_a_reducer_is_a_type_error() -> None:
@@ -347,9 +347,9 @@ def test_depth_does_not_matter() -> None:
 
 def test_namespaces_and_ordered_dicts_made_by_us_are_real_ones() -> None:
     tree = make_namespace({"a": 1, "extra": make_ordered_dict({"k": (1, 2)})})
-    found = pickle.loads(dumps(tree))
-    assert found == argparse.Namespace(a=1, extra=collections.OrderedDict(k=(1, 2)))
-    assert isinstance(found.extra, collections.OrderedDict)
+    loaded = pickle.loads(dumps(tree))
+    assert loaded == argparse.Namespace(a=1, extra=collections.OrderedDict(k=(1, 2)))
+    assert isinstance(loaded.extra, collections.OrderedDict)
 
 
 def test_the_pickles_of_the_golden_checkpoints_survive_a_round_trip(
@@ -408,21 +408,21 @@ def test_a_rewritten_torch_file_loads_with_weights_only() -> None:
                     content = dumps(load(content, label="x"))
                 target.writestr(info.filename, content)
         rebuilt.seek(0)
-        found = torch.load(rebuilt, weights_only=True)
-        assert list(found) == list(saved)
+        loaded = torch.load(rebuilt, weights_only=True)
+        assert list(loaded) == list(saved)
         for key, wanted in saved.items():
             if isinstance(wanted, torch.Tensor):
-                assert (found[key].dtype, found[key].shape, found[key].stride()) == (
+                assert (loaded[key].dtype, loaded[key].shape, loaded[key].stride()) == (
                     wanted.dtype,
                     wanted.shape,
                     wanted.stride(),
                 )
-                assert type(found[key]) is type(wanted)
-                assert bytes(found[key].untyped_storage()) == bytes(wanted.untyped_storage())
+                assert type(loaded[key]) is type(wanted)
+                assert bytes(loaded[key].untyped_storage()) == bytes(wanted.untyped_storage())
             elif key != "ordered":
-                assert found[key] == wanted
-        assert getattr(found, "_metadata", None) == getattr(saved, "_metadata", None)
-    assert found.__class__ is collections.OrderedDict
+                assert loaded[key] == wanted
+        assert getattr(loaded, "_metadata", None) == getattr(saved, "_metadata", None)
+    assert loaded.__class__ is collections.OrderedDict
 
 
 TREES = st.recursive(
@@ -455,20 +455,20 @@ def test_any_plain_tree_is_read_back_equal(tree: object, protocol: int) -> None:
 def test_random_records_survive() -> None:
     rng = random.Random(5)
 
-    def record(depth: int, known: list[Any]) -> Any:
+    def record(depth: int, records: list[Any]) -> Any:
         if depth == 0 or rng.random() < 0.2:
-            return rng.choice([1, "a", None, Global("m", "x"), *known])
-        made = Inert(
+            return rng.choice([1, "a", None, Global("m", "x"), *records])
+        inert = Inert(
             rng.choice(["reduce", "newobj", "newobj_ex"]), Global("m", f"C{rng.randrange(3)}")
         )
-        made.args = tuple(record(depth - 1, known) for _ in range(rng.randrange(3)))
-        made.kwargs = {"k": record(depth - 1, known)} if made.how == "newobj_ex" else None
-        known.append(made)
-        made.items = [record(depth - 1, known) for _ in range(rng.randrange(3))]
-        made.entries = [(f"k{i}", record(depth - 1, known)) for i in range(rng.randrange(3))]
+        inert.args = tuple(record(depth - 1, records) for _ in range(rng.randrange(3)))
+        inert.kwargs = {"k": record(depth - 1, records)} if inert.how == "newobj_ex" else None
+        records.append(inert)
+        inert.items = [record(depth - 1, records) for _ in range(rng.randrange(3))]
+        inert.entries = [(f"k{i}", record(depth - 1, records)) for i in range(rng.randrange(3))]
         if rng.random() < 0.5:
-            made.state = record(depth - 1, known)
-        return made
+            inert.state = record(depth - 1, records)
+        return inert
 
     for _ in range(200):
         tree = record(5, [])

@@ -111,10 +111,10 @@ def _check_args(stored: Any, training: Training) -> None:
         """.split()
     )
     for name in names:
-        found, expected = getattr(stored, name), getattr(wanted, name)
-        assert found == expected or (
-            name.startswith("virtual") and {found, expected} <= {None, 1}
-        ), f"argument {name} is {found!r}, not {expected!r}"
+        actual, expected = getattr(stored, name), getattr(wanted, name)
+        assert actual == expected or (
+            name.startswith("virtual") and {actual, expected} <= {None, 1}
+        ), f"argument {name} is {actual!r}, not {expected!r}"
 
 
 def save_distributed(
@@ -190,27 +190,27 @@ def load_distributed(
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(place)), _replicas()
         )
-    found, left, absent = dist_checkpointing.load(
+    loaded, unexpected, absent = dist_checkpointing.load(
         state, str(place), strategy, strict=StrictHandling.RETURN_ALL
     )
-    left = {key for key in left if key != "rng_state"}
-    assert not left and not absent, (
-        f"not asked for: {sorted(left)[:6]}, not stored: {sorted(absent)[:6]}"
+    unexpected = {key for key in unexpected if key != "rng_state"}
+    assert not unexpected and not absent, (
+        f"not asked for: {sorted(unexpected)[:6]}, not stored: {sorted(absent)[:6]}"
     )
     for number, chunk in enumerate(training.chunks):
         chunk.load_state_dict(
-            found["model" if len(training.chunks) == 1 else f"model{number}"], strict=True
+            loaded["model" if len(training.chunks) == 1 else f"model{number}"], strict=True
         )
     if not optim:
         training.optimizer.reload_model_params()
         return
-    training.optimizer.load_state_dict(found["optimizer"])
-    training.scheduler.load_state_dict(found["opt_param_scheduler"])
+    training.optimizer.load_state_dict(loaded["optimizer"])
+    training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
 
 
 def _content_metadata(sharding: str | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    return found if sharding is None else {**found, "distrib_optim_sharding_type": sharding}
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return metadata if sharding is None else {**metadata, "distrib_optim_sharding_type": sharding}
 
 
 def _sharded_state(

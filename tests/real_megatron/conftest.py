@@ -32,15 +32,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def worker() -> Iterator[Megatron]:
     """megatron-core as it is installed beside this project."""
-    with megatron() as found:
-        yield found
+    with megatron() as megatron_worker:
+        yield megatron_worker
 
 
 @pytest.fixture(scope="session")
 def our_worker() -> Iterator[Megatron]:
     """The same megatron-core, which saves and loads through this project."""
-    with megatron(ours=True) as found:
-        yield found
+    with megatron(ours=True) as megatron_worker:
+        yield megatron_worker
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +49,5 @@ def old_worker() -> Iterator[Megatron]:
     python = os.environ.get("CKPT_MEGATRON_OLD")
     if not python:
         pytest.skip("scripts/megatron-tests runs megatron-core 0.12.1")
-    with megatron(Path(python)) as found:
-        yield found
+    with megatron(Path(python)) as megatron_worker:
+        yield megatron_worker

@@ -36,8 +36,8 @@ class _CudaIsCpu(TorchFunctionMode):
         if "device" in kwargs and str(kwargs["device"]).startswith("cuda"):
             kwargs["device"] = torch.device("cpu")
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            found = func(*args)
-            return _CUDA_TYPES.get(found, found)
+            result = func(*args)
+            return _CUDA_TYPES.get(result, result)
         return func(*args, **kwargs)
 
 
@@ -141,10 +141,10 @@ def _patch_writer() -> None:
 
 def called(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls ``function`` with those of the keyword arguments that this version of it has."""
-    known = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return function(*args, **kwargs)
-    return function(*args, **{name: value for name, value in kwargs.items() if name in known})
+    return function(*args, **{name: value for name, value in kwargs.items() if name in parameters})
 
 
 def sharded_state(model: Any, **metadata: Any) -> dict[str, Any]:

@@ -118,11 +118,11 @@ def losses(run: Run, folder: Path) -> list[float]:
     """Losses of all ranks in the order of samples: data parallel ranks take turns; TP ranks find
     the same.
     """
-    found = [torch.load(path)["losses"] for path in sorted(folder.glob("rank*.pt"))]
-    found = [one for one in found if one]
-    found = found[:: run.layout.tp]  # TP is the fastest of a rank's coordinates
-    assert len(found) == run.layout.dp
-    return [loss for turn in zip(*found, strict=True) for loss in turn]
+    per_rank = [torch.load(path)["losses"] for path in sorted(folder.glob("rank*.pt"))]
+    per_rank = [rank_losses for rank_losses in per_rank if rank_losses]
+    per_rank = per_rank[:: run.layout.tp]  # TP is the fastest of a rank's coordinates
+    assert len(per_rank) == run.layout.dp
+    return [loss for turn in zip(*per_rank, strict=True) for loss in turn]
 
 
 @contextmanager

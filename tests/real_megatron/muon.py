@@ -78,8 +78,8 @@ def newton_schulz_tp(
         return _newton_schulz(matrix, steps)
     shards = [torch.empty_like(matrix) for _ in range(tp_group.size())]
     torch.distributed.all_gather(shards, matrix.contiguous(), tp_group)
-    whole = _newton_schulz(torch.cat(shards, dim=partition_dim), steps)
-    return whole.chunk(tp_group.size(), dim=partition_dim)[tp_group.rank()]
+    orthogonal = _newton_schulz(torch.cat(shards, dim=partition_dim), steps)
+    return orthogonal.chunk(tp_group.size(), dim=partition_dim)[tp_group.rank()]
 
 
 def _newton_schulz(matrix: torch.Tensor, steps: int) -> torch.Tensor:

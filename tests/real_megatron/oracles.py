@@ -190,9 +190,7 @@ def make(root: Path, names: Sequence[str]) -> None:
                 )
                 sys.stdout.write(f"{name}/{name_of(layout)}\n")
                 sys.stdout.flush()
-            lines = [
-                f"{known}: {ORACLES[known].what}" for known in ORACLES if (root / known).exists()
-            ]
+            lines = [f"{name}: {ORACLES[name].what}" for name in ORACLES if (root / name).exists()]
             (root / "README").write_text((__doc__ or "") + "\n" + "\n".join(lines) + "\n")
 
 

@@ -92,7 +92,7 @@ def prove(
     )
     if experts is not None:
         run = replace(run, model=replace(run.model, grouped=experts == "grouped"))
-    found = worker.load(
+    resharded = worker.load(
         run.at(target),
         target_form,
         folder / "resharded",
@@ -101,8 +101,10 @@ def prove(
         optim=optim,
     )
     if not optim:
-        wanted, found = (Result(_weights(one.before), {}, one.losses) for one in (wanted, found))
-    assert_same(run, target, wanted, found, is_same_sum=experts is None)
+        wanted, resharded = (
+            Result(_weights(result.before), {}, result.losses) for result in (wanted, resharded)
+        )
+    assert_same(run, target, wanted, resharded, is_same_sum=experts is None)
 
 
 def _weights(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -136,7 +138,7 @@ def reshard(
 
 
 def assert_same(
-    run: Run, target: Layout, wanted: Result, found: Result, *, is_same_sum: bool = True
+    run: Run, target: Layout, wanted: Result, actual: Result, *, is_same_sum: bool = True
 ) -> None:
     """All tensors are equal bit for bit when loaded; then losses and tensors stay as close as sums
     allow, which another module may compute in another order (``is_same_sum``).
@@ -148,14 +150,14 @@ def assert_same(
     a token go to another expert. What the optimizer remembers was compared bit for bit before.
     """
     rows = None if padded_rows(run) == padded_rows(run.at(target)) else run.model.vocab
-    assert_equal(wanted.before, found.before, rows=rows)
-    assert len(wanted.losses) == len(found.losses)
+    assert_equal(wanted.before, actual.before, rows=rows)
+    assert len(wanted.losses) == len(actual.losses)
     is_same_tp = run.layout.tp == target.tp and is_same_sum
     is_bf16 = run.optimizer.is_bf16
     first = 1e-6 if is_same_tp else 0.02 if is_bf16 else 1e-5
     later = 0.02 if is_bf16 else 1e-5
     if rows is None:
-        for number, (loss, other) in enumerate(zip(wanted.losses, found.losses, strict=True)):
+        for number, (loss, other) in enumerate(zip(wanted.losses, actual.losses, strict=True)):
             limit = first if number < BATCH else later
             assert abs(loss - other) <= limit * loss, (
                 f"loss {number}: {loss} and {other}, more than {limit} off"
@@ -163,14 +165,14 @@ def assert_same(
 
 
 def assert_equal(
-    wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor], *, rows: int | None
+    wanted: dict[str, torch.Tensor], actual: dict[str, torch.Tensor], *, rows: int | None
 ) -> None:
     """Two sets of global tensors are the same; of the vocabulary only ``rows`` rows, where they are
     given.
     """
-    assert set(wanted) == set(found), f"only on one side: {sorted(set(wanted) ^ set(found))[:6]}"
+    assert set(wanted) == set(actual), f"only on one side: {sorted(set(wanted) ^ set(actual))[:6]}"
     for key, tensor in wanted.items():
-        other = found[key]
+        other = actual[key]
         if rows is not None and _is_vocab(key):
             tensor, other = tensor[:rows], other[:rows]
         assert tensor.shape == other.shape and tensor.dtype == other.dtype, (

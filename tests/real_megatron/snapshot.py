@@ -24,15 +24,15 @@ MOMENTS = (*STATES[1:], "momentum_buffer")
 
 def pieces(training: Any) -> list[Piece]:
     """What this rank holds of the parameters, buffers and optimizer states."""
-    found: list[Piece] = []
+    all_pieces: list[Piece] = []
     for model in training.models:
         sharded = _sharded(model)
-        found += [piece for one in sharded for piece in _pieces(one, one.data, "")]
-        by_tensor = {id(one.data): one for one in sharded}
+        all_pieces += [piece for item in sharded for piece in _pieces(item, item.data, "")]
+        by_tensor = {id(item.data): item for item in sharded}
         for parameter in model.parameters():
             for state, tensor in _states(training.optimizer, parameter).items():
-                found += _pieces(by_tensor[id(parameter)], tensor, f"{state}/")
-    return found
+                all_pieces += _pieces(by_tensor[id(parameter)], tensor, f"{state}/")
+    return all_pieces
 
 
 def _sharded(model: Any) -> list[Any]:
@@ -40,8 +40,8 @@ def _sharded(model: Any) -> list[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    found = nested_values(sharded_state(model))
-    return [one for one in found if isinstance(one, (ShardedTensor, ShardedTensorFactory))]
+    leaves = nested_values(sharded_state(model))
+    return [leaf for leaf in leaves if isinstance(leaf, (ShardedTensor, ShardedTensorFactory))]
 
 
 def _pieces(sharded: Any, tensor: torch.Tensor, prefix: str) -> list[Piece]:
@@ -51,17 +51,17 @@ def _pieces(sharded: Any, tensor: torch.Tensor, prefix: str) -> list[Piece]:
 
     tensor = tensor.detach()
     if isinstance(sharded, ShardedTensorFactory):
-        made = nested_values({"made": replace(sharded, data=tensor).build()})
+        parts = nested_values({"made": replace(sharded, data=tensor).build()})
     else:
-        made = [replace(sharded, data=tensor, dtype=tensor.dtype)]
+        parts = [replace(sharded, data=tensor, dtype=tensor.dtype)]
     return [
         (
-            prefix + one.key,
-            tuple(one.global_shape),
-            tuple(one.global_offset),
-            one.data.reshape((1,) * one.prepend_axis_num + tuple(one.data.shape)).clone(),
+            prefix + leaf.key,
+            tuple(leaf.global_shape),
+            tuple(leaf.global_offset),
+            leaf.data.reshape((1,) * leaf.prepend_axis_num + tuple(leaf.data.shape)).clone(),
         )
-        for one in made
+        for leaf in parts
     ]
 
 
@@ -73,17 +73,17 @@ def held(optimizer: Any, parameter: torch.Tensor) -> dict[str, tuple[torch.Tenso
     """
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parameter in getattr(part, "model_param_gbuf_map", ()):
-            found = part._get_model_param_range_map(parameter)["param"]
+            param_range = part._get_model_param_range_map(parameter)["param"]
             tensors = part._get_main_param_and_optimizer_states(parameter)
             names = {"fp32_param": "param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
             return {
-                state: (tensors[name].view(-1), found.start, found.end)
+                state: (tensors[name].view(-1), param_range.start, param_range.end)
                 for state, name in names.items()
             }
         if hasattr(part, "model_param_gbuf_map"):
             continue
         own = getattr(parameter, "main_param", parameter)
-        if any(own is one for one in part.get_parameters()):
+        if any(own is item for item in part.get_parameters()):
             state = part.optimizer.state[own]  # empty until the first step
             tensors = {name: state[name] for name in MOMENTS if name in state}
             tensors |= {} if own is parameter else {STATES[0]: own.data}
@@ -98,18 +98,18 @@ def _states(optimizer: Any, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
     With the distributed optimizer every rank adds the elements that it holds to zeros.
     """
-    here = held(optimizer, parameter)
+    tensors = held(optimizer, parameter)
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if any(
-            parameter is one for buffer in getattr(part, "buffers", ()) for one in buffer.params
+            parameter is item for buffer in getattr(part, "buffers", ()) for item in buffer.params
         ):
-            found = {state: torch.zeros(parameter.numel()) for state in STATES}
-            for state, (tensor, start, stop) in here.items():
-                found[state][start:stop] = tensor
-            for tensor in found.values():
+            states = {state: torch.zeros(parameter.numel()) for state in STATES}
+            for state, (tensor, start, stop) in tensors.items():
+                states[state][start:stop] = tensor
+            for tensor in states.values():
                 torch.distributed.all_reduce(tensor, group=part.data_parallel_group)
-            return {state: tensor.view(parameter.shape) for state, tensor in found.items()}
-    return {state: tensor.view(parameter.shape) for state, (tensor, _, _) in here.items()}
+            return {state: tensor.view(parameter.shape) for state, tensor in states.items()}
+    return {state: tensor.view(parameter.shape) for state, (tensor, _, _) in tensors.items()}
 
 
 def assembled(
@@ -141,9 +141,9 @@ def assembled(
             )
             tensors[key][box] = data
             filled[key][box] = True
-    for key, held in filled.items():
-        assert held.all() or ("/" in key and not has_all_states), (
-            f"{key}: {int((~held).sum())} elements are held by no rank"
+    for key, is_filled in filled.items():
+        assert is_filled.all() or ("/" in key and not has_all_states), (
+            f"{key}: {int((~is_filled).sum())} elements are held by no rank"
         )
     if rows is not None:
         tensors = {

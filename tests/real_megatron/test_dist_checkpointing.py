@@ -115,14 +115,14 @@ def _check(saver: Megatron, loader: Megatron, folder: Path, case: Case, *, load_
     model, optimizer, source, target, form = case
     run = Run(model=model, optimizer=optimizer, layout=source)
     wanted = saver.save(run, [(form, folder / "saved")], out=folder / "source", more=MORE)
-    found = loader.load(
+    loaded = loader.load(
         run.at(target),
         replace(form, way=load_way),
         folder / "saved",
         out=folder / "target",
         more=MORE,
     )
-    assert_same(run, target, wanted, found)
+    assert_same(run, target, wanted, loaded)
 
 
 @pytest.fixture(params=["ours_to_theirs", "theirs_to_ours"])

@@ -82,7 +82,7 @@ def by_sample(losses: list[list[float]]) -> list[float]:
         ("tied_tp2", Layout(tp=2)),
     ],
 )
-def test_it_goes_on_as_from_its_own_checkpoint(
+def test_megatron_fsdp_goes_on_as_from_its_own_checkpoint(
     megatron_fsdp: Path, tmp_path: Path, case: str, layout: Layout
 ) -> None:
     src = megatron_fsdp / case
@@ -130,7 +130,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_it_goes_on_with_a_run_without_fsdp(tmp_path: Path, name: str) -> None:
+def test_megatron_fsdp_goes_on_with_a_run_without_fsdp(tmp_path: Path, name: str) -> None:
     source = SOURCES[name]
     run = Run(model=source.model, layout=source.layout, optimizer=source.optimizer)
     with megatron() as worker:

@@ -53,11 +53,11 @@ def _load(rank: int, world: int, folder: str) -> list[tuple[str, str]]:
         "tensorstore": TensorStoreLoadShardedStrategy(),
         "two_stage": TwoStageDataParallelLoadShardedStrategy(None),
     }
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     for called, strategy in strategies.items():
         loaded = load(state(mapping, rank, world, is_filled=False), folder, strategy)
-        found += ((called, name) for name in wrong(loaded, mapping, rank, world))
-    return found
+        problems += ((called, name) for name in wrong(loaded, mapping, rank, world))
+    return problems
 
 
 @pytest.mark.long
@@ -80,16 +80,16 @@ def test_what_old_megatron_saves_is_loaded_here(
 
 @pytest.mark.long
 def test_arrays_are_saved_as_old_megatron_saves_them(old_python: str, tmp_path: Path) -> None:
-    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
-    mine.mkdir()
+    ours, theirs = tmp_path / "mine", tmp_path / "theirs"
+    ours.mkdir()
     theirs.mkdir()
-    run_ranks(2, _save, str(mine))
+    run_ranks(2, _save, str(ours))
     _in_old_megatron(old_python, "save", theirs, 2)
     expected = {
         name: data
         for name, data in files_of(theirs).items()
         if ".sync/" not in name and ".pt" not in name
     }
-    found = {name: data for name, data in files_of(mine).items() if ".pt" not in name}
-    del expected["metadata.json"], found["metadata.json"]
-    assert found == expected
+    files = {name: data for name, data in files_of(ours).items() if ".pt" not in name}
+    del expected["metadata.json"], files["metadata.json"]
+    assert files == expected

@@ -160,7 +160,7 @@ def _model(run: Run, config: Any, *, vp_stage: int) -> Any:
         extra["mtp_block_spec"] = called(
             get_gpt_mtp_block_spec, config, spec, use_transformer_engine=False, **stage
         )
-    made = called(
+    gpt = called(
         GPTModel,
         config,
         spec,
@@ -173,12 +173,12 @@ def _model(run: Run, config: Any, *, vp_stage: int) -> Any:
         **extra,
         **stage,
     )
-    made.model_type = _model_type()
-    for name, parameter in made.named_parameters():
+    gpt.model_type = _model_type()
+    for name, parameter in gpt.named_parameters():
         if model.frozen is not None and re.search(model.frozen, name):
             parameter.requires_grad = False
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
-    return made
+    return gpt
 
 
 def _model_type() -> Any:
@@ -283,7 +283,7 @@ def _step(training: Training, step: int) -> list[float]:
         parallel_state.get_data_parallel_rank(),
     )
     samples = range(dp_rank, BATCH, dp)
-    found = get_forward_backward_func()(
+    outputs = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=[_samples(training.run, step, samples) for _ in training.chunks],
         model=training.chunks,
@@ -295,7 +295,7 @@ def _step(training: Training, step: int) -> list[float]:
     is_done, _, _ = training.optimizer.step()
     assert is_done
     training.scheduler.step(increment=BATCH)
-    return [float(one["loss"]) for one in found]
+    return [float(output["loss"]) for output in outputs]
 
 
 def _samples(run: Run, step: int, samples: range) -> Iterator[torch.Tensor]:

@@ -35,20 +35,22 @@ def fill(training: Any, *, salt: str, states: bool = False) -> None:
 
     for model in training.models:
         sharded = nested_values(sharded_state(model))
-        sharded = [one for one in sharded if isinstance(one, (ShardedTensor, ShardedTensorFactory))]
-        for one in sharded:
-            if one.data.is_floating_point():
-                one.data.copy_(_made(one, salt, one.data))
-        by_tensor = {id(one.data): one for one in sharded}
+        sharded = [
+            item for item in sharded if isinstance(item, (ShardedTensor, ShardedTensorFactory))
+        ]
+        for leaf in sharded:
+            if leaf.data.is_floating_point():
+                leaf.data.copy_(_made(leaf, salt, leaf.data))
+        by_tensor = {id(item.data): item for item in sharded}
         for parameter in model.parameters():
             for state, (tensor, start, stop) in (
                 held(training.optimizer, parameter).items() if states else ()
             ):
-                made = _made(
+                value = _made(
                     by_tensor[id(parameter)], salt if state == "fp32_param" else state, parameter
                 )
-                made = made.abs() * 0.01 if state == "exp_avg_sq" else made
-                tensor.copy_(made.view(-1)[start:stop])
+                value = value.abs() * 0.01 if state == "exp_avg_sq" else value
+                tensor.copy_(value.view(-1)[start:stop])
     if not states:
         training.optimizer.reload_model_params()
 
@@ -64,7 +66,9 @@ def clear_padding(training: Any) -> None:
 
     for model in training.models:
         by_tensor = {
-            id(one.data): one for one in nested_values(sharded_state(model)) if hasattr(one, "data")
+            id(leaf.data): leaf
+            for leaf in nested_values(sharded_state(model))
+            if hasattr(leaf, "data")
         }
         for parameter in model.parameters():
             sharded = by_tensor[id(parameter)]

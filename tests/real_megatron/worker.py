@@ -107,9 +107,9 @@ def _write(path: Path, value: object) -> None:
 
 def _forked(job: dict[str, Any], rank: int, meeting: Path, report: Path) -> int:
     """Starts one process; its id."""
-    found = os.fork()
-    if found:
-        return found
+    pid = os.fork()
+    if pid:
+        return pid
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -25,11 +25,11 @@ CUTS = {1: (0, 48), 2: (0, 17, 48), 3: (0, 5, 17, 48), 4: (0, 5, 17, 30, 48)}
 
 def values(seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A global tensor, the same everywhere."""
-    found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return (
-        found > 0
+        numbers > 0
         if dtype == torch.bool
-        else (found * 1000 if dtype == torch.int64 else found).to(dtype)
+        else (numbers * 1000 if dtype == torch.int64 else numbers).to(dtype)
     )
 
 
@@ -50,8 +50,8 @@ def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dic
         axis: int | None,
         **options: Any,
     ) -> Any:
-        whole = values(seed, shape, dtype)
-        local = whole if axis is None else whole.chunk(world, axis)[rank].clone()
+        full = values(seed, shape, dtype)
+        local = full if axis is None else full.chunk(world, axis)[rank].clone()
         cuts = () if axis is None else ((axis, rank, world),)
         return part_of(key, local if is_filled else torch.zeros_like(local), *cuts, **options)
 
@@ -93,9 +93,9 @@ def state(mapping: Any, rank: int, world: int, *, is_filled: bool = True) -> dic
 def wrong(loaded: dict[str, Any], mapping: Any, rank: int, world: int) -> list[str]:
     """Which parts of a loaded state are not what was saved."""
     expected = _leaves(state(mapping, rank, world), "")
-    found = _leaves(loaded, "")
+    actual = _leaves(loaded, "")
     return sorted(
-        name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+        name for name in expected.keys() | actual.keys() if expected.get(name) != actual.get(name)
     )
 
 

@@ -105,7 +105,7 @@ class Runner:
 
     @staticmethod
     def _filled(text: str, values: dict[str, str]) -> str:
-        return re.sub(r"\$\{\{ inputs\.([a-z-]+) \}\}", lambda found: values[found[1]], text)
+        return re.sub(r"\$\{\{ inputs\.([a-z-]+) \}\}", lambda match: values[match[1]], text)
 
     def file(self, name: str) -> str:
         return (self.folder / name).read_text("utf-8")

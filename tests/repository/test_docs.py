@@ -34,11 +34,11 @@ def anchors_of(path: Path) -> frozenset[str]:
     itself.
     """
     text = text_of(path)
-    found = set(re.findall(r'<a id="([^"]+)"', text))
+    anchors = set(re.findall(r'<a id="([^"]+)"', text))
     for heading in re.findall(r"^#+ (.+)$", _FENCED.sub("", text), re.MULTILINE):
         plain = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
-        found.add(re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-"))
-    return frozenset(found)
+        anchors.add(re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-"))
+    return frozenset(anchors)
 
 
 def expanded(pattern: str) -> Iterator[str]:

@@ -78,7 +78,7 @@ def imports(modules: dict[str, ast.Module]) -> tuple[Import, ...]:
     )
 
 
-def _imports_of(importer: str, tree: ast.Module, known: Collection[str]) -> Iterator[Import]:
+def _imports_of(importer: str, tree: ast.Module, own_modules: Collection[str]) -> Iterator[Import]:
     def visit(node: ast.AST, is_run: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
@@ -87,8 +87,13 @@ def _imports_of(importer: str, tree: ast.Module, known: Collection[str]) -> Iter
             elif isinstance(child, ast.ImportFrom):
                 base = child.module or ""
                 for alias in child.names:
-                    whole = f"{base}.{alias.name}"
-                    yield Import(importer, whole if whole in known else base, is_run, child.lineno)
+                    full_name = f"{base}.{alias.name}"
+                    yield Import(
+                        importer,
+                        full_name if full_name in own_modules else base,
+                        is_run,
+                        child.lineno,
+                    )
             elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
                 yield from visit(child, False)
             elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
@@ -187,9 +192,9 @@ def test_core_neither_prints_nor_exits_nor_reads_the_environment(
         if not module.startswith("core"):
             continue
         for node in ast.walk(tree):
-            what = None
+            action = None
             if isinstance(node, ast.Call):
-                what = {
+                action = {
                     "print": "prints",
                     "input": "asks",
                     "exit": "exits",
@@ -200,7 +205,7 @@ def test_core_neither_prints_nor_exits_nor_reads_the_environment(
                 "os.getenv",
                 "sys.argv",
             ):
-                what = f"reads {ast.unparse(node)}"
-            if what:
-                wrong.append(f"{module}:{node.lineno} {what}")
+                action = f"reads {ast.unparse(node)}"
+            if action:
+                wrong.append(f"{module}:{node.lineno} {action}")
     assert wrong == []

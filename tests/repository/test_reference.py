@@ -77,13 +77,13 @@ def schema_text(repo_dir: Path, name: str) -> str:
 
 def top_keys(text: str) -> set[str]:
     """The names of an object's own fields, out of a schema's text."""
-    found, depth = set(), 0
+    keys, depth = set(), 0
     for part in re.finditer(r'"(?P<key>[\w-]+)":|[{\[]|[}\]]', text):
         if part["key"]:
-            found |= {part["key"]} if depth == 1 else set()
+            keys |= {part["key"]} if depth == 1 else set()
         else:
             depth += 1 if part[0] in "{[" else -1
-    return found
+    return keys
 
 
 def keys_of(value: object) -> Iterator[str]:

@@ -57,18 +57,18 @@ def files_of(repo_dir: Path) -> list[Path]:
 
 def test_no_path_of_a_machine_is_in_the_tree(repo_dir: Path) -> None:
     begins = re.compile("(?<![\\w.*/])(?:" + "|".join(map(re.escape, MACHINE_PATHS)) + ")")
-    found = []
+    places = []
     for path in files_of(repo_dir):
         try:
             text = path.read_text("utf-8")
         except UnicodeDecodeError:
             continue
-        found += [
+        places += [
             f"{path.name}:{i}: {line}"
             for i, line in enumerate(text.splitlines(), 1)
             if begins.search(line)
         ]
-    assert found == []
+    assert places == []
 
 
 def test_no_file_is_large(repo_dir: Path) -> None:

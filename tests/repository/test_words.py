@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping
+from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 Nodes = Mapping[str, list[ast.AST]]
 _NOUN_CLAUSE = """
 The A An Whether What Where Which How Every All Who Why See As One Those That Bytes Number Several
@@ -53,8 +55,12 @@ def test_arguments_are_described_by_more_than_a_pronoun(nodes: Nodes) -> None:
 
 
 def test_variables_are_named_after_their_role(nodes: Nodes) -> None:
+    nodes_of_tests = {
+        path.relative_to(ROOT).as_posix(): list(ast.walk(ast.parse(path.read_text("utf-8"))))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
     wrong = []
-    for name, nodes_of_module in nodes.items():
+    for name, nodes_of_module in {**nodes, **nodes_of_tests}.items():
         fields = {
             id(node.target)
             for of_class in nodes_of_module

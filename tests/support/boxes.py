@@ -53,7 +53,7 @@ def pieces(
     step = shape[axis] // (n * segments)
     for copy in range(copies):
         for r in range(n):
-            held = []
+            boxes = []
             for s in range(segments):
                 offset = [0] * len(shape)
                 extent = list(shape)
@@ -61,9 +61,9 @@ def pieces(
                 offset[axis] = s * (shape[axis] // segments) + r * step
                 extent[axis] = step
                 at[axis] = s * step
-                held.append((Box(tuple(offset), tuple(extent)), tuple(at)))
+                boxes.append((Box(tuple(offset), tuple(extent)), tuple(at)))
             array_shape = (*shape[:axis], step * segments, *shape[axis + 1 :])
-            parts.append((f"{key}/{copy}/{r}", array_shape, held))
+            parts.append((f"{key}/{copy}/{r}", array_shape, boxes))
     return Cut(parts)
 
 
@@ -105,10 +105,10 @@ class Model:
         shapes: dict[str, tuple[int, ...]] = {}
         for key, cut in self.cuts.items():
             tensor = data[key] if data is not None else values(key, self.tensors[key])
-            for name, shape, held in cut.parts:
+            for name, shape, boxes in cut.parts:
                 array = content.setdefault(name, np.zeros(shape, tensor.dtype))
                 shapes[name] = shape
-                for box, at in held:
+                for box, at in boxes:
                     where = region(at, box, len(shape))
                     array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(
                         array[where].shape
@@ -152,8 +152,8 @@ class Model:
         def fragments_of(key: str) -> list[Fragment[ArrayT]]:
             return [
                 Fragment(box, arrays[name], at)
-                for name, _, held in self.cuts[key].parts
-                for box, at in held
+                for name, _, boxes in self.cuts[key].parts
+                for box, at in boxes
             ]
 
         tensors = {key: Tensor(dtype, shape) for key, shape in self.tensors.items()}
@@ -162,27 +162,27 @@ class Model:
 
 def written(stage: MemoryStore, images: Sequence[FileImage]) -> dict[str, np.ndarray]:
     """Every array of a finished stage, as unsigned integers."""
-    found = {}
+    arrays = {}
     for image in images:
         for placed in image.arrays:
             array = placed.array
             data = stage.read(image.path, placed.offset, array.n_bytes)
-            found[array.name] = np.frombuffer(data, dtype=f"u{itemsize(array.dtype)}").reshape(
+            arrays[array.name] = np.frombuffer(data, dtype=f"u{itemsize(array.dtype)}").reshape(
                 array.shape
             )
-    return found
+    return arrays
 
 
 def expected(model: Model, data: Mapping[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Every array that a target model should hold."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for key, cut in model.cuts.items():
         tensor = data[key] if data is not None else values(key, model.tensors[key])
-        for name, shape, held in cut.parts:
-            array = found.setdefault(name, np.zeros(shape, tensor.dtype))
-            for box, at in held:
+        for name, shape, boxes in cut.parts:
+            array = arrays.setdefault(name, np.zeros(shape, tensor.dtype))
+            for box, at in boxes:
                 where = region(at, box, len(shape))
                 array[where] = tensor[tuple(map(slice, box.offset, box.end))].reshape(
                     array[where].shape
                 )
-    return {name: array.view(f"u{array.dtype.itemsize}") for name, array in found.items()}
+    return {name: array.view(f"u{array.dtype.itemsize}") for name, array in arrays.items()}

@@ -54,12 +54,12 @@ def counted(findings: list[Finding]) -> dict[str, int]:
 def edit_rows(folder: Path, change: Callable[[Rows], None]) -> None:
     """Changes what ``.metadata`` says of tensors, chunks and objects."""
     path = folder / ".metadata"
-    found = parse_metadata(path.read_bytes(), label=path.name)
+    metadata = parse_metadata(path.read_bytes(), label=path.name)
     rows: Rows = {}
-    for key, tensor in found.tensors.items():
-        chunks = [ChunkRow(box.offset, box.shape, *item) for box, item in found.chunks(key)]
+    for key, tensor in metadata.tensors.items():
+        chunks = [ChunkRow(box.offset, box.shape, *item) for box, item in metadata.chunks(key)]
         rows[key] = TensorRow(key, tensor.dtype, tensor.shape, chunks)
-    rows |= {key: ObjectRow(key, *item) for key, item in found.objects.items()}
+    rows |= {key: ObjectRow(key, *item) for key, item in metadata.objects.items()}
     change(rows)
     path.write_bytes(write_metadata(rows.values(), planner_data=None))
 
@@ -75,9 +75,9 @@ def chunks_of(rows: Rows, key: str) -> list[ChunkRow]:
 def edit_pickle(folder: Path, change: Callable[[Any], None]) -> None:
     """Changes ``.metadata`` of a checkpoint that only torch wrote, as torch's own objects."""
     path = folder / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    change(found)
-    path.write_bytes(pickle.dumps(found))
+    loaded = pickle.loads(path.read_bytes())
+    change(loaded)
+    path.write_bytes(pickle.dumps(loaded))
 
 
 def lose_tensors(folder: Path, pattern: str) -> None:
@@ -100,8 +100,8 @@ def edit_rank(
     """
     loaded = load_rank_file(folder / file)
     if "args" in loaded:
-        known = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}
-        loaded["args"] = argparse.Namespace(**known)
+        plain = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}
+        loaded["args"] = argparse.Namespace(**plain)
     loaded.pop("rerun_state_machine", None)
     change(loaded)
     torch.save(loaded, folder / file)

@@ -136,12 +136,12 @@ def list_advised_lines(line: Sequence[str], ended: CommandEnd) -> list[list[str]
     if command := _COMMAND.search(hint):
         # The advised command takes the place of the line; what was left out stays out.
         options = read_options(command[1])
-        kept = [
+        advised = [
             line[at : at + 2 - options[name].is_flag]
             for at, word in enumerate(line)
             if (name := word.removeprefix("--")) in _LEAVING_OUT and name != word
         ]
-        line = [command[1], *line[1:3], *(word for words in kept for word in words)]
+        line = [command[1], *line[1:3], *(word for words in advised for word in words)]
     lines += [
         _without(line, match[1], options)
         for match in _OMITTED.finditer(hint)

@@ -53,30 +53,30 @@ def tensor_bytes(catalog: Catalog, store: ReadStore, key: str) -> Bytes:
     agree.
     """
     tensor = catalog.tensor(key)
-    whole = np.zeros((*tensor.shape, itemsize(tensor.dtype)), np.uint8)
-    known = np.zeros(tensor.shape, bool)
+    values = np.zeros((*tensor.shape, itemsize(tensor.dtype)), np.uint8)
+    is_covered = np.zeros(tensor.shape, bool)
     for fragment in catalog.fragments(key):
         region = tuple(
             slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
         )
-        piece: Bytes = np.zeros((*fragment.box.shape, whole.shape[-1]), np.uint8)
+        piece: Bytes = np.zeros((*fragment.box.shape, values.shape[-1]), np.uint8)
         if fragment.array is not None:
             piece = _region(
                 array_bytes(catalog, store, fragment.array), fragment.at, fragment.box.shape
             )
-        if known[region].all():
-            assert (whole[region] == piece).all(), f"replicas of {key} differ"
-        whole[region] = piece
-        known[region] = True
-    assert known.all(), f"{key} has elements without a source"
-    return whole
+        if is_covered[region].all():
+            assert (values[region] == piece).all(), f"replicas of {key} differ"
+        values[region] = piece
+        is_covered[region] = True
+    assert is_covered.all(), f"{key} has elements without a source"
+    return values
 
 
 def _region(stored: Bytes, at: tuple[int, ...], shape: tuple[int, ...]) -> Bytes:
     """The box of a stored array that begins at ``at``; the two are aligned at their last axis."""
     full = ((1,) * (len(at) - len(shape)) + shape)[-len(at) :] if at else ()
-    found = stored[tuple(slice(o, o + n) for o, n in zip(at, full, strict=True))]
-    return found.reshape(*shape, stored.shape[-1])
+    region = stored[tuple(slice(o, o + n) for o, n in zip(at, full, strict=True))]
+    return region.reshape(*shape, stored.shape[-1])
 
 
 def materialized(
@@ -92,17 +92,17 @@ def materialized(
     """
     content: dict[str, bytes] = {}
     for key, _ in target.all_tensors():
-        whole = tensor_bytes(source, store, key)
+        values = tensor_bytes(source, store, key)
         for fragment in target.fragments(key):
             assert fragment.array is not None
             box = fragment.box
-            piece = whole[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
+            piece = values[tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))]
             assert set(fragment.at) <= {0}, "only whole arrays here"
             assert piece.size == fragment.array.n_bytes
             content[fragment.array.name] = piece.tobytes()
     files: dict[str, bytes] = {}
     for image in images:
-        made = bytearray(image.size)
+        image_bytes = bytearray(image.size)
         taken = np.zeros(image.size, bool)
         for placed in image.arrays:
             data = content[placed.array.name]
@@ -111,15 +111,15 @@ def materialized(
                 f"{placed.array.name} overlaps"
             )
             taken[placed.offset : end] = True
-            made[placed.offset : end] = data
+            image_bytes[placed.offset : end] = data
         for offset, data in image.literals(lambda name: zlib.crc32(content[name])):
             end = offset + len(data)
             assert end <= image.size and not taken[offset:end].any(), (
                 f"{image.path}: literal at {offset} overlaps"
             )
             taken[offset:end] = True
-            made[offset:end] = data
-        files[image.path] = bytes(made)
+            image_bytes[offset:end] = data
+        files[image.path] = bytes(image_bytes)
     return files
 
 

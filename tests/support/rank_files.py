@@ -64,11 +64,11 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, name: str) -> No
 
 def assert_same_weights(found_root: Path, wanted_root: Path) -> None:
     """Every rank file holds the same model entries, in the same order, with the same bits."""
-    found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
-    assert list(found) == list(wanted)
+    our_dirs, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
+    assert list(our_dirs) == list(wanted)
     for name in wanted:
         ours, theirs = (
-            load_rank_file(found[name] / MODEL_FILE),
+            load_rank_file(our_dirs[name] / MODEL_FILE),
             load_rank_file(wanted[name] / MODEL_FILE),
         )
         chunks = [key for key in theirs if key.startswith("model")]

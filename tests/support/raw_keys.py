@@ -60,9 +60,9 @@ class StandIn:
     content: dict[str, object]
 
     def __new__(cls, *args: object, **kwargs: object) -> StandIn:
-        made = object.__new__(cls)
-        made.content = {"args": args, **kwargs}
-        return made
+        instance = object.__new__(cls)
+        instance.content = {"args": args, **kwargs}
+        return instance
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -238,7 +238,7 @@ def _read_dcp(path: Path) -> Pairs:
             for place, value in pairs or [((), data)]:
                 yield (key, *place), value
             continue
-        whole = torch.zeros(item.size, dtype=item.properties.dtype)
+        full = torch.zeros(item.size, dtype=item.properties.dtype)
         for chunk in item.chunks:
             stream = io.BytesIO(read(MetadataIndex(key, chunk.offsets)))
             piece = torch.load(stream, weights_only=False, pickle_module=_PICKLE)
@@ -248,8 +248,8 @@ def _read_dcp(path: Path) -> Pairs:
             box = tuple(
                 slice(start, start + n) for start, n in zip(chunk.offsets, chunk.sizes, strict=True)
             )
-            whole[box] = piece
-        yield (key,), whole
+            full[box] = piece
+        yield (key,), full
 
 
 def _read_zarr(path: Path) -> Pairs:
@@ -348,9 +348,9 @@ class Contents:
             if value.dtype.itemsize == 1:
                 rows = value.reshape(-1, value.shape[-1] if value.ndim else 1)
                 return all(_bytes(row) in self.small_elements for row in rows)
-            known, wanted = self.elements_of(value.dtype), _as_integers(value)
-            places = np.searchsorted(known, wanted).clip(max=len(known) - 1)
-            return bool((known[places] == wanted).all())
+            elements, wanted = self.elements_of(value.dtype), _as_integers(value)
+            places = np.searchsorted(elements, wanted).clip(max=len(elements) - 1)
+            return bool((elements[places] == wanted).all())
         # A value that hardly occurs by accident may have another name.
         is_telling = (
             len(value) > 5
@@ -365,8 +365,8 @@ def _as_integers(tensor: torch.Tensor) -> np.ndarray:
     """Return the elements that are not zero, as integers of the same bits."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     flat = tensor.detach().contiguous().reshape(-1)
-    whole = flat.view(kinds[tensor.dtype.itemsize]).numpy().astype(np.int64)
-    return whole[whole != 0]
+    bits = flat.view(kinds[tensor.dtype.itemsize]).numpy().astype(np.int64)
+    return bits[bits != 0]
 
 
 def _last(path: tuple[str, ...]) -> str:

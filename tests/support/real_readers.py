@@ -57,32 +57,36 @@ def read_dcp(path: Path) -> Tensors:
 
 
 def _iteration(path: Path) -> Path:
-    found = sorted(path.glob("iter_*"))
-    return found[0] if found else path
+    iterations = sorted(path.glob("iter_*"))
+    return iterations[0] if iterations else path
 
 
 def read_safetensors(path: Path) -> Tensors:
     from safetensors import safe_open
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         with safe_open(file, framework="pt") as opened:
             aliases = opened.metadata() or {}
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                assert key not in found, f"{key} is in two files"
-                found[key] = of_tensor(opened.get_tensor(key))
-            found |= {alias: found[kept] for alias, kept in aliases.items() if kept in found}
+                assert key not in tensors, f"{key} is in two files"
+                tensors[key] = of_tensor(opened.get_tensor(key))
+            tensors |= {
+                alias: tensors[original]
+                for alias, original in aliases.items()
+                if original in tensors
+            }
     index = path / "model.safetensors.index.json"
     if path.is_dir() and index.exists():
         listed = json.loads(index.read_text())["weight_map"]
-        assert set(listed) <= set(found)
-    return found
+        assert set(listed) <= set(tensors)
+    return tensors
 
 
 def _read_tensorstore(folder: Path, driver: str, marker: str) -> Tensors:
     import tensorstore as ts
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     for path in sorted(folder.rglob(marker)):
         if path.parent.name.endswith(".sync"):
             continue  # locks that Megatron leaves behind
@@ -91,12 +95,12 @@ def _read_tensorstore(folder: Path, driver: str, marker: str) -> Tensors:
         spec = {"driver": driver, "kvstore": f"file://{path.parent}/"}
         opened = ts.open(spec, open=True, read=True).result()
         data = np.ascontiguousarray(opened.read().result())
-        found[path.parent.relative_to(folder).as_posix()] = (
+        tensors[path.parent.relative_to(folder).as_posix()] = (
             opened.dtype.name,
             tuple(opened.shape),
             data.tobytes(),
         )
-    return found
+    return tensors
 
 
 def read_zarr(path: Path) -> Tensors:
@@ -110,7 +114,7 @@ def read_zarr3(path: Path) -> Tensors:
 def read_orbax(path: Path) -> Tensors:
     import tensorstore as ts
 
-    found: Tensors = {}
+    tensors: Tensors = {}
     tree = json.loads((path / "_METADATA").read_text())["tree_metadata"]
     for leaf in tree.values():
         if leaf["value_metadata"]["value_type"] != "np.ndarray":
@@ -119,12 +123,12 @@ def read_orbax(path: Path) -> Tensors:
         store = {"driver": "ocdbt", "base": f"file://{path}/", "path": f"{name}/"}
         opened = ts.open({"driver": "zarr", "kvstore": store}, open=True, read=True).result()
         data = np.ascontiguousarray(opened.read().result())
-        found[name] = opened.dtype.name, tuple(opened.shape), data.tobytes()
-    return found
+        tensors[name] = opened.dtype.name, tuple(opened.shape), data.tobytes()
+    return tensors
 
 
 def read_universal(path: Path) -> Tensors:
-    found: Tensors = {}
+    tensors: Tensors = {}
     zero = next(iter(path.rglob("zero")))
     for file in sorted(zero.glob("*/*.pt")):
         name = file.parent.relative_to(zero).as_posix()
@@ -132,8 +136,8 @@ def read_universal(path: Path) -> Tensors:
         tensor = value["param"] if isinstance(value, dict) else value
         key = name if file.stem == "fp32" else f"optimizer.state.{name}.{file.stem}"
         if isinstance(tensor, torch.Tensor):
-            found[key] = of_tensor(tensor)
-    return found
+            tensors[key] = of_tensor(tensor)
+    return tensors
 
 
 READERS: dict[str, Callable[[Path], Tensors]] = {

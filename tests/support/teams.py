@@ -107,8 +107,8 @@ def run_team(
     results = [context.Pipe(duplex=False) for _ in range(n)]
     processes = []
     for rank in range(n):
-        mine = [None, *(here for here, _ in pairs[1:])] if rank == 0 else [pairs[rank][1]]
-        team = PipeTeam(rank, n, mine, alarmed)
+        own_pipes = [None, *(end for end, _ in pairs[1:])] if rank == 0 else [pairs[rank][1]]
+        team = PipeTeam(rank, n, own_pipes, alarmed)
         process = context.Process(target=_rank, args=(team, results[rank][1], function, args))
         process.start()
         processes.append(process)
@@ -117,23 +117,25 @@ def run_team(
             pipe.close()
     for _, sender in results:
         sender.close()
-    found: list[tuple[str, Any, str]] = []
+    outcomes: list[tuple[str, Any, str]] = []
     for rank, (receiver, _) in enumerate(results):
         try:
-            found.append(receiver.recv() if receiver.poll(TIMEOUT_S) else ("hung", None, "hung"))
+            outcomes.append(receiver.recv() if receiver.poll(TIMEOUT_S) else ("hung", None, "hung"))
         except EOFError:
-            found.append(("died", None, "died"))
+            outcomes.append(("died", None, "died"))
         receiver.close()
-        if found[-1][0] == "hung":
+        if outcomes[-1][0] == "hung":
             processes[rank].kill()
     for process in processes:
         process.join(TIMEOUT_S)
     failed = [
-        f"rank {rank}: {text}" for rank, (kind, _, text) in enumerate(found) if kind != "returned"
+        f"rank {rank}: {text}"
+        for rank, (kind, _, text) in enumerate(outcomes)
+        if kind != "returned"
     ]
     if failed and not allow_failure:
         raise AssertionError("\n".join(failed))
-    return [value for _, value, _ in found]
+    return [value for _, value, _ in outcomes]
 
 
 def _rank(

@@ -39,9 +39,9 @@ def differences(source: Any, result: Any) -> list[Difference]:
     aliases.
     """
     comparison = _Comparison(result)
-    found = list(comparison.root(source, result))
+    listed = list(comparison.root(source, result))
     return [
-        *found,
+        *listed,
         *_sharing(comparison.tensors, "alias", _first_byte),
         *_sharing(comparison.containers, "shared", id),
     ]
@@ -102,46 +102,48 @@ class _Comparison:
         self.tensors: list[tuple[str, Any, Any]] = []
         self.containers: list[tuple[str, Any, Any]] = []
 
-    def root(self, one: Any, other: Any) -> Iterator[Difference]:
-        if not isinstance(one, Mapping) and isinstance(other, dict) and "value" in other:
+    def root(self, first: Any, other: Any) -> Iterator[Difference]:
+        if not isinstance(first, Mapping) and isinstance(other, dict) and "value" in other:
             yield Difference("", "wrapped")
-            yield from self._pair(one, other["value"], ("value",))
+            yield from self._pair(first, other["value"], ("value",))
             return
-        yield from self._pair(one, other, ())
+        yield from self._pair(first, other, ())
         if isinstance(other, Mapping):
-            known = {str(key) for key in one} if isinstance(one, Mapping) else set()
+            keys = {str(key) for key in first} if isinstance(first, Mapping) else set()
             for key in other:
-                if str(key) not in known | self._moved:
+                if str(key) not in keys | self._moved:
                     yield Difference(str(key), "added")
 
-    def _pair(self, one: Any, other: Any, path: Path) -> Iterator[Difference]:
+    def _pair(self, first: Any, other: Any, path: Path) -> Iterator[Difference]:
         name = ".".join(map(str, path))
-        if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-            self.tensors.append((name, one, other))
-        elif isinstance(one, (Mapping, list, set)) and one:
-            self.containers.append((name, one, other))
-        if isinstance(one, (Mapping, list, tuple)):
-            if (id(one), id(other)) in self._seen:
+        if isinstance(first, torch.Tensor) and isinstance(other, torch.Tensor):
+            self.tensors.append((name, first, other))
+        elif isinstance(first, (Mapping, list, set)) and first:
+            self.containers.append((name, first, other))
+        if isinstance(first, (Mapping, list, tuple)):
+            if (id(first), id(other)) in self._seen:
                 return
-            self._seen.add((id(one), id(other)))
-        if type(one) is not type(other):
-            yield Difference(name, "type", f"{type(one).__name__} is {type(other).__name__}")
-        if isinstance(one, torch.Tensor):
-            yield from _tensor_differences(name, one, other)
-        elif isinstance(one, Mapping):
-            yield from self._mappings(one, other if isinstance(other, Mapping) else {}, path)
-            yield from self._attributes(one, getattr(other, "__dict__", {}), path)
-        elif isinstance(one, (list, tuple)):
-            yield from self._sequences(one, other if isinstance(other, (list, tuple)) else (), path)
-        elif not _equal(one, other):
-            yield Difference(name, "value", f"{one!r:.60} is {other!r:.60}")
+            self._seen.add((id(first), id(other)))
+        if type(first) is not type(other):
+            yield Difference(name, "type", f"{type(first).__name__} is {type(other).__name__}")
+        if isinstance(first, torch.Tensor):
+            yield from _tensor_differences(name, first, other)
+        elif isinstance(first, Mapping):
+            yield from self._mappings(first, other if isinstance(other, Mapping) else {}, path)
+            yield from self._attributes(first, getattr(other, "__dict__", {}), path)
+        elif isinstance(first, (list, tuple)):
+            yield from self._sequences(
+                first, other if isinstance(other, (list, tuple)) else (), path
+            )
+        elif not _equal(first, other):
+            yield Difference(name, "value", f"{first!r:.60} is {other!r:.60}")
 
     def _mappings(
-        self, one: Mapping[Any, Any], other: Mapping[Any, Any], path: Path
+        self, first: Mapping[Any, Any], other: Mapping[Any, Any], path: Path
     ) -> Iterator[Difference]:
         own = {_typed(key): key for key in other}
         order = []
-        for key, item in one.items():
+        for key, item in first.items():
             match = own.pop(_typed(key), _ABSENT)
             if match is _ABSENT and not isinstance(key, str):
                 match = own.pop(_typed(str(key)), _ABSENT)
@@ -162,18 +164,18 @@ class _Comparison:
             yield Difference(".".join(map(str, path)), "order")
 
     def _attributes(
-        self, one: Mapping[Any, Any], others: Mapping[str, Any], path: Path
+        self, first: Mapping[Any, Any], attributes: Mapping[str, Any], path: Path
     ) -> Iterator[Difference]:
         """Those of a mapping, which may hold tensors."""
-        for attribute, value in getattr(one, "__dict__", {}).items():
+        for attribute, value in getattr(first, "__dict__", {}).items():
             at = (*path, attribute)
-            if attribute in others:
-                yield from self._pair(value, others[attribute], at)
+            if attribute in attributes:
+                yield from self._pair(value, attributes[attribute], at)
             else:
                 yield Difference(".".join(map(str, at)), "attributes", type(value).__name__)
 
-    def _sequences(self, one: Any, other: Any, path: Path) -> Iterator[Difference]:
-        for index, item in enumerate(one):
+    def _sequences(self, first: Any, other: Any, path: Path) -> Iterator[Difference]:
+        for index, item in enumerate(first):
             at = (*path, index)
             is_placeholder = index < len(other) and other[index] is None
             if index >= len(other) or (
@@ -182,8 +184,10 @@ class _Comparison:
                 yield from self._elsewhere(item, at)
             else:
                 yield from self._pair(item, other[index], at)
-        if len(other) > len(one):
-            yield Difference(".".join(map(str, path)), "added", f"{len(other) - len(one)} elements")
+        if len(other) > len(first):
+            yield Difference(
+                ".".join(map(str, path)), "added", f"{len(other) - len(first)} elements"
+            )
 
     def _elsewhere(self, item: Any, path: Path) -> Iterator[Difference]:
         """What is not in its place: it stands at the root under its path, or is gone."""
@@ -213,12 +217,14 @@ def _typed(key: Any) -> Any:
     return type(key).__name__, key
 
 
-def _tensor_differences(name: str, one: torch.Tensor, other: Any) -> Iterator[Difference]:
+def _tensor_differences(name: str, first: torch.Tensor, other: Any) -> Iterator[Difference]:
     if not isinstance(other, torch.Tensor):
         return
-    if (one.dtype, one.shape) != (other.dtype, other.shape) or _bits(one) != _bits(other):
-        yield Difference(name, "value", f"{one.dtype} {one.shape} is {other.dtype} {other.shape}")
-    if one.requires_grad != other.requires_grad:
+    if (first.dtype, first.shape) != (other.dtype, other.shape) or _bits(first) != _bits(other):
+        yield Difference(
+            name, "value", f"{first.dtype} {first.shape} is {other.dtype} {other.shape}"
+        )
+    if first.requires_grad != other.requires_grad:
         yield Difference(name, "grad", "requires_grad")
 
 
@@ -227,23 +233,27 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return b"" if not dense.numel() else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        if not isinstance(other, np.ndarray) or (one.dtype, one.shape) != (
+def _equal(first: Any, other: Any) -> bool:
+    if isinstance(first, np.ndarray):
+        if not isinstance(other, np.ndarray) or (first.dtype, first.shape) != (
             other.dtype,
             other.shape,
         ):
             return False
         return (
-            one.tolist() == other.tolist()
-            if one.dtype.hasobject
-            else one.tobytes() == other.tobytes()
+            first.tolist() == other.tolist()
+            if first.dtype.hasobject
+            else first.tobytes() == other.tobytes()
         )
-    if isinstance(one, float) and one != one:
+    if isinstance(first, float) and first != first:
         return isinstance(other, float) and other != other
-    if type(one) is type(other) and not isinstance(one, type) and getattr(one, "__dict__", None):
-        return not differences(vars(one), vars(other))
-    return bool(one == other)
+    if (
+        type(first) is type(other)
+        and not isinstance(first, type)
+        and getattr(first, "__dict__", None)
+    ):
+        return not differences(vars(first), vars(other))
+    return bool(first == other)
 
 
 def _sharing(pairs: list[tuple[str, Any, Any]], kind: str, identity: Any) -> Iterator[Difference]:

@@ -31,12 +31,12 @@ def verdict(
     acceptance: Acceptance | None = None,
     notes: tuple[str, ...] = (),
 ) -> Verdict:
-    found: Sequence[Finding] = tuple(findings)
+    listed: Sequence[Finding] = tuple(findings)
     validation = Validation(
         path=path,
         format="dcp",
         level=level,
-        findings=tuple(found),
+        findings=tuple(listed),
         n_files=3,
         n_bytes=4096,
         n_tensors=7,
@@ -44,4 +44,4 @@ def verdict(
         seconds=0.25,
         notes=notes,
     )
-    return Verdict(validation, (acceptance or Acceptance()).judge(found))
+    return Verdict(validation, (acceptance or Acceptance()).judge(listed))

@@ -39,8 +39,8 @@ def saved(path: Path, content: object) -> Path:
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
     """Two files that differ in every way."""
-    one: dict[str, Any] = {f"layers.{n}.w": torch.ones(4, 3) * (n + 1) for n in range(6)}
-    one |= {
+    first: dict[str, Any] = {f"layers.{n}.w": torch.ones(4, 3) * (n + 1) for n in range(6)}
+    first |= {
         "gone": torch.zeros(2),
         "shape": torch.zeros(2, 3),
         "dtype": torch.ones(3),
@@ -49,7 +49,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     }
     other = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in one.items()
+        for key, value in first.items()
     }
     other.pop("gone")
     for n in range(1, 5):
@@ -61,7 +61,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
         "step": 2,
     }
     other["nan"] = torch.tensor([1.0, math.nan])
-    return saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
+    return saved(tmp_path / "a.pt", first), saved(tmp_path / "b.pt", other)
 
 
 def test_the_verdict_comes_first_and_the_exit_code_says_it(
@@ -112,15 +112,17 @@ def test_what_matters_most_is_listed_first_and_layers_are_folded(
 
 
 def test_the_page_fits_a_narrow_terminal(pair: tuple[Path, Path]) -> None:
-    found = diff(DiffJob(a=pair[0], b=pair[1]))
-    for line in page_of(Screen(width=60), found, limit=10, is_flat=False):
+    difference = diff(DiffJob(a=pair[0], b=pair[1]))
+    for line in page_of(Screen(width=60), difference, limit=10, is_flat=False):
         assert (
             columns_of(line) <= 60
             or "of 48" in line
             or "ckpt" in line
             or line.startswith(("  A", "  B", "   "))
         )
-    text = "\n".join(page_of(Screen(width=200, has_unicode=False), found, limit=10, is_flat=False))
+    text = "\n".join(
+        page_of(Screen(width=200, has_unicode=False), difference, limit=10, is_flat=False)
+    )
     assert "✓" not in text
     assert "→" not in text
 
@@ -128,10 +130,10 @@ def test_the_page_fits_a_narrow_terminal(pair: tuple[Path, Path]) -> None:
 def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -> None:
     code, out, err = run(*pair, "--json")
     assert (code, err) == (1, "")
-    made = json.loads(out)
-    assert made["schema"] == "ckpt.diff/1"
-    assert (made["same"], made["method"], made["tolerance"]) == (False, "read", None)
-    assert made["counts"] == {
+    page = json.loads(out)
+    assert page["schema"] == "ckpt.diff/1"
+    assert (page["same"], page["method"], page["tolerance"]) == (False, "read", None)
+    assert page["counts"] == {
         "equal": 2,
         "unread": 0,
         "close": 0,
@@ -141,7 +143,7 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
         "only_b": 1,
         "only_a": 1,
     }
-    by_key = {one["key"]: one for one in made["tensors"]}
+    by_key = {tensor["key"]: tensor for tensor in page["tensors"]}
     assert by_key["gone"]["b"] is None
     values = by_key["layers.2.w"]["values"]
     assert (values["elements"], values["differing"], values["max_abs"], values["first"]) == (
@@ -154,7 +156,7 @@ def test_json_is_one_object_with_everything(run: Run, pair: tuple[Path, Path]) -
     assert values["relative"] == pytest.approx(2 / math.sqrt(12 * 9))
     assert by_key["nan"]["values"]["first_b"] == "nan"
     assert by_key["dtype"]["is_cast"] is True
-    assert made["entries"] == [{"path": "step", "kind": "changed", "a": "1", "b": "2"}]
+    assert page["entries"] == [{"path": "step", "kind": "changed", "a": "1", "b": "2"}]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +182,8 @@ def test_options_change_what_counts(
 ) -> None:
     a = torch.arange(10.0)
     a[0] = math.nan
-    one, other = saved(tmp_path / "a.pt", {"w": a}), saved(tmp_path / "b.pt", {"w": a * 1.0001})
-    got, out, err = run(one, other, *options)
+    first, other = saved(tmp_path / "a.pt", {"w": a}), saved(tmp_path / "b.pt", {"w": a * 1.0001})
+    got, out, err = run(first, other, *options)
     assert (got, err) == (code, "")
     assert out.startswith(text)
     if "--quiet" in options:
@@ -211,25 +213,25 @@ def test_mistakes_give_one_error_and_exit_code_2(
 
 
 def test_only_the_tensors_or_only_the_model(golden: Path, run: Run) -> None:
-    one, other = (
+    sharded, other = (
         golden / "mcore_legacy/dense_gqa/tp2_pp2_optim",
         golden / "mcore_legacy/dense_gqa/tp1_pp1",
     )
-    code, out, _ = run(one, other)
+    code, out, _ = run(sharded, other)
     assert code == 1
     assert "only in A (93)" in out
-    assert run(one, other, "--no-optim", "--tensors-only")[0] == 0
+    assert run(sharded, other, "--no-optim", "--tensors-only")[0] == 0
 
 
 def test_names_cannot_reach_the_terminal(run: Run, tmp_path: Path) -> None:
-    one = saved(
+    first = saved(
         tmp_path / "a.pt", {"w\x1b[2J": torch.ones(2), "text": "x\x1b[31m", "deep": {"k\x07": 1}}
     )
     other = saved(
         tmp_path / "b.pt", {"w\x1b[2J": torch.zeros(2), "text": "y\u202e", "deep": {"k\x07": 2}}
     )
     for options in ([], ["--flat"], ["--json"]):
-        code, out, _ = run(one, other, *options)
+        code, out, _ = run(first, other, *options)
         assert code == 1
         assert not set(out) & {"\x1b", "\u202e", "\x07"}
 
@@ -290,9 +292,9 @@ def test_a_map_shows_layers_and_modules(edited: tuple[Path, Path], run: Run) -> 
 
 
 def test_a_map_in_json(edited: tuple[Path, Path], run: Run) -> None:
-    found = json.loads(run(*edited, "--map", "--json")[1])["map"]
-    assert list(found) == ["model"]
-    heat = found["model"]
+    maps = json.loads(run(*edited, "--map", "--json")[1])["map"]
+    assert list(maps) == ["model"]
+    heat = maps["model"]
     assert (heat["stack"], heat["layers"]) == ("layers", [0, 1, 2])
     at = heat["modules"].index("mlp.up_proj.weight")
     assert [row[at]["kind"] for row in heat["cells"]] == ["equal", "values", "values"]

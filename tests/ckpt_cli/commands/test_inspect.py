@@ -110,12 +110,12 @@ def test_rank_files_are_shown_as_the_global_model(
         ): item
         for key, item in oracle(golden / "oracle/dense_gqa/global.safetensors").items()
     }
-    found = {
+    shapes = {
         tensor["key"]: tensor["shape"] for tensor in page["tensors"] if tensor["group"] == "model"
     }
-    assert found.keys() == true.keys()
+    assert shapes.keys() == true.keys()
     vocab = ("embedding.word_embeddings.weight", "output_layer.weight")
-    assert {key: shape for key, shape in found.items() if key not in vocab} == {
+    assert {key: shape for key, shape in shapes.items() if key not in vocab} == {
         key: shape for key, (_, shape) in true.items() if key not in vocab
     }
     assert page["is_unsharded"]
@@ -255,13 +255,13 @@ def test_values_of_every_dtype_in_a_nested_file_can_be_shown(
     golden: Path, shown: Callable[..., Any]
 ) -> None:
     for tensor in shown(golden / "hf/llama/torch_single/nested_zip.pt")["tensors"]:
-        (one,) = shown(
+        (entry,) = shown(
             golden / "hf/llama/torch_single/nested_zip.pt", tensor["key"], "--values", 5
         )["tensors"]
         n = 1
         for extent in tensor["shape"]:
             n *= extent
-        assert len(one["values"]) == min(5, n)
+        assert len(entry["values"]) == min(5, n)
 
 
 def test_patterns_choose_tensors_and_a_pasted_fold_works(
@@ -283,8 +283,8 @@ def test_objects_are_shown_and_nothing_is_run(
     golden: Path, shown: Callable[..., Any], run: Run
 ) -> None:
     path = golden / "torch_dcp/fsdp2_dp2"
-    (found,) = shown(path, "app.optim.param_groups.0.betas")["objects"]
-    assert found == {"key": "app.optim.param_groups.0.betas", "value": [0.9, 0.999]}
+    (entry,) = shown(path, "app.optim.param_groups.0.betas")["objects"]
+    assert entry == {"key": "app.optim.param_groups.0.betas", "value": [0.9, 0.999]}
     assert "0.999" in run(path, "app.optim.param_groups.0.betas")
 
 
@@ -307,8 +307,8 @@ def test_an_iteration_and_one_rank_directory_open_too(
 def test_an_object_of_every_rank_can_be_named_without_the_rank(
     golden: Path, shown: Callable[..., Any]
 ) -> None:
-    found = shown(golden / "mcore_legacy/dense_gqa/tp2_pp1", "iteration")["objects"]
-    assert found == [{"key": f"mp_rank_{rank:02d}:iteration", "value": 10} for rank in (0, 1)]
+    objects = shown(golden / "mcore_legacy/dense_gqa/tp2_pp1", "iteration")["objects"]
+    assert objects == [{"key": f"mp_rank_{rank:02d}:iteration", "value": 10} for rank in (0, 1)]
 
 
 def test_capabilities_name_formats_and_reasons(golden: Path, shown: Callable[..., Any]) -> None:

@@ -56,24 +56,24 @@ def damaged(golden: Path, tmp_path: Path) -> Callable[..., Path]:
     return call
 
 
-@pytest.mark.parametrize("what", DAMAGES)
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_what_can_be_read_is_shown_below_the_damage(
-    what: str,
+    damage: str,
     golden: Path,
     damaged: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    source, file, breaks, named = DAMAGES[what]
+    source, file, breaks, named = DAMAGES[damage]
     assert main(["inspect", str(golden / source), "--json"]) == 0
-    whole = json.loads(capsys.readouterr().out)
-    assert whole["problems"] == []
+    intact = json.loads(capsys.readouterr().out)
+    assert intact["problems"] == []
     path = damaged(source, file, breaks)
     assert main(["inspect", str(path), "--json"]) == 3
     page = json.loads(capsys.readouterr().out)
     assert page["problems"]
     if named is not None:
         assert named in [problem.get("file") for problem in page["problems"]]
-    assert 0 < len(page["tensors"]) <= len(whole["tensors"])
+    assert 0 < len(page["tensors"]) <= len(intact["tensors"])
     assert [item["possible"] for item in page["can"]] == [False]
     # The page begins with the damage, and goes on as that of an intact checkpoint.
     assert main(["inspect", str(path)]) == 3

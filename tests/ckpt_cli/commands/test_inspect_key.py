@@ -121,9 +121,9 @@ def test_values_of_config_json_and_of_other_objects_have_paths(
     # An object that has its own stream, and one of every rank.
     (item,) = shown(golden / "torch_dcp/fsdp2_dp4", "app.optim.param_groups.0.betas.1")["objects"]
     assert item["value"] == 0.999
-    found = shown(golden / RANKS, "rng_state.0.random_rng_state.0")["objects"]
-    assert len(found) == 4
-    assert {item["value"] for item in found} == {3}
+    objects = shown(golden / RANKS, "rng_state.0.random_rng_state.0")["objects"]
+    assert len(objects) == 4
+    assert {item["value"] for item in objects} == {3}
     # Names that contain dots, and a cycle.
     loop: dict[str, Any] = {"a.b": {"c": 1}}
     loop["self"] = loop

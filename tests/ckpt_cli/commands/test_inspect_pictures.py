@@ -39,10 +39,10 @@ def test_sizes_have_a_bar_for_each_module(run: Run, golden: Path) -> None:
 def test_both_pictures_and_their_json(run: Run, shown: Callable[..., Any], golden: Path) -> None:
     text = run(golden / LEGACY, "--sizes", "--ranks")
     assert text.index("model ") < text.index("TP 2")
-    found = shown(golden / LEGACY, "--sizes", "--ranks")
-    assert found["sizes"]["model"]["bytes"] == found["totals"]["bytes"]
-    assert found["rank_grid"]["vpp"] == 2
-    assert [cell["layers"] for cell in found["rank_grid"]["cells"]] == ["0, 2"] * 2 + ["1, 3"] * 2
+    page = shown(golden / LEGACY, "--sizes", "--ranks")
+    assert page["sizes"]["model"]["bytes"] == page["totals"]["bytes"]
+    assert page["rank_grid"]["vpp"] == 2
+    assert [cell["layers"] for cell in page["rank_grid"]["cells"]] == ["0, 2"] * 2 + ["1, 3"] * 2
     assert "sizes" not in shown(golden / LEGACY)
 
 

@@ -18,19 +18,19 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     return copied
 
 
-def test_it_writes_a_manifest_into_the_checkpoint_and_says_so(
+def test_manifest_writes_into_the_checkpoint_and_says_so(
     checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["manifest", str(checkpoint)]) == 0
-    said = capsys.readouterr()
-    made = checkpoint / "iter_0000010/ckpt-manifest.json"
-    assert str(made) in said.out and said.err == ""
-    assert json.loads(made.read_text())["version"] == 2
+    captured = capsys.readouterr()
+    manifest_path = checkpoint / "iter_0000010/ckpt-manifest.json"
+    assert str(manifest_path) in captured.out and captured.err == ""
+    assert json.loads(manifest_path.read_text())["version"] == 2
     assert main(["manifest", str(checkpoint)]) == 2
     assert "already exists" in capsys.readouterr().err
     assert main(["manifest", "--force", "-q", str(checkpoint)]) == 0
     assert capsys.readouterr().out == ""
-    assert main(["validate", "--deep", str(checkpoint), "--against", str(made)]) == 0
+    assert main(["validate", "--deep", str(checkpoint), "--against", str(manifest_path)]) == 0
 
 
 def test_its_report_is_one_json_object(

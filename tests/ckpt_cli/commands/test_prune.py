@@ -96,7 +96,7 @@ def test_nothing_is_asked_before_the_data_were_read(
 
 
 @pytest.mark.parametrize(
-    ("stdin", "code", "left", "last"),
+    ("stdin", "code", "remaining", "last"),
     [
         (Terminal("n\n"), 0, [1, 2, 3, 4], "nothing was removed"),
         (Terminal(""), 0, [1, 2, 3, 4], "nothing was removed"),
@@ -108,14 +108,14 @@ def test_on_a_terminal_it_asks(
     root: Path,
     stdin: Terminal,
     code: int,
-    left: list[int],
+    remaining: list[int],
     last: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", stdin)
     assert main(["prune", str(root), "--keep-last", "3", "--deep"]) == code
-    assert numbers(root) == left
+    assert numbers(root) == remaining
     out, err = capsys.readouterr()
     assert out.splitlines()[4].split()[:2] == ["remove", "checkpoint-1"]
     assert out.splitlines()[-1].startswith(last)

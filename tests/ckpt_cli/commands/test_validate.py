@@ -81,7 +81,10 @@ def test_several_paths_have_a_report_each(good: Path, bad: Path, run: Run) -> No
     code, out, _ = run(good, bad)
     assert code == 1
     assert out.endswith("2 checkpoints: 1 with errors\n")
-    assert [one["valid"] for one in shown(run, good, bad)["checkpoints"]] == [True, False]
+    assert [checkpoint["valid"] for checkpoint in shown(run, good, bad)["checkpoints"]] == [
+        True,
+        False,
+    ]
 
 
 def test_files_of_one_checkpoint_are_one_checkpoint(good: Path, run: Run) -> None:
@@ -233,8 +236,8 @@ def test_what_no_format_recognises_is_a_finding(tmp_path: Path, run: Run) -> Non
 
 
 def test_ignored_codes_do_not_count(bad: Path, run: Run) -> None:
-    found = {finding["code"] for finding in shown(run, bad)["checkpoints"][0]["findings"]}
-    code, out, _ = run(bad, "--ignore", ",".join(sorted(found)))
+    ignored = {finding["code"] for finding in shown(run, bad)["checkpoints"][0]["findings"]}
+    code, out, _ = run(bad, "--ignore", ",".join(sorted(ignored)))
     assert code == 0
     assert "ignored" in out
     assert run(bad, "--ignore", "CK:*.distcp")[0] == 0
@@ -263,8 +266,8 @@ def test_a_shard_is_looked_at_alone(golden: Path, run: Run, tmp_path: Path) -> N
     assert run(shard)[1].startswith("✓ no findings")
     with shard.open("r+b") as file:
         file.truncate(shard.stat().st_size - 10)
-    found = shown(run, shard)["checkpoints"][0]["findings"]
-    assert [finding["code"] for finding in found] == ["CK103"]
+    findings = shown(run, shard)["checkpoints"][0]["findings"]
+    assert [finding["code"] for finding in findings] == ["CK103"]
 
 
 @pytest.mark.parametrize("option", ["-o", "--report", "--write-baseline"])
@@ -385,7 +388,7 @@ def test_newest_valid_prints_a_path_and_nothing_else(
         10,
     )
     assert page["level"] == "headers"
-    assert [Path(one["path"]).name for one in page["skipped"]] == ["iter_0000020"]
+    assert [Path(skipped["path"]).name for skipped in page["skipped"]] == ["iter_0000020"]
 
 
 def test_newest_valid_obeys_what_is_ignored(golden: Path, tmp_path: Path, run: Run) -> None:

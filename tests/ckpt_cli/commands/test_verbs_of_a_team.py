@@ -22,7 +22,7 @@ Said = tuple[int, str, str]
 """Exit code, stdout, stderr."""
 
 
-def said(team: Team, words: list[str]) -> Said:
+def run_on_rank(team: Team, words: list[str]) -> Said:
     """What the command says on one rank."""
     teamwork.join(team)
     out, err = io.StringIO(), io.StringIO()
@@ -35,24 +35,24 @@ def said(team: Team, words: list[str]) -> Said:
 
 
 def several(team: Team, commands: list[list[str]]) -> list[Said]:
-    return [said(team, words) for words in commands]
+    return [run_on_rank(team, words) for words in commands]
 
 
 def together(n: int, commands: list[list[str]]) -> list[Said]:
     """What the lead says; the others return the same codes and print nothing."""
-    lead, *others = run_team(n, several, commands)
-    for other in others:
-        assert [one[0] for one in other] == [one[0] for one in lead]
-        assert all(one[1:] == ("", "") for one in other), other
+    lead, *rest = run_team(n, several, commands)
+    for other in rest:
+        assert [outcome[0] for outcome in other] == [outcome[0] for outcome in lead]
+        assert all(outcome[1:] == ("", "") for outcome in other), other
     return lead
 
 
-def timeless(one: Said) -> Said:
+def timeless(outcome: Said) -> Said:
     """Without what differs from run to run."""
     return (
-        one[0],
-        re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", one[1]),
-        one[2],
+        outcome[0],
+        re.sub(r'time="[^"]*"|timestamp="[^"]*"|,? in [0-9.]+ m?s[^\n]*', "", outcome[1]),
+        outcome[2],
     )
 
 
@@ -69,34 +69,38 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_validate(golden: Path, damaged: Path, tmp_path: Path) -> None:
-    whole = str(golden / "hf/llama/safetensors_sharded")
+    intact = str(golden / "hf/llama/safetensors_sharded")
     roots = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
     commands = [
-        ["validate", "--deep", whole, str(damaged)],
+        ["validate", "--deep", intact, str(damaged)],
         ["validate", "--deep", "--format", "junit", str(damaged)],
-        ["validate", whole],
+        ["validate", intact],
         ["validate", "--list-checks"],
         ["validate", "--newest-valid", "--deep", str(roots)],
         ["validate", "--newest-valid", str(tmp_path)],
         ["validate", "--all-iterations", "--deep", str(roots)],
     ]
-    assert [timeless(one) for one in together(3, commands)] == [
-        timeless(said(ALONE, words)) for words in commands
+    assert [timeless(outcome) for outcome in together(3, commands)] == [
+        timeless(run_on_rank(ALONE, words)) for words in commands
     ]
 
 
 def test_the_json_of_validate_says_who_read_how_much(golden: Path, damaged: Path) -> None:
     paths = [str(golden / "hf/llama/safetensors_sharded"), str(damaged)]
     words = ["validate", "--deep", "--json", *paths]
-    (found,) = together(3, [words])
-    report, alone = json.loads(found[1]), json.loads(said(ALONE, words)[1])
+    (outcome,) = together(3, [words])
+    report, alone = json.loads(outcome[1]), json.loads(run_on_rank(ALONE, words)[1])
     launch = report.pop("launch")
-    for one in (*report["checkpoints"], *alone["checkpoints"]):
-        del one["seconds"]
-    assert report == alone and found[0] == 1
-    assert launch["n_workers"] == 3 and [one["rank"] for one in launch["workers"]] == [0, 1, 2]
-    assert sum(one["read_bytes"] for one in launch["workers"]) == sum(
-        one["bytes"] for one in report["checkpoints"]
+    for checkpoint in (*report["checkpoints"], *alone["checkpoints"]):
+        del checkpoint["seconds"]
+    assert report == alone and outcome[0] == 1
+    assert launch["n_workers"] == 3 and [worker["rank"] for worker in launch["workers"]] == [
+        0,
+        1,
+        2,
+    ]
+    assert sum(worker["read_bytes"] for worker in launch["workers"]) == sum(
+        entry["bytes"] for entry in report["checkpoints"]
     )
 
 
@@ -131,51 +135,54 @@ def test_manifest(golden: Path, tmp_path: Path, name: str) -> None:
     for n in (1, 3):
         output = tmp_path / f"{n}.ckpt-manifest.json"
         words = ["manifest", "--json", "-o", str(output), str(golden / name)]
-        code, out, err = said(ALONE, words) if n == 1 else together(n, [words])[0]
+        code, out, err = run_on_rank(ALONE, words) if n == 1 else together(n, [words])[0]
         assert (code, err) == (0, "")
         texts.append(output.read_bytes())
         reports.append(json.loads(out))
-        again = said(ALONE, words) if n == 1 else run_team(n, said, words)[0]
+        again = run_on_rank(ALONE, words) if n == 1 else run_team(n, run_on_rank, words)[0]
         assert again[0] == 2
     assert texts[0] == texts[1]
-    read = sum(one["read_bytes"] for one in reports[1].pop("launch")["workers"])
+    read = sum(worker["read_bytes"] for worker in reports[1].pop("launch")["workers"])
     assert read >= reports[1]["n_bytes"] == reports[0]["n_bytes"]
     assert reports[0]["n_read_again"] == reports[1]["n_read_again"]
 
 
 def test_no_manifest_is_made_of_damage(damaged: Path, tmp_path: Path) -> None:
     words = ["manifest", "-o", str(tmp_path / "manifest.json"), str(damaged)]
-    every = run_team(2, said, words)
-    assert every[0] == every[1] == said(ALONE, words) and every[0][0] == 3
+    outcomes = run_team(2, run_on_rank, words)
+    assert outcomes[0] == outcomes[1] == run_on_rank(ALONE, words) and outcomes[0][0] == 3
 
 
 def test_a_mistake_is_an_error_of_every_rank(golden: Path, tmp_path: Path) -> None:
-    whole = str(golden / "hf/llama/safetensors_sharded")
+    intact = str(golden / "hf/llama/safetensors_sharded")
     nowhere = str(tmp_path / "nowhere")
     for words in (
         ["validate", nowhere],
-        ["validate", "--against", nowhere, whole],
-        ["validate", "--rules", nowhere, whole],
+        ["validate", "--against", nowhere, intact],
+        ["validate", "--rules", nowhere, intact],
     ):
-        every = run_team(2, said, words)
-        assert every[0] == every[1] == said(ALONE, words) and every[0][0] == 2
+        outcomes = run_team(2, run_on_rank, words)
+        assert outcomes[0] == outcomes[1] == run_on_rank(ALONE, words) and outcomes[0][0] == 2
 
 
 def test_diff(golden: Path, damaged: Path) -> None:
-    whole, other = str(golden / "hf/llama/safetensors_single"), str(golden / "hf/llama/bin_sharded")
+    single, other = (
+        str(golden / "hf/llama/safetensors_single"),
+        str(golden / "hf/llama/bin_sharded"),
+    )
     commands = [
-        ["diff", whole, other],
+        ["diff", single, other],
         ["diff", other, str(damaged)],
         ["diff", "--quiet", other, str(damaged)],
-        ["diff", "--stat-only", whole, other],
+        ["diff", "--stat-only", single, other],
     ]
-    assert [timeless(one) for one in together(3, commands)] == [
-        timeless(said(ALONE, words)) for words in commands
+    assert [timeless(shown) for shown in together(3, commands)] == [
+        timeless(run_on_rank(ALONE, words)) for words in commands
     ]
     words = ["diff", "--json", other, str(damaged)]
-    (found,) = together(3, [words])
-    report, alone = json.loads(found[1]), json.loads(said(ALONE, words)[1])
+    (outcome,) = together(3, [words])
+    report, alone = json.loads(outcome[1]), json.loads(run_on_rank(ALONE, words)[1])
     launch = report.pop("launch")
     del report["seconds"], alone["seconds"]
-    assert report == alone and found[0] == 1
-    assert sum(one["read_bytes"] for one in launch["workers"]) >= report["bytes_read"] > 0
+    assert report == alone and outcome[0] == 1
+    assert sum(worker["read_bytes"] for worker in launch["workers"]) >= report["bytes_read"] > 0

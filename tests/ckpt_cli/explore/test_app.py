@@ -379,7 +379,7 @@ def test_a_search_shows_what_is_wrong_with_a_pattern(in_golden: Path) -> None:
     explore(RUN, steps)
 
 
-def test_it_follows_the_size_of_the_terminal(in_golden: Path) -> None:
+def test_the_explorer_follows_the_size_of_the_terminal(in_golden: Path) -> None:
     async def steps(pilot: Pilot[int]) -> None:
         await search(pilot, WEIGHT, "1 of 435 names")
         await pilot.press("enter")

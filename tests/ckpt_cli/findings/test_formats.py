@@ -66,7 +66,7 @@ def test_json_holds_every_finding_with_all_its_parts() -> None:
         False,
         False,
     )
-    assert [one["valid"] for one in page["checkpoints"]] == [False, True, True]
+    assert [checkpoint["valid"] for checkpoint in page["checkpoints"]] == [False, True, True]
     first = page["checkpoints"][0]
     assert first["counts"] == {"error": 3, "warning": 1, "note": 1}
     assert (
@@ -84,7 +84,7 @@ def test_json_holds_every_finding_with_all_its_parts() -> None:
         }
         or first["findings"][0]["file"] == HOSTILE
     )
-    assert HOSTILE in [one.get("file") for one in first["findings"]]
+    assert HOSTILE in [entry.get("file") for entry in first["findings"]]
 
 
 # JUnit: what the schemas of Jenkins' xUnit plugin (junit-10.xsd) and of Ant's JUnit task both
@@ -228,8 +228,8 @@ def check_sarif(log: dict[str, Any]) -> None:
             assert ids[result["ruleIndex"]] == result["ruleId"]
             assert result["level"] in LEVELS
             assert result.get("baselineState", "new") in {"new", "unchanged", "updated", "absent"}
-            for one in result.get("suppressions", []):
-                assert one["kind"] in {"inSource", "external"}
+            for suppression in result.get("suppressions", []):
+                assert suppression["kind"] in {"inSource", "external"}
             assert all(isinstance(value, str) for value in result["partialFingerprints"].values())
             check_message(result["message"])
             for location in result["locations"]:
@@ -343,14 +343,14 @@ def decoded(text: str) -> str:
 def commands(*verdicts: Any) -> Iterator[tuple[str, dict[str, str], str]]:
     for line in github_lines(verdicts):
         assert line.isprintable(), "one line, and nothing in it that a terminal obeys"
-        found = COMMAND.fullmatch(line)
+        match = COMMAND.fullmatch(line)
         if line.startswith("::"):
-            assert found, line
-            properties = dict(one.split("=", 1) for one in found[2].split(","))
+            assert match, line
+            properties = dict(pair.split("=", 1) for pair in match[2].split(","))
             yield (
-                found[1],
+                match[1],
                 {name: decoded(value) for name, value in properties.items()},
-                decoded(found[3]),
+                decoded(match[3]),
             )
         else:
             assert not line.lstrip().startswith("::")
@@ -358,9 +358,11 @@ def commands(*verdicts: Any) -> Iterator[tuple[str, dict[str, str], str]]:
 
 
 def test_github_gets_one_annotation_for_findings_that_are_alike() -> None:
-    found = list(commands(*VERDICTS))
-    assert [kind for kind, _, _ in found].count("error") == 2
-    kind, properties, text = next(one for one in found if "× 2" in one[1]["title"])
+    parsed = list(commands(*VERDICTS))
+    assert [kind for kind, _, _ in parsed].count("error") == 2
+    kind, properties, text = next(
+        annotation for annotation in parsed if "× 2" in annotation[1]["title"]
+    )
     assert kind == "error"
     assert properties["file"] == "runs/iter_0000010/__0_0.distcp"
     assert text.splitlines() == [
@@ -368,7 +370,7 @@ def test_github_gets_one_annotation_for_findings_that_are_alike() -> None:
         "the file ends early (expected 100 bytes, found 64 bytes)",
         "→ copy it again",
     ]
-    assert {kind for kind, _, _ in found} == {"error", "warning", "notice"}
+    assert {kind for kind, _, _ in parsed} == {"error", "warning", "notice"}
 
 
 def test_every_format_has_the_notes_on_what_was_taken_and_not_looked_at() -> None:
@@ -377,7 +379,10 @@ def test_every_format_has_the_notes_on_what_was_taken_and_not_looked_at() -> Non
     (suite,) = junit(noted)
     assert note in (suite.findtext("system-out") or "")
     (run,) = sarif(noted)["runs"]
-    texts = [one["message"]["text"] for one in run["invocations"][0]["toolExecutionNotifications"]]
+    texts = [
+        notification["message"]["text"]
+        for notification in run["invocations"][0]["toolExecutionNotifications"]
+    ]
     assert texts[0] == f"{note}."
     assert len(texts) == 2
     place = {"file": "runs/iter_0000010", "title": "ckpt validate"}
@@ -385,8 +390,8 @@ def test_every_format_has_the_notes_on_what_was_taken_and_not_looked_at() -> Non
 
 
 def test_every_format_bears_hostile_names() -> None:
-    for one in (junit, sarif):
-        one(*VERDICTS)
+    for write in (junit, sarif):
+        write(*VERDICTS)
     assert list(commands(*VERDICTS))
     for lines in (
         junit_lines(VERDICTS),

@@ -26,8 +26,8 @@ def page(
 
 def places(*names: str) -> list[str]:
     return [
-        f"{len(one.findings)} {one.file}"
-        for one in group_similar([finding(file=name) for name in names], path="somewhere")
+        f"{len(group.findings)} {group.file}"
+        for group in group_similar([finding(file=name) for name in names], path="somewhere")
     ]
 
 
@@ -59,10 +59,10 @@ def test_numbers_of_any_length_are_no_trouble() -> None:
 
 
 def test_what_differs_is_shown_by_example() -> None:
-    (one,) = group_similar(
+    (group,) = group_similar(
         [finding(file=f"f{n}", expected="8 bytes", found=f"{n} bytes") for n in range(3)], path="p"
     )
-    assert one.message == "for example: the file ends early (expected 8 bytes, found 0 bytes)"
+    assert group.message == "for example: the file ends early (expected 8 bytes, found 0 bytes)"
 
 
 def test_findings_of_other_words_severities_and_hints_do_not_fold() -> None:
@@ -94,7 +94,7 @@ def test_a_whole_checkpoint_takes_few_lines_and_says_what_was_not_read() -> None
 
 
 def test_findings_stand_below_their_code_with_places_values_and_a_hint() -> None:
-    found = [
+    findings = [
         finding(
             file=f"__{n}_0.distcp", expected="100 bytes", found="64 bytes", hint="copy it again"
         )
@@ -102,7 +102,10 @@ def test_findings_stand_below_their_code_with_places_values_and_a_hint() -> None
     ]
     text = page(
         verdict(
-            [*found, finding("CK200", Severity.WARNING, message="odd", key="w", rank="mp_rank_00")]
+            [
+                *findings,
+                finding("CK200", Severity.WARNING, message="odd", key="w", rank="mp_rank_00"),
+            ]
         )
     )
     assert text.splitlines()[0] == "✗ 4 errors, 1 warning in runs/iter_0000010"
@@ -120,7 +123,7 @@ def test_findings_stand_below_their_code_with_places_values_and_a_hint() -> None
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("has_color", [True, False])
 def test_lines_fit_in_a_terminal(width: int, has_color: bool) -> None:
-    found = [
+    findings = [
         finding(
             message="many words " * 12,
             file="some/file.pt",
@@ -129,17 +132,17 @@ def test_lines_fit_in_a_terminal(width: int, has_color: bool) -> None:
         )
         for n in range(20)
     ]
-    lines = page(verdict(found), screen=Screen(width, has_color)).splitlines()
+    lines = page(verdict(findings), screen=Screen(width, has_color)).splitlines()
     plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
     assert max(map(columns_of, plain)) <= width
     assert (lines != plain) == has_color
 
 
 def test_at_most_some_places_of_a_code_are_shown() -> None:
-    found = [finding(file=f"{'x' * n}.pt") for n in range(1, 21)]
-    assert "… 12 more; --limit 0 shows all" in page(verdict(found))
-    assert "more;" not in page(verdict(found), limit=0)
-    assert "… 19 more; --limit 0 shows all" in page(verdict(found), limit=1)
+    findings = [finding(file=f"{'x' * n}.pt") for n in range(1, 21)]
+    assert "… 12 more; --limit 0 shows all" in page(verdict(findings))
+    assert "more;" not in page(verdict(findings), limit=0)
+    assert "… 19 more; --limit 0 shows all" in page(verdict(findings), limit=1)
 
 
 def test_what_does_not_count_is_counted() -> None:
@@ -162,11 +165,11 @@ def test_quiet_shows_only_checkpoints_with_errors() -> None:
 
 
 def test_hostile_names_move_no_cursor() -> None:
-    found = finding(
+    hostile = finding(
         message=HOSTILE, file=HOSTILE, key=HOSTILE, rank=HOSTILE, expected=HOSTILE, hint=HOSTILE
     )
     for screen in (Screen(), Screen(60), Screen(60, has_unicode=False)):
-        lines = page(verdict([found], path=HOSTILE), screen=screen).splitlines()
+        lines = page(verdict([hostile], path=HOSTILE), screen=screen).splitlines()
         assert all(line.isprintable() for line in lines)
         assert not any(line.lstrip().startswith("::") or "##[" in line for line in lines), (
             "GitHub's runner would obey"

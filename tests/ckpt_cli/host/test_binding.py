@@ -33,23 +33,23 @@ def shares(mode: str, n: int, nodes: list[list[int]], **more: int) -> list[CpuSh
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_cores_are_shared_out_without_rest_or_overlap(n: int) -> None:
-    found = [share.cores or frozenset() for share in shares("cores", n, TWO_NODES)]
-    assert sorted(core for cores in found for core in cores) == list(range(8))
-    assert max(map(len, found)) - min(map(len, found)) <= 1
+    core_sets = [share.cores or frozenset() for share in shares("cores", n, TWO_NODES)]
+    assert sorted(core for cores in core_sets for core in cores) == list(range(8))
+    assert max(map(len, core_sets)) - min(map(len, core_sets)) <= 1
 
 
 def test_more_workers_than_cores_share_them() -> None:
-    found = shares("cores", 3, [[5]])
-    assert [share.cores for share in found] == [frozenset({5})] * 3
-    assert [share.n_threads for share in found] == [1, 1, 1]
+    worker_shares = shares("cores", 3, [[5]])
+    assert [share.cores for share in worker_shares] == [frozenset({5})] * 3
+    assert [share.n_threads for share in worker_shares] == [1, 1, 1]
 
 
 def test_numa_gives_each_worker_one_node_and_its_part_of_the_threads() -> None:
-    found = shares("numa", 4, TWO_NODES)
-    assert [share.cores for share in found] == [frozenset(TWO_NODES[0])] * 2 + [
+    worker_shares = shares("numa", 4, TWO_NODES)
+    assert [share.cores for share in worker_shares] == [frozenset(TWO_NODES[0])] * 2 + [
         frozenset(TWO_NODES[1])
     ] * 2
-    assert [share.n_threads for share in found] == [2] * 4
+    assert [share.n_threads for share in worker_shares] == [2] * 4
 
 
 def test_a_worker_with_a_gpu_goes_to_the_node_of_the_gpu() -> None:
@@ -107,8 +107,8 @@ def test_the_kernels_lists_are_read() -> None:
 
 
 def test_the_node_of_a_gpu_is_found_by_its_bus_address(tmp_path: Path) -> None:
-    mine = min(os.sched_getaffinity(0))
-    node_dir = nodes_on_disk(tmp_path / "nodes", [f"{mine}", "4096"])
+    own_core = min(os.sched_getaffinity(0))
+    node_dir = nodes_on_disk(tmp_path / "nodes", [f"{own_core}", "4096"])
     for address, node in (("0000:3B:00.0", 0), ("0000:AF:00.0", -1)):
         (tmp_path / "gpus" / address).mkdir(parents=True)
         (tmp_path / "bus" / address.lower()).mkdir(parents=True)

@@ -43,13 +43,13 @@ def test_a_worker_does_not_outlive_a_launcher_that_is_killed(
         assert launcher.stdout is not None
         waiting = select.poll()
         waiting.register(launcher.stdout, select.POLLIN | select.POLLHUP)
-        said = os.read(launcher.stdout.fileno(), 100) if waiting.poll(60_000) else b""
+        output = os.read(launcher.stdout.fileno(), 100) if waiting.poll(60_000) else b""
         launcher.kill()
         while waiting.poll(60_000):
             part = os.read(launcher.stdout.fileno(), 100)
-            said += part
+            output += part
             if not part:  # the worker has ended: nobody holds the pipe any more
                 break
         else:
             pytest.fail("the worker still runs")
-    assert said == b"works, is told"
+    assert output == b"works, is told"

@@ -57,18 +57,18 @@ def test_ranks_set_by_hand():
 
 
 def test_srun():
-    found = identify_worker(SRUN)
-    assert (found.launcher, found.rank, found.size, found.local_rank, found.local_size) == (
+    worker = identify_worker(SRUN)
+    assert (worker.launcher, worker.rank, worker.size, worker.local_rank, worker.local_size) == (
         "srun",
         3,
         6,
         1,
         2,
     )
-    assert found.address == "gpu007"
-    assert 20_000 <= found.port < 30_000
-    assert identify_worker({**SRUN, "SLURM_PROCID": "5"}).port == found.port
-    assert identify_worker({**SRUN, "SLURM_STEP_ID": "1"}).port != found.port
+    assert worker.address == "gpu007"
+    assert 20_000 <= worker.port < 30_000
+    assert identify_worker({**SRUN, "SLURM_PROCID": "5"}).port == worker.port
+    assert identify_worker({**SRUN, "SLURM_STEP_ID": "1"}).port != worker.port
     assert identify_worker({**SRUN, "MASTER_ADDR": "a", "MASTER_PORT": "5"}).endpoint == "a:5"
 
 
@@ -78,9 +78,9 @@ def test_torchrun_below_srun_is_torchrun():
 
 @pytest.mark.parametrize("environ", [OPEN_MPI, {**MPICH, "PMI_SIZE": "2", "PMI_RANK": "1"}])
 def test_mpi_on_one_host(environ: dict[str, str]):
-    found = identify_worker(environ)
-    assert (found.rank, found.size, found.local_size, found.address) == (1, 2, 2, "127.0.0.1")
-    assert found.port == identify_worker(environ).port
+    worker = identify_worker(environ)
+    assert (worker.rank, worker.size, worker.local_size, worker.address) == (1, 2, 2, "127.0.0.1")
+    assert worker.port == identify_worker(environ).port
 
 
 def test_mpi_on_several_hosts_needs_an_address():
@@ -88,10 +88,11 @@ def test_mpi_on_several_hosts_needs_an_address():
         UsageError, match="does not set the address of rank 0 for workers on several hosts"
     ):
         identify_worker(MPICH)
-    found = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
-    assert (found.rank, found.size, found.endpoint) == (2, 4, f"node1:{found.port}")
+    worker = identify_worker({**MPICH, "MASTER_ADDR": "node1"})
+    assert (worker.rank, worker.size, worker.endpoint) == (2, 4, f"node1:{worker.port}")
     assert (
-        identify_worker({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port != found.port
+        identify_worker({**MPICH, "MASTER_ADDR": "node1", "PMIX_NAMESPACE": "x"}).port
+        != worker.port
     )
 
 

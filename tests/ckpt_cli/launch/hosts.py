@@ -158,7 +158,7 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
         )
         switch = ["nsenter", "--target", str(switch_pid), *same_user, "--net"]
         _done([*switch, "ip", "link", "set", "switch", "up"])
-        found = []
+        started = []
         for number, name in enumerate(names):
             temp_dir = state_dir / name
             temp_dir.mkdir()
@@ -215,9 +215,9 @@ def hosts(n: int, *, private_dirs: Mapping[Path, Path] | None = None) -> Iterato
             _done([*enter, "ip", "addr", "add", f"{addresses[number]}/24", "dev", "eth0"])
             _done([*enter, "ip", "link", "set", "eth0", "up"])
             enter = [*enter, f"--wd={Path.cwd()}"]
-            found.append(Host(number, name, addresses[number], pid, temp_dir, enter, switch))
-            stack.callback(_ended, found[-1])
-        yield found
+            started.append(Host(number, name, addresses[number], pid, temp_dir, enter, switch))
+            stack.callback(_ended, started[-1])
+        yield started
 
 
 def _ended(host: Host) -> None:

@@ -72,39 +72,41 @@ def main() -> int:
         if name not in names:
             parser.error(f"{name} is none of the {options.n} hosts")
     try:
-        with hosts(options.n, private_dirs=private_dirs) as found:
-            return run(found, options)
+        with hosts(options.n, private_dirs=private_dirs) as started:
+            return run(started, options)
     except NotPermittedError as err:
         print(f"scripts/hosts: skipped, hosts cannot be made here: {err}", file=sys.stderr)
         return SKIPPED
 
 
-def run(found: Sequence[Host], options: argparse.Namespace) -> int:
+def run(machines: Sequence[Host], options: argparse.Namespace) -> int:
     """Runs the command on every host, and lets happen what was asked for at its time."""
     running = [
         host.start([word.format(number=host.number, name=host.name) for word in options.command])
-        for host in found
+        for host in machines
     ]
     printers = [
-        threading.Thread(target=_print, args=pair) for pair in zip(found, running, strict=True)
+        threading.Thread(target=_print, args=pair) for pair in zip(machines, running, strict=True)
     ]
     for printer in printers:
         printer.start()
     events = sorted(
-        (at, name, what)
-        for what in ("kill", "unplug", "plug")
-        for name, at in getattr(options, what)
+        (at, name, kind)
+        for kind in ("kill", "unplug", "plug")
+        for name, at in getattr(options, kind)
     )
     begun = time.monotonic()
     killed = set()
     while any(process.poll() is None for process in running):
         seconds = time.monotonic() - begun
         if events and events[0][0] <= seconds:
-            _, name, what = events.pop(0)
-            host = next(host for host in found if host.name == name)
-            print(f"scripts/hosts: {what} {name}, {seconds:.1f} s after the beginning", flush=True)
-            getattr(host, what)()
-            killed |= {name} if what == "kill" else set()
+            _, name, action = events.pop(0)
+            host = next(host for host in machines if host.name == name)
+            print(
+                f"scripts/hosts: {action} {name}, {seconds:.1f} s after the beginning", flush=True
+            )
+            getattr(host, action)()
+            killed |= {name} if action == "kill" else set()
         if seconds > options.limit:
             print(f"scripts/hosts: a command still runs after {options.limit:g} s", file=sys.stderr)
             return 1
@@ -113,7 +115,7 @@ def run(found: Sequence[Host], options: argparse.Namespace) -> int:
         printer.join()
     codes = [
         process.returncode
-        for host, process in zip(found, running, strict=True)
+        for host, process in zip(machines, running, strict=True)
         if host.name not in killed
     ]
     return next((code for code in codes if code), 0)

@@ -51,12 +51,12 @@ def write_source(folder: Path) -> Path:
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """For a command: this process's, without what a launcher may have put there."""
-    found = {
+    environ = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("SLURM_", "OMPI_", "PMI_"))
     }
-    return {**found, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", **(more or {})}
+    return {**environ, "PYTHONPATH": str(ROOT), "COLUMNS": "1000", **(more or {})}
 
 
 def start(
@@ -122,7 +122,7 @@ def tree(place: Path) -> dict[str, str]:
 
 
 def wait_for(
-    what: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]
+    is_done: Callable[[], bool], process: subprocess.Popen[bytes] | subprocess.Popen[str]
 ) -> None:
     """Waits until something has happened while a process runs.
 
@@ -130,7 +130,7 @@ def wait_for(
         AssertionError: the process ended before, or it has not happened in time.
     """
     end = time.monotonic() + LIMIT_S
-    while not what():
+    while not is_done():
         assert process.poll() is None, "ended before it could be disturbed"
         assert time.monotonic() < end, f"has not happened within {LIMIT_S} s"
         time.sleep(0.002)

@@ -104,8 +104,8 @@ with guard_agent(history, Limits(0.1, 30, 1), on_wait=print, end=end):
         timeout=100,
     )
     assert (done.returncode, done.stdout) == (8, "no space False\n"), done.stderr
-    left = Path(f"/proc/{(tmp_path / 'pid').read_text()}/cmdline")
-    assert not left.exists() or not left.read_bytes(), (
+    cmdline_path = Path(f"/proc/{(tmp_path / 'pid').read_text()}/cmdline")
+    assert not cmdline_path.exists() or not cmdline_path.read_bytes(), (
         "it runs no more; whoever inherits it may not have asked yet"
     )
 

@@ -57,18 +57,18 @@ def permitted_hosts(
     """Hosts; the test is skipped where they cannot be made."""
     with ExitStack() as stack:
         try:
-            found = stack.enter_context(hosts(n, private_dirs=private_dirs))
+            started = stack.enter_context(hosts(n, private_dirs=private_dirs))
         except NotPermittedError as err:
             pytest.skip(f"hosts cannot be made here: {err}")
-        yield found
+        yield started
 
 
 @pytest.fixture
 def two_hosts(tmp_path: Path) -> Iterator[Sequence[Host]]:
     """Two hosts; ``own`` in the test's directory is another one on each."""
     (tmp_path / "own").mkdir()
-    with permitted_hosts(2, private_dirs={tmp_path / "own": tmp_path / "owns"}) as found:
-        yield found
+    with permitted_hosts(2, private_dirs={tmp_path / "own": tmp_path / "owns"}) as machines:
+        yield machines
 
 
 def run_on(host: Host, *command: str | Path) -> tuple[int, str]:
@@ -223,14 +223,14 @@ def test_what_a_killed_host_leaves_is_finished_by_the_other(
     victim: int, max_restarts: int, source: Path, wanted: dict[str, str], place: Path
 ) -> None:
     dst = place / "out"
-    with permitted_hosts(2) as found:
-        job = Launched(found, source, dst, ["--max-restarts", str(max_restarts)])
+    with permitted_hosts(2) as machines:
+        job = Launched(machines, source, dst, ["--max-restarts", str(max_restarts)])
         job.wait_until_copying()
-        found[victim].kill()
+        machines[victim].kill()
         assert job.codes()[1 - victim] == 8, job.printed()
         assert f"host{victim}" in job.printed()[1 - victim]
         assert names_in(place) == [stage_dir_of(dst).name]
-        again = Launched([found[1 - victim]], source, dst)
+        again = Launched([machines[1 - victim]], source, dst)
         assert again.codes() == [0], again.printed()
     assert tree(dst) == wanted
     assert names_in(place) == ["out"]
@@ -240,8 +240,8 @@ def test_what_a_killed_host_leaves_is_finished_by_the_other(
 @pytest.mark.slow
 @pytest.mark.long
 def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: Path) -> None:
-    with permitted_hosts(2, private_dirs={place: place.with_name("places")}) as found:
-        job = Launched(found, source, place / "out", is_by_hand=True)
+    with permitted_hosts(2, private_dirs={place: place.with_name("places")}) as machines:
+        job = Launched(machines, source, place / "out", is_by_hand=True)
         assert job.codes() == [2, 2], job.printed()
         assert "host1 does not see the unfinished destination" in job.printed()[0]
         assert f"  at: file {stage_dir_of(place / 'out')}/data" in job.printed()[0]
@@ -255,8 +255,8 @@ def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: 
 def test_four_hosts_make_the_same_bytes_as_one_process(
     source: Path, wanted: dict[str, str], place: Path
 ) -> None:
-    with permitted_hosts(4) as found:
-        job = Launched(found, source, place / "out")
+    with permitted_hosts(4) as machines:
+        job = Launched(machines, source, place / "out")
         assert job.codes() == [0, 0, 0, 0], job.printed()
     assert tree(place / "out") == wanted
     reports = [text.splitlines()[-1] for text in job.printed() if "ckpt.transfer" in text]

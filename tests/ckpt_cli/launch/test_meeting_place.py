@@ -23,30 +23,43 @@ def asked(**options: object) -> Rendezvous:
 
 
 def test_one_host_meets_nobody() -> None:
-    found = asked()
-    assert (found.backend, found.endpoint, found.is_standalone) == ("c10d", "localhost:0", True)
+    meeting_place = asked()
+    assert (meeting_place.backend, meeting_place.endpoint, meeting_place.is_standalone) == (
+        "c10d",
+        "localhost:0",
+        True,
+    )
     assert asked(standalone=True, nnodes="1").is_standalone
-    assert found.job_id != asked().job_id
+    assert meeting_place.job_id != asked().job_id
     assert asked(rdzv_id="mine").job_id == "mine"
 
 
 def test_several_hosts_meet_at_an_endpoint_and_number_themselves() -> None:
-    found = asked(
+    meeting_place = asked(
         nnodes="2:4", rdzv_endpoint="node1", rdzv_id="7", rdzv_conf="join_timeout=30,is_host=1"
     )
-    assert (found.backend, found.endpoint, found.job_id, found.node_rank) == (
+    assert (
+        meeting_place.backend,
+        meeting_place.endpoint,
+        meeting_place.job_id,
+        meeting_place.node_rank,
+    ) == (
         "c10d",
         "node1:29400",
         "7",
         None,
     )
-    assert found.join_s == 30
-    assert found.settings["is_host"] == "1"
+    assert meeting_place.join_s == 30
+    assert meeting_place.settings["is_host"] == "1"
 
 
 def test_a_node_rank_or_a_master_makes_a_static_rendezvous() -> None:
-    found = asked(nnodes="2", node_rank=1, master_addr="10.0.0.1")
-    assert (found.backend, found.endpoint, found.node_rank) == ("static", "10.0.0.1:29500", 1)
+    meeting_place = asked(nnodes="2", node_rank=1, master_addr="10.0.0.1")
+    assert (meeting_place.backend, meeting_place.endpoint, meeting_place.node_rank) == (
+        "static",
+        "10.0.0.1:29500",
+        1,
+    )
     assert asked(master_port=1234).endpoint == "127.0.0.1:1234"
     assert (
         asked(nnodes="2", node_rank=0, rdzv_backend="static", rdzv_endpoint="a:5").endpoint == "a:5"
@@ -168,9 +181,9 @@ def test_etcd_without_its_client_is_a_mistake_in_the_request(
 def test_etcd_that_does_not_run_is_named(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "etcd", ModuleType("etcd"))
     endpoint = f"127.0.0.1:{free}"
-    found = asked(
+    meeting_place = asked(
         nnodes="2", rdzv_backend="etcd", rdzv_endpoint=endpoint, rdzv_conf="join_timeout=1"
     )
     with pytest.raises(WorkerError, match=f"no answer from {endpoint} within 1 s") as error:
-        check_rendezvous(found, is_listener=False, note=print)
+        check_rendezvous(meeting_place, is_listener=False, note=print)
     assert "start etcd on that host" in str(error.value.hint)

@@ -41,11 +41,11 @@ def listed(place: Path) -> set[str]:
 def test_two_workers_make_the_same_bytes_as_one_process(
     source: Path, wanted: dict[str, str], tmp_path: Path
 ) -> None:
-    found = ran((*TWO, "--", "convert", source, tmp_path / "out", *TO), tmp_path / "printed")
-    assert found.code == 0, found.errors
+    result = ran((*TWO, "--", "convert", source, tmp_path / "out", *TO), tmp_path / "printed")
+    assert result.code == 0, result.errors
     assert tree(tmp_path / "out") == wanted
     assert listed(tmp_path) == {"out"}
-    figures = json.loads(found.output)["launch"]
+    figures = json.loads(result.output)["launch"]
     assert figures["n_workers"] == 2
     assert figures["balance"] < 1.1
     assert [worker["rank"] for worker in figures["workers"]] == [0, 1]
@@ -58,13 +58,13 @@ def test_a_job_goes_on_after_a_worker_was_killed(
     process = start(command, tmp_path / "printed")
     wait_for(lambda: is_copying(tmp_path / "out"), process)
     kill_worker(process, 1)
-    found = ended(process, tmp_path / "printed")
-    assert found.code == 0, found.errors
-    assert "restart 1 of 1" in found.errors
-    assert "rank 1" in found.errors
+    result = ended(process, tmp_path / "printed")
+    assert result.code == 0, result.errors
+    assert "restart 1 of 1" in result.errors
+    assert "rank 1" in result.errors
     assert tree(tmp_path / "out") == wanted
     assert listed(tmp_path) == {"out"}
-    assert json.loads(found.output)["launch"]["restarts"] == 1
+    assert json.loads(result.output)["launch"]["restarts"] == 1
 
 
 @pytest.mark.long  # a killed host is named, too, and its work is finished by hand
@@ -75,10 +75,10 @@ def test_without_restarts_a_killed_worker_is_named_and_torchrun_goes_on(
     process = start((*TWO, "--max-restarts", "0", "--", *arguments), tmp_path / "printed")
     wait_for(lambda: is_copying(tmp_path / "out"), process)
     kill_worker(process, 0)
-    found = ended(process, tmp_path / "printed")
-    assert found.code == 8, found.errors
-    assert "rank 0 on" in found.errors
-    assert "SIGKILL" in found.errors
+    result = ended(process, tmp_path / "printed")
+    assert result.code == 8, result.errors
+    assert "rank 0 on" in result.errors
+    assert "SIGKILL" in result.errors
     assert listed(tmp_path) == {stage_dir_of(tmp_path / "out").name}
 
     torchrun = (
@@ -105,11 +105,11 @@ def test_a_signal_ends_all_workers_and_keeps_the_stage(
     workers = list(workers_below(process.pid))
     assert len(workers) == 2
     process.send_signal(number)
-    found = ended(process, tmp_path / "printed")
-    assert found.code == code, found.errors
+    result = ended(process, tmp_path / "printed")
+    assert result.code == code, result.errors
     assert [pid for pid in workers if Path(f"/proc/{pid}").exists()] == []
     assert listed(tmp_path) == {stage_dir_of(tmp_path / "out").name}
-    assert "Traceback" not in found.errors
+    assert "Traceback" not in result.errors
 
 
 def together(
@@ -179,7 +179,7 @@ def test_other_launchers_workers_find_each_other(
 
 @pytest.mark.long
 def test_a_verdict_is_said_once_and_is_the_exit_code(source: Path, tmp_path: Path) -> None:
-    found = ran(
+    result = ran(
         (*TWO, "--", "convert", source, tmp_path / "out", "--to", "dcp", "--include", "nothing*"),
         tmp_path / "printed",
     )
@@ -188,5 +188,5 @@ def test_a_verdict_is_said_once_and_is_the_exit_code(source: Path, tmp_path: Pat
         tmp_path / "printed2",
     )
     assert alone.code != 0
-    assert found == alone
+    assert result == alone
     assert listed(tmp_path) == set()

@@ -126,10 +126,10 @@ def test_switches_with_two_sides_tell_both_from_neither() -> None:
 
 
 def test_the_help_names_every_format_that_can_be_written() -> None:
-    known = {name: format for format in formats() for name in (format.name, *format.aliases)}
-    writable = {format.name for format in known.values() if format.lay_out is not None}
+    by_name = {name: format for format in formats() for name in (format.name, *format.aliases)}
+    writable = {format.name for format in by_name.values() if format.lay_out is not None}
     assert writable <= set(TARGETS)
-    assert all(known[name].lay_out is not None for name in TARGETS if name != "hf")
+    assert all(by_name[name].lay_out is not None for name in TARGETS if name != "hf")
 
 
 def test_changes_of_content_reach_the_job() -> None:
@@ -288,16 +288,16 @@ def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
     assert isinstance(command, Group)
     ours = {
         name
-        for one in command.commands.values()
-        if one.name != "launch"  # torchrun's names are its own
-        for param in one.params
+        for subcommand in command.commands.values()
+        if subcommand.name != "launch"  # torchrun's names are its own
+        for param in subcommand.params
         for name in (*param.opts, *param.secondary_opts)
     }
     assert ours & set(OPTION_HINTS) == set()
-    said = {
+    named = {
         word for hint in OPTION_HINTS.values() for word in re.findall(r"(?<=say )--[a-z-]+", hint)
     }
-    assert said <= ours
+    assert named <= ours
 
 
 @pytest.mark.parametrize(
@@ -342,12 +342,12 @@ def test_no_answer_about_torchrun_hides_an_option_of_launch() -> None:
         for name in (*param.opts, *param.secondary_opts)
     }
     assert ours & set(TORCHRUN_OPTION_HINTS) == set()
-    said = {
+    named = {
         word
         for hint in TORCHRUN_OPTION_HINTS.values()
         for word in re.findall(r"(?<=say )--[a-z-]+", hint)
     }
-    assert said <= ours
+    assert named <= ours
 
 
 def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixture[str]) -> None:

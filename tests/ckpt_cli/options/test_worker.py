@@ -115,7 +115,7 @@ def test_what_workers_would_refuse_is_refused_before_they_start():
     "options", [LaunchOptions(), LaunchOptions(device="auto", timeout=80_000.0, bind="cores")]
 )
 def test_workers_get_the_options_of_the_launcher(options: LaunchOptions):
-    made = worker_options_of(options)
-    words = made.as_arguments()
+    parsed = worker_options_of(options)
+    words = parsed.as_arguments()
     assert all(isinstance(word, str) for word in words)
-    assert parse_worker_arguments([*words, "diff"]) == (made, ["diff"])
+    assert parse_worker_arguments([*words, "diff"]) == (parsed, ["diff"])

@@ -83,8 +83,8 @@ def test_numbers_shapes_options_and_items_are_not_broken(room: int) -> None:
     text = "reads 3.05 GiB of [4096, 1024] in 4 × 60 parts (with --dtype float32, tmp)"
     lines = wrapped(text, room)
     assert " ".join(lines) == text
-    for whole in ("3.05 GiB", "[4096, 1024]", "4 × 60", "--dtype float32"):
-        assert sum(whole in line for line in lines) == 1
+    for item in ("3.05 GiB", "[4096, 1024]", "4 × 60", "--dtype float32"):
+        assert sum(item in line for line in lines) == 1
 
 
 def test_items_of_a_list_stay_whole() -> None:
@@ -98,10 +98,10 @@ def test_a_table_shortens_its_names_in_a_narrow_terminal_only() -> None:
     name = "model.decoder.some.very.long.name.of.a.layer.weight"
     rows = [[Cell(f"│  └─ {name}", lead=6), "float32", "[4096, 1024]", "1.00 KiB"]]
     rows.append(["short", "int8", "[1]", "1 B"])
-    (whole, _) = table(PLAIN, rows, align="<<<>", fits=True)
-    assert name in whole
-    assert next(iter(table(Screen(width=200), rows, align="<<<>", fits=True))) == whole
-    for width in range(54, len(whole)):
+    (wide, _) = table(PLAIN, rows, align="<<<>", fits=True)
+    assert name in wide
+    assert next(iter(table(Screen(width=200), rows, align="<<<>", fits=True))) == wide
+    for width in range(54, len(wide)):
         lines = list(table(Screen(width=width), rows, align="<<<>", fits=True))
         assert {len(line) for line in lines} == {width}
         assert lines[0].startswith("│  └─ m")

@@ -75,10 +75,10 @@ def test_what_is_remembered_before_the_rename_counts_after_it_alone(
     monkeypatch.delenv(RESULTS_VARIABLE)
     assert recall_report(launch) is None, "the old one still has the name"
     (data / dst.name).replace(dst)
-    found = recall_report(launch)
-    assert found is not None and finish_published(found) == report(dst)
+    recalled = recall_report(launch)
+    assert recalled is not None and finish_published(recalled) == report(dst)
     assert (tmp_path / "out.pt.ckpt-manifest.json").read_text() == "manifest"
-    assert not stage_dir_of(dst).exists() and finish_published(found) == found
+    assert not stage_dir_of(dst).exists() and finish_published(recalled) == recalled
 
 
 def test_what_stood_at_the_destination_goes_when_the_new_one_has_its_name(tmp_path: Path) -> None:

@@ -27,32 +27,32 @@ def store() -> Any:
 
 def _meet(port: int, size: int, *, problem: CheckpointingException | None = None) -> dict[int, Any]:
     """What each rank, in a thread, comes to."""
-    found: dict[int, Any] = {}
+    outcomes: dict[int, Any] = {}
 
     def run(rank: int) -> None:
         try:
             where = place(rank, size, port, has_store=True)
-            found[rank] = meet_workers(
+            outcomes[rank] = meet_workers(
                 where, {}, lambda members: problem, timeout_s=30, join_timeout_s=60
             )
         except CheckpointingException as err:
-            found[rank] = err
+            outcomes[rank] = err
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
+    return outcomes
 
 
 def test_workers_meet_under_a_new_name_each_time(store: Any):
     meetings = [_meet(store.port, 3) for _ in range(2)]
-    for found in meetings:
-        assert all(isinstance(one, Meeting) for one in found.values())
-        assert len({one.prefix for one in found.values()}) == 1
-        assert found[2].hosts == [socket.gethostname()] * 3
-        assert found[1].address == "127.0.0.1"
+    for outcomes in meetings:
+        assert all(isinstance(outcome, Meeting) for outcome in outcomes.values())
+        assert len({outcome.prefix for outcome in outcomes.values()}) == 1
+        assert outcomes[2].hosts == [socket.gethostname()] * 3
+        assert outcomes[1].address == "127.0.0.1"
     assert meetings[0][0].prefix != meetings[1][0].prefix
 
 
@@ -62,13 +62,13 @@ def test_what_workers_of_an_earlier_start_left_is_passed_over(store: Any):
     store.set(
         "old/welcome", json.dumps({"tokens": ["old", "gone"], "hosts": ["x", "x"], "error": None})
     )
-    found = _meet(store.port, 2)
-    assert found[1].prefix == found[0].prefix != "old"
+    outcomes = _meet(store.port, 2)
+    assert outcomes[1].prefix == outcomes[0].prefix != "old"
 
 
 def test_all_hear_what_the_lead_finds_wrong(store: Any):
-    found = _meet(store.port, 3, problem=UsageError("they differ", hint="do not"))
-    for error in found.values():
+    outcomes = _meet(store.port, 3, problem=UsageError("they differ", hint="do not"))
+    for error in outcomes.values():
         assert isinstance(error, UsageError)
         assert (error.message, error.hint) == ("they differ", "do not")
 

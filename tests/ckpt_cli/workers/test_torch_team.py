@@ -22,26 +22,26 @@ def _value(rank: int, n_bytes: int) -> bytes:
 
 
 def _meet(team: Any, sizes: list[int]) -> Any:
-    found = []
+    results = []
     for size in sizes:
         gathered = team.gather(_value(team.rank, size * team.rank))
         shared = team.broadcast(_value(9, size) if team.rank == 0 else b"")
-        found.append((gathered, shared))
+        results.append((gathered, shared))
     team.expect(10)
     team.advance(4)
     team.gather(b"")
     time.sleep(2 * team._watch.interval_s)
-    return found, team.progress(), team.facts(), list(team.hosts)
+    return results, team.progress(), team.facts(), list(team.hosts)
 
 
 def test_data_of_any_size_are_gathered_and_shared(monkeypatch: pytest.MonkeyPatch):
     sizes = [0, 1, 4097, 50_000]
-    lead, *others = run_torch_team(3, _meet, sizes)
+    lead, *rest = run_torch_team(3, _meet, sizes)
     assert lead[0] == [
         ([_value(rank, size * rank) for rank in range(3)], _value(9, size)) for size in sizes
     ]
-    assert others[0][0] == others[1][0] == [(None, _value(9, size)) for size in sizes]
-    assert [len(hosts) for *_, hosts in (lead, *others)] == [3, 3, 3]
+    assert rest[0][0] == rest[1][0] == [(None, _value(9, size)) for size in sizes]
+    assert [len(hosts) for *_, hosts in (lead, *rest)] == [3, 3, 3]
     assert lead[1] == [(4, 10)] * 3
     assert lead[2]["collective_bytes"] == sum(2 * 2 * size + 2 * size for size in sizes)
     assert lead[2]["store_bytes"] > 0
@@ -88,9 +88,9 @@ def _leave(team: Any, guilty: int) -> Any:
 
 @pytest.mark.parametrize("guilty", [0, 2])
 def test_who_waits_raises_the_error_of_a_worker_that_left(guilty: int):
-    found = run_torch_team(3, _leave, guilty)
-    assert found.pop(guilty) is None
-    for error in found:
+    errors = run_torch_team(3, _leave, guilty)
+    assert errors.pop(guilty) is None
+    for error in errors:
         assert isinstance(error, StorageError)
         assert (error.message, failed_rank_of(error)) == ("the disk is gone", guilty)
 
@@ -111,9 +111,9 @@ def test_a_worker_that_was_killed_is_named_after_the_time_limit():
 
 
 def test_a_lead_that_was_killed_with_its_store_is_named():
-    killed, *others = run_torch_team(3, _die, 0)
+    killed, *rest = run_torch_team(3, _die, 0)
     assert killed is None
-    for error in others:
+    for error in rest:
         assert isinstance(error, GoneError) and error.is_of_lead
         assert error.message.startswith("rank 0 on ")
 

@@ -42,15 +42,15 @@ def run_workers(
         process = context.Process(target=_run, args=(folder / str(rank), list(command), set_up))
         process.start()
         started.append(process)
-    found = []
+    ended = []
     for rank, process in enumerate(started):
         process.join(TIMEOUT_S)
         process.kill()
         out, err = (
             Path(f"{folder / str(rank)}.{name}").read_text("utf-8") for name in ("out", "err")
         )
-        found.append(Ended(process.exitcode, out, err))
-    return found
+        ended.append(Ended(process.exitcode, out, err))
+    return ended
 
 
 def _run(path: Path, command: list[str], environ: dict[str, str]) -> None:
@@ -67,8 +67,8 @@ def _run(path: Path, command: list[str], environ: dict[str, str]) -> None:
     os._exit(code)
 
 
-def _failed(found: Ended) -> dict[str, Any]:
-    return dict(json.loads(found.out)["error"])
+def _failed(ended: Ended) -> dict[str, Any]:
+    return dict(json.loads(ended.out)["error"])
 
 
 def test_workers_do_one_job_and_only_the_lead_prints(tmp_path: Path, golden: Path):
@@ -101,8 +101,8 @@ def test_a_verdict_is_said_once_and_is_the_result_of_each_worker(tmp_path: Path)
         result = json.loads((results / f"rank-{rank}.json").read_text())
         assert (result["rank"], result["exit_code"], result["traceback"]) == (rank, 2, None)
         assert "no such file or directory" in result["line"]
-    said = json.loads(error_file.read_text())["message"]
-    assert said["errorCode"] == 2 and "no such file or directory" in said["message"]
+    message = json.loads(error_file.read_text())["message"]
+    assert message["errorCode"] == 2 and "no such file or directory" in message["message"]
 
 
 def test_workers_with_different_commands_do_not_begin(tmp_path: Path):
@@ -121,6 +121,6 @@ def test_a_worker_without_a_gpu_tells_the_others(tmp_path: Path):
 
 
 def test_one_worker_is_a_plain_process(tmp_path: Path):
-    (found,) = run_workers(tmp_path, [["validate", "--json", "/nowhere"]])
-    assert found.code == 2
-    assert _failed(found)["code"] == "usage"
+    (worker,) = run_workers(tmp_path, [["validate", "--json", "/nowhere"]])
+    assert worker.code == 2
+    assert _failed(worker)["code"] == "usage"

@@ -21,9 +21,9 @@ TIMEOUT_S = 120
 
 def free_port() -> int:
     """A port of this host that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
     return port
 
 
@@ -63,7 +63,7 @@ def run_torch_team(
         )
         for rank in range(n)
     ]
-    found: list[Any] = []
+    results: list[Any] = []
     try:
         for process, (_, sender) in zip(processes, pipes, strict=True):
             process.start()
@@ -71,14 +71,14 @@ def run_torch_team(
         for receiver, _ in pipes:
             try:
                 assert receiver.poll(TIMEOUT_S), "a rank hung"
-                found.append(receiver.recv())
+                results.append(receiver.recv())
             except EOFError:
-                found.append(None)
+                results.append(None)
     finally:
         for process in processes:
             process.join(20)
             process.kill()
-    return found
+    return results
 
 
 def _rank(

@@ -137,13 +137,13 @@ def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
 
 
 def test_arrays_of_one_name_in_one_file_are_told_apart() -> None:
-    one, data, _ = array_of("w", VALUES, rows=7)
+    first, data, _ = array_of("w", VALUES, rows=7)
     more, other = encoded(VALUES + 1, rows=7)
     spans = tuple((start + len(data), n) for start, n in other.spans)
-    replica = replace(one, extent=Extent("w.z", len(data), encoding=replace(other, spans=spans)))
-    computed = replace(one, extent=replace(one.extent, encoding=Doubled(one)))
+    replica = replace(first, extent=Extent("w.z", len(data), encoding=replace(other, spans=spans)))
+    computed = replace(first, extent=replace(first.extent, encoding=Doubled(first)))
     store = DecodedStore(MemoryStore({"w.z": data + more}))
-    names = [store.placed(array).extent.file for array in (one, replica, computed)]
+    names = [store.placed(array).extent.file for array in (first, replica, computed)]
     wanted = [VALUES, VALUES + 1, VALUES * 2]
     assert [store.read(name, 0, VALUES.nbytes) for name in names] == [
         values.tobytes() for values in wanted
@@ -167,11 +167,11 @@ class Doubled:
 
 
 def test_what_is_computed_from_encoded_arrays_shares_their_cache() -> None:
-    one, data, encoding = array_of("w", VALUES, rows=7)
+    first, data, encoding = array_of("w", VALUES, rows=7)
     store = DecodedStore(MemoryStore({"w.z": data}))
     for number in range(5):
         computed = replace(
-            one, name=f"double {number}", extent=replace(one.extent, encoding=Doubled(one))
+            first, name=f"double {number}", extent=replace(first.extent, encoding=Doubled(first))
         )
         placed = store.placed(computed)
         assert store.read(placed.extent.file, 0, VALUES.nbytes) == (VALUES * 2).tobytes()
@@ -183,10 +183,10 @@ def test_an_array_that_nobody_copies_any_more_is_forgotten() -> None:
     store = DecodedStore(MemoryStore({"w.z": data}), cache_bytes=0)
     placed = store.placed(array)
     store.read(placed.extent.file, 0, VALUES.nbytes)
-    held = weakref.ref(encoding)
+    reference = weakref.ref(encoding)
     del array, encoding, placed
     gc.collect()
-    assert held() is None
+    assert reference() is None
 
 
 def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
@@ -195,15 +195,15 @@ def split(n_columns: int) -> tuple[Catalog, MemoryStore]:
         np.ascontiguousarray(VALUES[:, :n_columns]),
         np.ascontiguousarray(VALUES[:, n_columns:]),
     ]
-    made = [array_of(f"w{i}", half, rows=9) for i, half in enumerate(halves)]
+    parts = [array_of(f"w{i}", half, rows=9) for i, half in enumerate(halves)]
     fragments = [
-        Fragment(Box((0, i * n_columns), half.shape), made[i][0], (0, 0))
+        Fragment(Box((0, i * n_columns), half.shape), parts[i][0], (0, 0))
         for i, half in enumerate(halves)
     ]
     catalog = Catalog(
         "fake", None, with_fragments({"w": Tensor("int32", VALUES.shape)}, lambda key: fragments)
     )
-    return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(made)})
+    return catalog, MemoryStore({f"w{i}.z": data for i, (_, data, _) in enumerate(parts)})
 
 
 def merged() -> tuple[TargetCatalog, list[FileImage]]:
@@ -235,13 +235,13 @@ def test_decoding_counts_towards_the_memory_and_takes_threads_away_before_it_is_
     assert decoding_bytes(source.fragments("w")) == 9 * 16 * 4
 
     def heavy(key: str) -> list[Fragment]:
-        found = []
+        fragments = []
         for fragment in source.fragments(key):
             assert fragment.array is not None
             encoding = replace(fragment.array.extent.encoding, working_bytes=100 * MIB)  # type: ignore[type-var]
             extent = replace(fragment.array.extent, encoding=encoding)
-            found.append(replace(fragment, array=replace(fragment.array, extent=extent)))
-        return found
+            fragments.append(replace(fragment, array=replace(fragment.array, extent=extent)))
+        return fragments
 
     target, images = merged()
     roomy = make_plan(

@@ -21,7 +21,7 @@ def _stored(name: str, n: int, offset: int = 0) -> StoredArray:
     return StoredArray(name, "float32", (n,), Extent(name, offset))
 
 
-def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) -> None:
+def _fill(dense_array: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) -> None:
     """Copies a fragment out of its file; an element is copied once."""
     assert fragment.array is not None
     start = fragment.array.extent.offset // 4
@@ -30,8 +30,8 @@ def _fill(whole: np.ndarray, fragment: Fragment, data: dict[str, np.ndarray]) ->
     )
     box = fragment.box
     region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
-    assert (whole[region] == -1).all()
-    whole[region] = dense[
+    assert (dense_array[region] == -1).all()
+    dense_array[region] = dense[
         tuple(slice(a, a + n) for a, n in zip(fragment.at, box.shape, strict=True))
     ]
 
@@ -54,7 +54,7 @@ def test_runs_of_all_shards_make_the_tensor(
 ) -> None:
     shape, axis, parts, n_ranks, cuts = case
     true = np.arange(prod(shape)).reshape(shape)
-    whole = np.full(shape, -1)
+    values = np.full(shape, -1)
     for rank in range(n_ranks):
         pieces = split_axis(shape, axis, parts=parts, rank=rank, n=n_ranks)
         local = tuple(n // n_ranks if i == axis else n for i, n in enumerate(shape))
@@ -69,23 +69,27 @@ def test_runs_of_all_shards_make_the_tensor(
             flat = np.concatenate([np.full(at, -7), shard.reshape(-1)[start:stop], np.full(3, -7)])
             run = FlatRun(start, stop - start, _stored(name, len(flat)), at)
             for fragment in fragments_of_run(run, pieces, shape=local):
-                _fill(whole, fragment, {name: flat})
-    assert (whole == true).all()
+                _fill(values, fragment, {name: flat})
+    assert (values == true).all()
 
 
 def test_what_pieces_leave_out_is_in_no_fragment() -> None:
     (piece,) = split_axis((8, 3), 0, parts=[8], rank=1, n=2)
-    kept = trim_piece(piece, 0, 6)
-    assert kept is not None
-    found = list(fragments_of_run(FlatRun(1, 11, _stored("a", 11), 0), [kept], shape=(4, 3)))
-    assert [fragment.box.offset for fragment in found] == [(4, 1), (5, 0)]
-    assert sum(fragment.box.n_elements for fragment in found) == 5
+    trimmed = trim_piece(piece, 0, 6)
+    assert trimmed is not None
+    fragments = list(fragments_of_run(FlatRun(1, 11, _stored("a", 11), 0), [trimmed], shape=(4, 3)))
+    assert [fragment.box.offset for fragment in fragments] == [(4, 1), (5, 0)]
+    assert sum(fragment.box.n_elements for fragment in fragments) == 5
 
 
 def test_a_scalar_and_an_empty_run() -> None:
-    (found,) = fragments_of_run(FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=())
+    (fragment,) = fragments_of_run(
+        FlatRun(0, 1, _stored("a", 4), 2), replicated_pieces(()), shape=()
+    )
     assert (
-        found.array is not None and found.array.shape == () and found.array.extent == Extent("a", 8)
+        fragment.array is not None
+        and fragment.array.shape == ()
+        and fragment.array.extent == Extent("a", 8)
     )
     assert (
         list(

@@ -43,10 +43,10 @@ def numbers(n: int, start: int = 0) -> torch.Tensor:
 
 
 def mapping(kind: type, entries: dict[str, object], **attributes: object) -> Any:
-    made = kind(entries)
+    instance = kind(entries)
     for name, value in attributes.items():
-        setattr(made, name, value)
-    return made
+        setattr(instance, name, value)
+    return instance
 
 
 def saved(state: object, path: Path) -> Path:
@@ -58,7 +58,7 @@ def converted(source: Path, dst: Path, to: str, **options: Any) -> Report:
     return run(Job(src=source, dst=dst, to=to, fsync=False, **options))
 
 
-def told(report: Report) -> tuple[str, str]:
+def split_attribute_lines(report: Report) -> tuple[str, str]:
     """What is said of attributes without tensors, and what of those with tensors."""
     assert not any("attributes" in note for note in report.notes)
     lines = [line for line in report.dropped if "attribute" in line]
@@ -82,7 +82,7 @@ def test_attributes_are_told_where_tensors_have_their_paths_as_names(
         saved(inner if is_root else {"m": inner}, tmp_path / "x.pt"), tmp_path / "out", to
     )
     before = "" if is_root else "m."
-    note, dropped = told(report)
+    note, dropped = split_attribute_lines(report)
     assert note == f"attributes of mappings: {before}title"
     assert f"{before}ema (" in dropped and f"{before}queue (" in dropped
 
@@ -96,7 +96,7 @@ def test_attributes_are_kept_where_the_nesting_is_described_beside_the_tensors(
         "step": 5,
     }
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    assert told(report) == ("", "")
+    assert split_attribute_lines(report) == ("", "")
     converted(tmp_path / "out", tmp_path / "y.pt", "torch")
     assert not differences(state, torch.load(tmp_path / "y.pt"))
 
@@ -139,13 +139,13 @@ def test_tensors_of_which_a_mapping_is_made_are_told(to: str, tmp_path: Path) ->
     state = {"m": MadeOf(numbers(3)), "v": numbers(1)}
     state["m"]["w"] = numbers(2)  # type: ignore[index]
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", to)
-    assert "m.arguments (" in told(report)[1]
+    assert "m.arguments (" in split_attribute_lines(report)[1]
 
 
 def test_a_common_state_keeps_the_attributes_of_mappings_without_tensors(tmp_path: Path) -> None:
     state = {"w": numbers(2), "settings": mapping(collections.OrderedDict, {"a": 1}, source="file")}
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", "torch_dist")
-    assert told(report) == ("", "")
+    assert split_attribute_lines(report) == ("", "")
     converted(tmp_path / "out", tmp_path / "y.pt", "torch")
     assert torch.load(tmp_path / "y.pt")["settings"].source == "file"
 
@@ -154,14 +154,17 @@ def test_a_state_dict_of_torch_tells_that_its_versions_are_left_out(tmp_path: Pa
     source = saved({"model": torch.nn.BatchNorm1d(2).state_dict()}, tmp_path / "x.pt")
     for to in FLAT:
         report = converted(source, tmp_path / to, to)
-        assert told(report) == ("model._metadata (versions of modules, which torch sets anew)", "")
+        assert split_attribute_lines(report) == (
+            "model._metadata (versions of modules, which torch sets anew)",
+            "",
+        )
 
 
 def test_every_attribute_is_listed(tmp_path: Path) -> None:
     names = [f"a{number}" for number in range(20)]
     state = mapping(collections.OrderedDict, {"w": numbers(2)}, **dict.fromkeys(names, 1))
     report = converted(saved(state, tmp_path / "x.pt"), tmp_path / "out", "zarr")
-    assert told(report)[0] == f"attributes of mappings: {', '.join(names)}"
+    assert split_attribute_lines(report)[0] == f"attributes of mappings: {', '.join(names)}"
     (reason,) = [item for item in report.dropped_reasons if "attributes" in item.reason]
     assert reason.n_entries == 20
 

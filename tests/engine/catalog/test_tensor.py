@@ -32,7 +32,7 @@ def stored(
     return StoredArray(name, "int32", numbers.shape, Extent("numbers", start, strides))
 
 
-def whole() -> Tensor:
+def undivided() -> Tensor:
     """Return NUMBERS as one stored array."""
     return whole_tensor(stored("w", NUMBERS))
 
@@ -64,7 +64,7 @@ def read(tensor: Tensor) -> np.ndarray:
     return np.frombuffer(data, np.int32).reshape(tensor.shape)
 
 
-@pytest.mark.parametrize("make", [whole, tiled])
+@pytest.mark.parametrize("make", [undivided, tiled])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_narrow_and_select_are_those_of_numpy(make, axis) -> None:
     tensor = make()
@@ -85,7 +85,7 @@ def test_an_entry_of_an_array_with_more_axes_is_narrowed_and_selected_along_its_
     assert np.array_equal(read(tensor.select(1, 2)), NUMBERS[1][:, 2])
 
 
-@pytest.mark.parametrize("make", [whole, tiled])
+@pytest.mark.parametrize("make", [undivided, tiled])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_concat_joins_what_narrow_cut(make, axis) -> None:
     tensor = make()
@@ -93,7 +93,7 @@ def test_concat_joins_what_narrow_cut(make, axis) -> None:
     assert np.array_equal(read(concat(parts, axis)), np.flip(NUMBERS, axis))
 
 
-@pytest.mark.parametrize("make", [whole, tiled])
+@pytest.mark.parametrize("make", [undivided, tiled])
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_stack_makes_an_axis_of_what_select_took(make, axis, place) -> None:
@@ -104,16 +104,16 @@ def test_stack_makes_an_axis_of_what_select_took(make, axis, place) -> None:
 
 
 def test_a_vector_is_stacked_along_its_last_axis_at_most() -> None:
-    vectors = [whole().select(0, 0).select(0, row) for row in range(6)]
+    vectors = [undivided().select(0, 0).select(0, row) for row in range(6)]
     assert np.array_equal(read(stack(vectors, 5)), NUMBERS[0].T)
 
 
 def test_replicas_are_fragments_of_one_tensor() -> None:
-    tensor = whole().with_replicas(tiled())
+    tensor = undivided().with_replicas(tiled())
     assert len(tensor.fragments()) == 8
     assert np.array_equal(read(tensor), NUMBERS)
 
 
 def test_tensors_are_equal_by_what_they_are_not_by_where_they_lie() -> None:
-    assert whole() == tiled() != Tensor("float32", SHAPE)
-    assert hash(whole()) == hash(tiled())
+    assert undivided() == tiled() != Tensor("float32", SHAPE)
+    assert hash(undivided()) == hash(tiled())

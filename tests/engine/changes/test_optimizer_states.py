@@ -59,15 +59,15 @@ def test_states_of_bitsandbytes_are_those_of_adam_bit_for_bit(tmp_path: Path) ->
     result = torch.load(converted(tmp_path, source))
     assert result["optimizer"]["param_groups"] == source["optimizer"]["param_groups"]
     for name, state in source["optimizer"]["state"].items():
-        found = result["optimizer"]["state"][name]
-        assert list(found) == ["step", "exp_avg", "exp_avg_sq"]
+        states = result["optimizer"]["state"][name]
+        assert list(states) == ["step", "exp_avg", "exp_avg_sq"]
         for number, moment in ((1, "exp_avg"), (2, "exp_avg_sq")):
             wide = (
                 by_bitsandbytes(state, number, BLOCK_OF[name])
                 if name in BLOCK_OF
                 else state[f"state{number}"]
             )
-            assert torch.equal(found[moment], wide)
+            assert torch.equal(states[moment], wide)
 
 
 @pytest.mark.parametrize("case", ["opt8", "opt4", "optfp8"])
@@ -89,8 +89,8 @@ def test_states_of_torchao_are_dequantized_bit_for_bit(case: str, tmp_path: Path
             codes = torch.stack([codes >> 4, codes & 15], dim=-1)
         wide = codes.float() if case == "optfp8" else parts[f"{prefix}.qmap"][codes.int()]
         wide = wide.view(len(scale), -1) * scale.view(-1, 1)
-        found = states[int(number)][moment]
-        assert torch.equal(found, wide.view(found.shape))
+        state = states[int(number)][moment]
+        assert torch.equal(state, wide.view(state.shape))
         n_checked += 1
     assert n_checked == 4
 

@@ -101,8 +101,8 @@ def reference_quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     for i in range(rows):
         for j in range(columns):
             part = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            found = wide[part].abs().max() / torch.tensor(448.0)
-            scale[i, j] = found if found != 0 else 1.0
+            scale_of_block = wide[part].abs().max() / torch.tensor(448.0)
+            scale[i, j] = scale_of_block if scale_of_block != 0 else 1.0
             out[part] = (wide[part] / scale[i, j]).clamp(-448, 448)
     return out.to(E4M3), scale
 
@@ -119,12 +119,12 @@ def test_blocks_are_multiplied_out_as_torch_does_it(
     weight = weights("w", shape, torch.float32).clamp(-448, 448).to(E4M3)
     scale = torch.rand(-(-shape[0] // 128), -(-shape[1] // 128), generator=seeded("s")) * 3
     catalog, store = stored({"a.weight": weight, "a.weight_scale_inv": scale, "b": torch.ones(2)})
-    made = dequantize(catalog, name_of(dtype))
-    assert made.keys == ("a.weight",)
-    assert list(made.catalog.tensors) == ["a.weight", "b"]
+    result = dequantize(catalog, name_of(dtype))
+    assert result.keys == ("a.weight",)
+    assert list(result.catalog.tensors) == ["a.weight", "b"]
     wanted = (weight.float() * expanded(scale, shape)).to(dtype)
-    assert content(made.catalog, store, "a.weight") == raw(wanted)
-    assert made.catalog.fragments("b") == catalog.fragments("b")
+    assert content(result.catalog, store, "a.weight") == raw(wanted)
+    assert result.catalog.fragments("b") == catalog.fragments("b")
 
 
 @pytest.mark.parametrize(
@@ -144,8 +144,8 @@ def test_one_scale_a_tensor_or_a_row(
     weight = weights("w", (300, 200), torch.float32).clamp(-448, 448).to(E4M3)
     scale = (torch.rand(scale_shape, generator=seeded("s")) + 0.1).to(dtype)
     catalog, store = stored({"a.weight": weight, f"a.weight{suffix}": scale})
-    made = dequantize(catalog).catalog
-    assert content(made, store, "a.weight") == raw(
+    changed = dequantize(catalog).catalog
+    assert content(changed, store, "a.weight") == raw(
         (weight.float() * scale.float()).to(torch.bfloat16)
     )
 
@@ -155,12 +155,12 @@ def test_every_pattern_of_float8_comes_out_right() -> None:
         weight = torch.arange(256, dtype=torch.uint8).view(kind).reshape(2, 128)
         scale = torch.tensor([[0.37]])
         catalog, store = stored({"w": weight, "w_scale_inv": scale})
-        found = torch.frombuffer(
+        values = torch.frombuffer(
             bytearray(content(dequantize(catalog).catalog, store, "w")), dtype=torch.bfloat16
         )
         wanted = (weight.float() * scale).to(torch.bfloat16).reshape(-1)
-        assert torch.equal(found.isnan(), wanted.isnan())
-        assert torch.equal(found[~found.isnan()], wanted[~wanted.isnan()])
+        assert torch.equal(values.isnan(), wanted.isnan())
+        assert torch.equal(values[~values.isnan()], wanted[~wanted.isnan()])
 
 
 def test_stacked_experts_have_blocks_of_their_own_and_units_may_end_inside_one() -> None:
@@ -187,8 +187,8 @@ def test_other_blocks_are_taken_when_they_are_stated() -> None:
     catalog, store = stored({"w": weight, "w_scale_inv": scale})
     with pytest.raises(CorruptError, match="128 × 128"):
         dequantize(catalog)
-    found = content(dequantize(catalog, "float32", block=(32, 64)).catalog, store, "w")
-    assert found == raw(weight.float() * expanded(scale, weight.shape, (32, 64)))
+    values = content(dequantize(catalog, "float32", block=(32, 64)).catalog, store, "w")
+    assert values == raw(weight.float() * expanded(scale, weight.shape, (32, 64)))
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (128, 0)])
@@ -209,11 +209,11 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
             "c.input_scale": torch.ones(()),
         }
     )
-    made = dequantize(catalog)
-    assert made.remaining == ("b", "c.weight")
-    assert made.catalog.tensors["b"].dtype == "float8_e4m3fn"
-    assert any("b and 1 more" in note for note in made.notes)
-    assert any("c.input_scale" in note for note in made.notes)
+    result = dequantize(catalog)
+    assert result.remaining == ("b", "c.weight")
+    assert result.catalog.tensors["b"].dtype == "float8_e4m3fn"
+    assert any("b and 1 more" in note for note in result.notes)
+    assert any("c.input_scale" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -228,8 +228,8 @@ def test_float8_without_scales_is_left_alone_and_told() -> None:
     ],
 )
 def test_scales_of_activations_leave_with_those_of_the_weights(weight: str, scale: str) -> None:
-    numbers, one = torch.ones(2, 2).to(E4M3), torch.ones(())
-    catalog, _ = stored({weight: numbers, f"{weight}_scale_inv": one, scale: one})
+    numbers, unit = torch.ones(2, 2).to(E4M3), torch.ones(())
+    catalog, _ = stored({weight: numbers, f"{weight}_scale_inv": unit, scale: unit})
     result = dequantize(catalog)
     assert list(result.catalog.tensors) == [weight]
     assert f"{scale}: scales of activations, dropped" in result.notes
@@ -304,9 +304,9 @@ def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
     w, s = torch.ones(2, 2).to(E4M3), torch.ones(1, 1)
     tensors = {"a": w, "a_scale_inv": s, "b": w, "b_scale_inv": s, "c": w, "c_scale_inv": 2 * s}
     catalog, _ = stored(tensors, skeleton={key: TensorLeaf(key) for key in tensors})
-    made = dequantize(tied(catalog, {"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})).catalog
-    assert made.skeleton == {key: TensorLeaf(key) for key in "abc"}
-    assert made.ties == {"b": "a"}
+    changed = dequantize(tied(catalog, {"b": "a", "c": "a", "b_scale_inv": "a_scale_inv"})).catalog
+    assert changed.skeleton == {key: TensorLeaf(key) for key in "abc"}
+    assert changed.ties == {"b": "a"}
 
 
 # --- quantize
@@ -323,11 +323,11 @@ def test_scales_leave_the_skeleton_and_aliases_need_equal_scales() -> None:
 def test_blocks_are_made_as_the_definition_says(shape: tuple[int, int], dtype: torch.dtype) -> None:
     weight = weights("w", shape, torch.float32).clamp(-6e4, 6e4).to(dtype)
     catalog, store = stored({"a.weight": weight, "a.bias": torch.ones(3)})
-    made = quantize(catalog, [(None, "block")])
-    assert list(made.catalog.tensors) == ["a.weight", "a.weight_scale_inv", "a.bias"]
+    result = quantize(catalog, [(None, "block")])
+    assert list(result.catalog.tensors) == ["a.weight", "a.weight_scale_inv", "a.bias"]
     numbers, scale = reference_quantized(weight)
-    assert content(made.catalog, store, "a.weight") == raw(numbers)
-    assert content(made.catalog, store, "a.weight_scale_inv") == raw(scale)
+    assert content(result.catalog, store, "a.weight") == raw(numbers)
+    assert content(result.catalog, store, "a.weight_scale_inv") == raw(scale)
     again = quantize(catalog, [(None, "block")]).catalog
     assert content(again, store, "a.weight_scale_inv") == raw(
         scale
@@ -338,13 +338,13 @@ def test_blocks_are_made_as_the_definition_says(shape: tuple[int, int], dtype: t
 def test_one_scale_for_a_tensor(shape: tuple[int, int]) -> None:
     weight = weights("w", shape)
     catalog, store = stored({"a.weight": weight})
-    made = quantize(catalog, [("a.weight", "tensor")]).catalog
+    changed = quantize(catalog, [("a.weight", "tensor")]).catalog
     scale = weight.float().abs().max() / torch.tensor(448.0)
-    assert made.tensors["a.weight_scale_inv"].shape == ()
-    assert content(made, store, "a.weight") == raw(
+    assert changed.tensors["a.weight_scale_inv"].shape == ()
+    assert content(changed, store, "a.weight") == raw(
         (weight.float() / scale).clamp(-448, 448).to(E4M3)
     )
-    assert content(made, store, "a.weight_scale_inv") == raw(scale)
+    assert content(changed, store, "a.weight_scale_inv") == raw(scale)
 
 
 def test_zeros_and_numbers_too_small_for_a_scale_have_scale_one() -> None:
@@ -353,9 +353,9 @@ def test_zeros_and_numbers_too_small_for_a_scale_have_scale_one() -> None:
         numbers, scale = reference_quantized(weight)
         assert scale.unique().tolist() == [1.0]
         catalog, store = stored({"a.weight": weight})
-        made = quantize(catalog, [(None, "block")]).catalog
-        assert content(made, store, "a.weight") == raw(numbers)
-        assert content(made, store, "a.weight_scale_inv") == raw(scale)
+        changed = quantize(catalog, [(None, "block")]).catalog
+        assert content(changed, store, "a.weight") == raw(numbers)
+        assert content(changed, store, "a.weight_scale_inv") == raw(scale)
 
 
 def test_a_cast_before_it_counts() -> None:
@@ -363,10 +363,10 @@ def test_a_cast_before_it_counts() -> None:
 
     weight = weights("w", (130, 140), torch.float32)
     catalog, store = stored({"a.weight": weight})
-    made = quantize(retyped(catalog, lambda key, tensor: "bfloat16"), [(None, "block")]).catalog
+    changed = quantize(retyped(catalog, lambda key, tensor: "bfloat16"), [(None, "block")]).catalog
     numbers, scale = reference_quantized(weight.to(torch.bfloat16))
-    assert content(made, store, "a.weight") == raw(numbers)
-    assert content(made, store, "a.weight_scale_inv") == raw(scale)
+    assert content(changed, store, "a.weight") == raw(numbers)
+    assert content(changed, store, "a.weight_scale_inv") == raw(scale)
 
 
 @pytest.mark.parametrize("kind", ["block", "tensor"])
@@ -375,10 +375,10 @@ def test_numbers_that_are_not_finite_are_refused_by_name(value: float, kind: str
     weight = weights("w", (300, 20))
     weight[200, 7] = value
     catalog, store = stored({"a.weight": weight})
-    made = quantize(catalog, [(None, kind)]).catalog
+    changed = quantize(catalog, [(None, kind)]).catalog
     for key in ("a.weight", "a.weight_scale_inv"):
         with pytest.raises(UnsupportedError, match="not finite") as caught:
-            content(made, store, key)
+            content(changed, store, key)
         assert caught.value.key == "a.weight"
 
 
@@ -422,10 +422,10 @@ def test_by_default_what_deepseek_quantises_is_quantised() -> None:
     arrays["model.layers.0.mlp.up_proj.bias"] = StoredArray("b", "bfloat16", (2,), Extent("f", 0))
     arrays["model.norm.weight"] = StoredArray("n", "bfloat16", (2,), Extent("f", 0))
     arrays["ids.weight"] = StoredArray("i", "int64", (2, 2), Extent("f", 0))
-    made = quantize(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")])
-    assert made.keys == tuple(key for key, is_quantized in DEEPSEEK if is_quantized)
-    assert "model.layers.3.mlp.gate.weight" in made.remaining
-    assert not any("exp_avg" in key for key in made.remaining)
+    result = quantize(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")])
+    assert result.keys == tuple(key for key, is_quantized in DEEPSEEK if is_quantized)
+    assert "model.layers.3.mlp.gate.weight" in result.remaining
+    assert not any("exp_avg" in key for key in result.remaining)
 
 
 def test_later_rules_win_and_none_takes_out() -> None:
@@ -433,9 +433,11 @@ def test_later_rules_win_and_none_takes_out() -> None:
         f"l.{n}.weight": StoredArray(f"{n}", "bfloat16", (2, 2), Extent("f", 0)) for n in range(4)
     }
     catalog = catalog_of_arrays(format="test", arrays=arrays)
-    made = quantize(catalog, [(None, "block"), ("l.[1-2]*", "tensor"), ("l.2.*", "none")]).catalog
+    changed = quantize(
+        catalog, [(None, "block"), ("l.[1-2]*", "tensor"), ("l.2.*", "none")]
+    ).catalog
     shapes = {
-        key: tensor.shape for key, tensor in made.tensors.items() if key.endswith("_scale_inv")
+        key: tensor.shape for key, tensor in changed.tensors.items() if key.endswith("_scale_inv")
     }
     assert shapes == {
         "l.0.weight_scale_inv": (1, 1),
@@ -476,7 +478,7 @@ def test_without_a_linear_weight_the_default_is_an_error() -> None:
 def test_stacked_layers_and_experts_are_many_matrices(shape: tuple[int, ...], kind: str) -> None:
     weight = weights("w", shape)
     catalog, store = stored({"model.layers.up.weight": weight})
-    made = quantize(catalog, [(None, kind)]).catalog
+    changed = quantize(catalog, [(None, kind)]).catalog
     parts = (
         [reference_quantized(matrix) for matrix in weight.reshape(-1, *shape[-2:])]
         if weight.numel()
@@ -488,10 +490,10 @@ def test_stacked_layers_and_experts_are_many_matrices(shape: tuple[int, ...], ki
     else:
         most = weight.float().abs().max() / 448 if parts else torch.tensor(1.0)
         scale, numbers = raw(most), raw((weight.float() / most).clamp(-448, 448).to(E4M3))
-    assert content(made, store, "model.layers.up.weight_scale_inv") == scale
-    assert content(made, store, "model.layers.up.weight") == numbers
+    assert content(changed, store, "model.layers.up.weight_scale_inv") == scale
+    assert content(changed, store, "model.layers.up.weight") == numbers
     if parts and kind == "block":
-        back = content(dequantize(made).catalog, store, "model.layers.up.weight")
+        back = content(dequantize(changed).catalog, store, "model.layers.up.weight")
         wide = [(a.float() * expanded(s, a.shape)).to(torch.bfloat16) for a, s in parts]
         assert back == b"".join(map(raw, wide))
 
@@ -502,8 +504,8 @@ def test_scales_stand_beside_their_tensors_in_the_skeleton() -> None:
         skeleton={"model": {"a.weight": TensorLeaf("model.a.weight")}, "note": "x"},
         objects={"note": StoredObject("note", value="x")},
     )
-    made = quantize(catalog, [(None, "block")]).catalog
-    assert made.skeleton == {
+    changed = quantize(catalog, [(None, "block")]).catalog
+    assert changed.skeleton == {
         "model": {
             "a.weight": TensorLeaf("model.a.weight"),
             "a.weight_scale_inv": TensorLeaf("model.a.weight_scale_inv"),
@@ -568,16 +570,16 @@ def test_a_band_may_come_from_encoded_arrays() -> None:
     catalog, store = stored({"a.weight": weight, "a.weight_scale_inv": scale})
     wide = dequantize(catalog, "float32").catalog
     numbers, scales = reference_quantized(weight.float() * expanded(scale, weight.shape))
-    made = quantize(wide, [(None, "block")]).catalog
-    assert content(made, store, "a.weight") == raw(numbers)
-    assert content(made, store, "a.weight_scale_inv") == raw(scales)
+    changed = quantize(wide, [(None, "block")]).catalog
+    assert content(changed, store, "a.weight") == raw(numbers)
+    assert content(changed, store, "a.weight_scale_inv") == raw(scales)
 
 
 def test_a_hole_is_found_before_anything_is_read() -> None:
     catalog, _ = cut(weights("w", (300, 300)), GRID[:-1])
-    made = quantize(catalog, [(None, "block")]).catalog
+    changed = quantize(catalog, [(None, "block")]).catalog
     with pytest.raises(MissingShardError, match=r"\(137, 233\)"):
-        made.fragments("a.weight")
+        changed.fragments("a.weight")
 
 
 def test_replicas_are_compared() -> None:
@@ -605,8 +607,8 @@ def test_zeros_by_rule_and_layers_of_a_stack_are_read() -> None:
         "test", None, with_fragments({"w": Tensor("bfloat16", (6, 5))}, lambda _: fragments)
     )
     source = source_of(catalog, "w")
-    found = source.read(MemoryStore({"s": raw(stack)}), Box((2, 1), (3, 4)))
-    assert bytes(found) == raw(
+    data = source.read(MemoryStore({"s": raw(stack)}), Box((2, 1), (3, 4)))
+    assert bytes(data) == raw(
         torch.cat([stack[1], torch.zeros(2, 5, dtype=torch.bfloat16)])[2:5, 1:5]
     )
 
@@ -661,9 +663,9 @@ def test_an_encoding_is_a_value_that_compares_by_what_it_holds() -> None:
 @pytest.mark.parametrize("shape", [(1 << 20, 1 << 18), (2, (1 << 20) + 1, 1 << 18)])
 def test_memory_stays_bounded_for_large_tensors(shape: tuple[int, ...]) -> None:
     arrays = {"layers.weight": StoredArray("a", "bfloat16", shape, Extent("f", 0))}
-    made = quantize(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")]).catalog
-    for key in made.tensors:
-        (fragment,) = made.fragments(key)
+    changed = quantize(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")]).catalog
+    for key in changed.tensors:
+        (fragment,) = changed.fragments(key)
         assert fragment.array is not None
         encoding = fragment.array.extent.encoding
         assert encoding is not None
@@ -683,6 +685,6 @@ def test_torch_float8_rounding_agrees_with_ours_on_every_tie() -> None:
     weight = torch.cat([both, -both, torch.full((1,), 448.0)]).reshape(1, -1)[:, -128:]
     weight[0, 0] = 448.0
     catalog, store = stored({"a.weight": weight})
-    made = quantize(catalog, [(None, "tensor")]).catalog
-    assert np.frombuffer(content(made, store, "a.weight_scale_inv"), "f4").tolist() == [1.0]
-    assert content(made, store, "a.weight") == raw(weight.to(E4M3))
+    changed = quantize(catalog, [(None, "tensor")]).catalog
+    assert np.frombuffer(content(changed, store, "a.weight_scale_inv"), "f4").tolist() == [1.0]
+    assert content(changed, store, "a.weight") == raw(weight.to(E4M3))

@@ -412,7 +412,7 @@ def test_plain_models_have_no_quantized_weights() -> None:
     assert quantized_weights(metas(tensors), config_of("gptq")) == ()
 
 
-CAST = {example: found for example, found in EXAMPLES.items() if found[0] != "float8 with scales"}
+CAST = {example: entry for example, entry in EXAMPLES.items() if entry[0] != "float8 with scales"}
 
 
 @pytest.mark.each_value
@@ -427,11 +427,11 @@ def test_a_cast_leaves_the_tensors_of_quantized_weights_as_they_are(
     report = run(
         Job(src=source, dst=tmp_path / "out", to="safetensors", dtype=(rule,), fsync=False)
     )
-    found = load_file(tmp_path / "out/model.safetensors")
+    written = load_file(tmp_path / "out/model.safetensors")
     plain = {"model.layers.0.mlp.up.bias", "model.norm.weight"}
     for key, tensor in tensors.items():
-        assert found[key].dtype == (BF16 if key in plain else tensor.dtype), key
-        assert key in plain or raw(found[key]) == raw(tensor), key
+        assert written[key].dtype == (BF16 if key in plain else tensor.dtype), key
+        assert key in plain or raw(written[key]) == raw(tensor), key
     floats = [dtype for dtype, _ in spec.values() if dtype.is_floating_point and dtype != BF16]
     assert any(f"of {scheme} weights keep their dtype" in note for note in report.notes) == bool(
         floats
@@ -450,9 +450,9 @@ def test_a_glob_that_names_scales_reaches_them(tmp_path: Path) -> None:
             fsync=False,
         )
     )
-    found = load_file(tmp_path / "out/model.safetensors")
+    written = load_file(tmp_path / "out/model.safetensors")
     assert torch.equal(
-        found["model.layers.0.mlp.up.scales"], tensors["model.layers.0.mlp.up.scales"].float()
+        written["model.layers.0.mlp.up.scales"], tensors["model.layers.0.mlp.up.scales"].float()
     )
 
 
@@ -511,9 +511,9 @@ def test_bitsandbytes_int8_becomes_wide_bit_for_bit(
         "a.bias": torch.ones(3),
     }
     catalog, store = stored(tensors)
-    made = dequantize(catalog, name_of(dtype))
-    assert list(made.catalog.tensors) == ["a.weight", "a.bias"]
-    assert content(made.catalog, store, "a.weight") == raw(by_bitsandbytes(weight, scb).to(dtype))
+    result = dequantize(catalog, name_of(dtype))
+    assert list(result.catalog.tensors) == ["a.weight", "a.bias"]
+    assert content(result.catalog, store, "a.weight") == raw(by_bitsandbytes(weight, scb).to(dtype))
 
 
 @pytest.mark.parametrize("scale_shape", [(16, 1), (1,)])
@@ -528,9 +528,9 @@ def test_int8_of_compressed_tensors_becomes_wide(
         .to(scale_dtype)
     )
     catalog, store = stored({"a.weight": weight, "a.weight_scale": scale})
-    made = dequantize(catalog, name_of(scale_dtype), config=config_of("compressed-tensors"))
+    result = dequantize(catalog, name_of(scale_dtype), config=config_of("compressed-tensors"))
     # compressed_tensors 0.20.0, forward_helpers.py: x_q.to(scale.dtype) * scale
-    assert content(made.catalog, store, "a.weight") == raw(weight.to(scale_dtype) * scale)
+    assert content(result.catalog, store, "a.weight") == raw(weight.to(scale_dtype) * scale)
 
 
 @pytest.mark.parametrize(
@@ -555,9 +555,9 @@ def test_numbers_in_another_order_than_rows_are_refused() -> None:
     tensors = {**model(EXAMPLES["bitsandbytes int8"][2])}
     tensors["model.layers.0.mlp.up.weight_format"] = torch.tensor(2, dtype=U8)
     catalog, store = stored(tensors)
-    made = dequantize(catalog).catalog
+    changed = dequantize(catalog).catalog
     with pytest.raises(UnsupportedError, match="an order other than row by row"):
-        content(made, store, "model.layers.0.mlp.up.weight")
+        content(changed, store, "model.layers.0.mlp.up.weight")
 
 
 @pytest.mark.parametrize("scb", [torch.ones(8), torch.ones(16, 1), torch.ones(16, dtype=I32)])
@@ -646,12 +646,12 @@ def test_int8_becomes_megatrons_weights_by_dequantize_only(tmp_path: Path) -> No
     run(replace(job, dequantize="bf16"))
     run(replace(job, src=folder_of(wide, tmp_path / "wide", LLAMA), dst=tmp_path / "wanted"))
     name = "iter_0000001/mp_rank_00/model_optim_rng.pt"
-    found, wanted = (
-        torch.load(tmp_path / which / name, weights_only=False) for which in ("out", "wanted")
+    ours, wanted = (
+        torch.load(tmp_path / folder / name, weights_only=False) for folder in ("out", "wanted")
     )
-    assert found["model"].keys() == wanted["model"].keys()
+    assert ours["model"].keys() == wanted["model"].keys()
     for key, tensor in wanted["model"].items():
-        assert tensor is None or raw(tensor) == raw(found["model"][key]), key
+        assert tensor is None or raw(tensor) == raw(ours["model"][key]), key
 
 
 def test_int8_stays_as_it_is_under_its_own_names_or_becomes_wide_without_a_quantization_config(
@@ -667,8 +667,8 @@ def test_int8_stays_as_it_is_under_its_own_names_or_becomes_wide_without_a_quant
     run(
         Job(src=source, dst=tmp_path / "wide", to="hf", dequantize="bf16", verify=True, fsync=False)
     )
-    found = load_file(tmp_path / "wide/model.safetensors")
-    assert {key: raw(tensor) for key, tensor in found.items()} == {
+    written = load_file(tmp_path / "wide/model.safetensors")
+    assert {key: raw(tensor) for key, tensor in written.items()} == {
         key: raw(tensor) for key, tensor in wide.items()
     }
     assert "quantization_config" not in json.loads((tmp_path / "wide/config.json").read_text())

@@ -49,19 +49,19 @@ def values(catalog: Catalog, store: MemoryStore, key: str) -> np.ndarray:
 @pytest.fixture
 def per_layer() -> dict[str, np.ndarray]:
     """A model of some layers with their optimizer's steps, and tensors beside them."""
-    made = {"model.embed.weight": numbered((5, 3), 900)}
+    tensors = {"model.embed.weight": numbered((5, 3), 900)}
     for n in range(N_LAYERS):
-        made[W.format(n)] = numbered((2, 3), 10 * n)
-        made[S.format(n)] = numbered((), 500 + n)
-        made[f"model.layers.{n}.mlp.experts.7.w"] = numbered((4,), 2000 + 10 * n)
-    return made
+        tensors[W.format(n)] = numbered((2, 3), 10 * n)
+        tensors[S.format(n)] = numbered((), 500 + n)
+        tensors[f"model.layers.{n}.mlp.experts.7.w"] = numbered((4,), 2000 + 10 * n)
+    return tensors
 
 
 def test_layers_are_stacked_in_order_and_the_rest_stays(per_layer: dict[str, np.ndarray]) -> None:
     catalog, store = catalog_of(per_layer)
-    made = stack_layers(catalog)
-    assert (made.n_groups, made.notes) == (3, ())
-    assert list(made.catalog.tensors) == [
+    result = stack_layers(catalog)
+    assert (result.n_groups, result.notes) == (3, ())
+    assert list(result.catalog.tensors) == [
         "model.embed.weight",
         "model.layers.mlp.up_proj.weight",
         "optimizer.state.model.layers.mlp.up_proj.weight.step",
@@ -70,8 +70,8 @@ def test_layers_are_stacked_in_order_and_the_rest_stays(per_layer: dict[str, np.
     for pattern in (W, S, "model.layers.{}.mlp.experts.7.w"):
         wanted = np.stack([per_layer[pattern.format(n)] for n in range(N_LAYERS)])
         key = pattern.replace("{}.", "")
-        assert made.catalog.tensors[key] == Tensor("int32", wanted.shape)
-        assert (values(made.catalog, store, key) == wanted).all()
+        assert result.catalog.tensors[key] == Tensor("int32", wanted.shape)
+        assert (values(result.catalog, store, key) == wanted).all()
 
 
 def test_there_and_back_is_the_identity(per_layer: dict[str, np.ndarray]) -> None:
@@ -109,12 +109,16 @@ def test_back_and_there_is_the_identity_of_every_number() -> None:
 
 
 def test_pieces_of_a_stack_go_to_the_layers_they_hold() -> None:
-    whole = numbered((4, 2, 6), 0)
+    values_of_stack = numbered((4, 2, 6), 0)
     store = MemoryStore(
-        {"left": whole[:, :, :2].tobytes(), "top": whole[:3, :, 2:].tobytes(), "one": b""}
+        {
+            "left": values_of_stack[:, :, :2].tobytes(),
+            "top": values_of_stack[:3, :, 2:].tobytes(),
+            "one": b"",
+        }
     )
-    one = StoredArray("one", "int32", (2, 4), Extent("one", 0))
-    store.contents["one"] = bytearray(whole[3, :, 2:].tobytes())
+    layer_array = StoredArray("one", "int32", (2, 4), Extent("one", 0))
+    store.contents["one"] = bytearray(values_of_stack[3, :, 2:].tobytes())
     fragments = [
         Fragment(
             Box((0, 0, 0), (4, 2, 2)),
@@ -126,12 +130,14 @@ def test_pieces_of_a_stack_go_to_the_layers_they_hold() -> None:
             StoredArray("t", "int32", (3, 2, 4), Extent("top", 0)),
             (0,) * 3,
         ),
-        Fragment(Box((3, 0, 2), (1, 2, 4)), one, (0, 0)),  # an array of one layer, an axis less
+        Fragment(
+            Box((3, 0, 2), (1, 2, 4)), layer_array, (0, 0)
+        ),  # an array of one layer, an axis less
     ]
     stack = Tensor("int32", (4, 2, 6), lambda: fragments)
     apart = unstack_layers(Catalog("test", None, {"m.layers.w": stack})).catalog
     for n in range(4):
-        assert (values(apart, store, f"m.layers.{n}.w") == whole[n]).all()
+        assert (values(apart, store, f"m.layers.{n}.w") == values_of_stack[n]).all()
         assert len(apart.fragments(f"m.layers.{n}.w")) == 2
 
 
@@ -146,19 +152,24 @@ def test_layers_along_another_axis_go_apart_and_together(axis: int) -> None:
     catalog, store = catalog_of(stacked)
     apart = unstack_layers(catalog, axis=axis).catalog
     back = stack_layers(apart, axis=axis).catalog
-    for key, whole in stacked.items():
-        at = axis if whole.ndim > 1 else 0
+    for key, stacked_tensor in stacked.items():
+        at = axis if stacked_tensor.ndim > 1 else 0
         for n in range(4):
             layer = f"m.layers.{n}.{key.removeprefix('m.layers.')}"
-            assert apart.tensors[layer].shape == whole.shape[:at] + whole.shape[at + 1 :]
-            assert (values(apart, store, layer) == whole.take(n, at)).all()
+            assert (
+                apart.tensors[layer].shape
+                == stacked_tensor.shape[:at] + stacked_tensor.shape[at + 1 :]
+            )
+            assert (values(apart, store, layer) == stacked_tensor.take(n, at)).all()
         assert back.tensors[key] == catalog.tensors[key]
-        assert (values(back, store, key) == whole).all()
+        assert (values(back, store, key) == stacked_tensor).all()
 
 
 def test_a_layer_is_cut_from_arrays_with_more_or_fewer_axes() -> None:
-    whole = numbered((2, 4, 6), 0)
-    store = MemoryStore({"deep": whole[:1].tobytes(), "flat": whole[1].tobytes()})
+    values_of_stack = numbered((2, 4, 6), 0)
+    store = MemoryStore(
+        {"deep": values_of_stack[:1].tobytes(), "flat": values_of_stack[1].tobytes()}
+    )
     deep = StoredArray("deep", "int32", (1, 1, 4, 6), Extent("deep", 0))
     flat = StoredArray("flat", "int32", (4, 6), Extent("flat", 0))
     fragments = [
@@ -166,22 +177,22 @@ def test_a_layer_is_cut_from_arrays_with_more_or_fewer_axes() -> None:
         Fragment(Box((1, 0, 0), (1, 1, 6)), flat, (0, 0)),
         Fragment(Box((1, 1, 0), (1, 3, 6)), flat, (1, 0)),
     ]
-    stack = Tensor("int32", whole.shape, lambda: fragments)
+    stack = Tensor("int32", values_of_stack.shape, lambda: fragments)
     catalog = Catalog("test", None, {"m.layers.w": stack})
     apart = unstack_layers(catalog, axis=1).catalog
     for n in range(4):
-        assert (values(apart, store, f"m.layers.{n}.w") == whole[:, n]).all()
+        assert (values(apart, store, f"m.layers.{n}.w") == values_of_stack[:, n]).all()
     back = stack_layers(apart, axis=1).catalog
-    assert (values(back, store, "m.layers.w") == whole).all()
+    assert (values(back, store, "m.layers.w") == values_of_stack).all()
 
 
 def test_tensors_with_too_few_axes_stay_apart_and_are_told() -> None:
     tensors = {f"m.layers.{n}.{name}": numbered((2,), n) for n in range(2) for name in "ab"}
     tensors |= {f"m.layers.{n}.w": numbered((2, 3, 4), n) for n in range(2)}
-    made = stack_layers(catalog_of(tensors)[0], axis=2)
-    assert made.catalog.tensors["m.layers.w"].shape == (2, 3, 2, 4)
-    assert "m.layers.1.a" in made.catalog.tensors
-    assert made.notes[0].endswith("too few axes for layers along axis 2")
+    result = stack_layers(catalog_of(tensors)[0], axis=2)
+    assert result.catalog.tensors["m.layers.w"].shape == (2, 3, 2, 4)
+    assert "m.layers.1.a" in result.catalog.tensors
+    assert result.notes[0].endswith("too few axes for layers along axis 2")
     with pytest.raises(UsageError, match="has no axis 2"):
         unstack_layers(catalog_of({"m.layers.a": numbered((2, 3), 0)})[0], axis=2)
 
@@ -201,8 +212,8 @@ def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> No
         **{f"model.layers.{n}.odd": numbered((2 + n % 2,), 30 + n) for n in range(3)},
         "visual.blocks.0.w": numbered((2,), 40),
     }
-    made = stack_layers(catalog_of(tensors)[0])
-    assert set(made.catalog.tensors) == {
+    result = stack_layers(catalog_of(tensors)[0])
+    assert set(result.catalog.tensors) == {
         "model.layers.norm",
         "model.layers.0.dense",
         "visual.blocks.w",
@@ -210,9 +221,9 @@ def test_what_some_layers_lack_or_have_otherwise_stays_apart_and_is_told() -> No
         *(f"model.layers.{n}.odd" for n in range(3)),
     }
     assert any(
-        "model.layers.[0].dense and 1 more" in note and "3 layers" in note for note in made.notes
+        "model.layers.[0].dense and 1 more" in note and "3 layers" in note for note in result.notes
     )
-    assert any("model.layers.[0-2].odd" in note and "shapes" in note for note in made.notes)
+    assert any("model.layers.[0-2].odd" in note and "shapes" in note for note in result.notes)
 
 
 def test_nested_skeletons_and_facts_follow(per_layer: dict[str, np.ndarray]) -> None:
@@ -251,12 +262,12 @@ def test_nested_skeletons_and_facts_follow(per_layer: dict[str, np.ndarray]) -> 
         catalog = tied(catalog, {keys[1]: keys[0]})
         catalog = catalog.with_facet(MegatronModel(order=(*keys, "note")))
         catalog = catalog.with_facet(TorchDistFacts(mcore_data={keys[0]: {}}))
-        made = stack_layers(catalog).catalog
-        assert made.skeleton == wanted
-        assert made.ties == {}
-        assert facet_of(made, MegatronModel).order == ("model.layers.mlp.up_proj.weight", "note")
-        assert facet_of(made, TorchDistFacts).mcore_data == {}
-        back = unstack_layers(made).catalog
+        stacked = stack_layers(catalog).catalog
+        assert stacked.skeleton == wanted
+        assert stacked.ties == {}
+        assert facet_of(stacked, MegatronModel).order == ("model.layers.mlp.up_proj.weight", "note")
+        assert facet_of(stacked, TorchDistFacts).mcore_data == {}
+        back = unstack_layers(stacked).catalog
         assert back.skeleton == skeleton
         assert facet_of(back, MegatronModel).order == (*keys, "note")
 
@@ -302,9 +313,9 @@ def test_globs_say_which_tensors_are_stacked() -> None:
         "m.layers.b": numbered((5,), 0),
         "v.blocks.c": numbered((4, 1), 0),
     }
-    made = unstack_layers(catalog_of(tensors)[0], ["m.layers.a", "v.*"])
-    assert made.n_groups == 2
-    assert list(made.catalog.tensors) == [
+    result = unstack_layers(catalog_of(tensors)[0], ["m.layers.a", "v.*"])
+    assert result.n_groups == 2
+    assert list(result.catalog.tensors) == [
         "m.layers.0.a",
         "m.layers.1.a",
         "m.layers.b",
@@ -320,15 +331,15 @@ def test_parameter_groups_list_the_stacked_names_and_the_single_ones() -> None:
         f"optimizer.state.{name}.exp_avg": numbered((2,), 9 + n) for n, name in enumerate(names)
     }
     catalog, _ = catalog_of(tensors, objects={key: StoredObject(key, value=names)})
-    made = stack_layers(catalog)
-    assert made.catalog.objects[key].value == ["layers.w", "norm"]
-    assert made.notes == ()
-    assert unstack_layers(made.catalog).catalog.objects[key].value == names
+    result = stack_layers(catalog)
+    assert result.catalog.objects[key].value == ["layers.w", "norm"]
+    assert result.notes == ()
+    assert unstack_layers(result.catalog).catalog.objects[key].value == names
 
 
 def test_an_optimizer_that_counts_parameters_is_told_of() -> None:
     tensors = {f"model.layers.{n}.w": numbered((2,), n) for n in range(2)}
     tensors |= {f"optimizer.state.{n}.exp_avg": numbered((2,), 9 + n) for n in range(2)}
-    made = stack_layers(catalog_of(tensors)[0])
-    assert [note.partition(" refers")[0] for note in made.notes] == ["the optimizer state"]
-    assert len(unstack_layers(made.catalog).notes) == 1
+    result = stack_layers(catalog_of(tensors)[0])
+    assert [note.partition(" refers")[0] for note in result.notes] == ["the optimizer state"]
+    assert len(unstack_layers(result.catalog).notes) == 1

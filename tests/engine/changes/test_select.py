@@ -68,19 +68,19 @@ def test_globs_that_choose_nothing_are_errors(include: list[str], exclude: list[
 
 def test_rename_moves_keys_and_skeleton_leaves() -> None:
     result = rename(_catalog(), [(r"^model\.", ""), (r"exp_avg$", "m")])
-    made, changed = result.catalog, list(result.renamed)
+    renamed, changed = result.catalog, list(result.renamed)
     assert changed == [
         ("model.a.weight", "a.weight"),
         ("model.b.bias", "b.bias"),
         ("optim.state.0.exp_avg", "optim.state.0.m"),
     ]
-    assert made.skeleton == {
+    assert renamed.skeleton == {
         "a.weight": TensorLeaf("a.weight"),
         "b.bias": TensorLeaf("b.bias"),
         "optim": {"state": {0: {"m": TensorLeaf("optim.state.0.m")}}, "lr": 0.1},
         "note": "x",
     }
-    (fragment,) = made.fragments("a.weight")
+    (fragment,) = renamed.fragments("a.weight")
     assert fragment.box == full_box((2, 3))
     assert fragment.array is not None
     assert fragment.array.name == "model.a.weight"
@@ -169,13 +169,13 @@ def _prefixed() -> Catalog:
 
 def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> None:
     result = strip_prefix(_prefixed(), ["model."])
-    made, changed = result.catalog, list(result.renamed)
+    stripped, changed = result.catalog, list(result.renamed)
     assert changed == [
         ("model.a.weight", "a.weight"),
         ("optimizer.state.model.a.weight.exp_avg", "optimizer.state.a.weight.exp_avg"),
         ("model.a._extra_state", "a._extra_state"),
     ]
-    assert made.skeleton == {
+    assert stripped.skeleton == {
         "a.weight": TensorLeaf("a.weight"),
         "b": TensorLeaf("b"),
         "optimizer": {
@@ -188,8 +188,8 @@ def test_a_prefix_goes_from_keys_optimizer_entries_objects_and_skeleton() -> Non
         "a._extra_state": None,
         "iteration": 3,
     }
-    assert facet_of(made, MegatronModel).order == ("a.weight", "b")
-    assert len(made.fragments("a.weight")) == 1
+    assert facet_of(stripped, MegatronModel).order == ("a.weight", "b")
+    assert len(stripped.fragments("a.weight")) == 1
 
 
 def test_a_container_that_goes_leaves_the_optimizer_its_names() -> None:
@@ -221,14 +221,14 @@ def test_a_container_that_goes_leaves_the_optimizer_its_names() -> None:
 
 def test_a_prefix_comes_before_the_models_keys_only() -> None:
     result = add_prefix(_prefixed(), "net.")
-    made, changed = result.catalog, list(result.renamed)
+    prefixed, changed = result.catalog, list(result.renamed)
     assert dict(changed) == {
         "model.a.weight": "net.model.a.weight",
         "b": "net.b",
         "optimizer.state.model.a.weight.exp_avg": "optimizer.state.net.model.a.weight.exp_avg",
         "model.a._extra_state": "net.model.a._extra_state",
     }
-    back = strip_prefix(made, ["net."]).catalog
+    back = strip_prefix(prefixed, ["net."]).catalog
     assert back.tensors == _prefixed().tensors
     assert back.skeleton == _prefixed().skeleton
 
@@ -238,10 +238,10 @@ def test_prefixes_go_one_after_the_other() -> None:
         key: StoredArray(key, "float32", (1,), Extent("f", 0))
         for key in ("module.model.a", "module.b", "c")
     }
-    made = strip_prefix(
+    stripped = strip_prefix(
         catalog_of_arrays(format="torch", arrays=arrays), ["module.", "model."]
     ).catalog
-    assert list(made.tensors) == ["a", "b", "c"]
+    assert list(stripped.tensors) == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
@@ -302,13 +302,13 @@ def _two(values: tuple[bytes, bytes], *, shared: bool = False) -> tuple[Catalog,
 
 def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
     catalog, store = _two((b"abcdef", b"abcdef"))
-    made = tie(catalog, [(HEAD, EMBED)])
-    assert list(made.tensors) == [EMBED, "norm"]
-    assert made.skeleton == {
+    result = tie(catalog, [(HEAD, EMBED)])
+    assert list(result.tensors) == [EMBED, "norm"]
+    assert result.skeleton == {
         "model": {"embed.weight": TensorLeaf(EMBED)},
         "norm": TensorLeaf("norm"),
     }
-    assert moved(made, store)[EMBED] == b"abcdef"
+    assert moved(result, store)[EMBED] == b"abcdef"
     catalog, store = _two((b"abcdef", b"abcdeX"))
     with pytest.raises(ReplicaMismatchError, match=r"\(1, 2\)") as caught:
         moved(tie(catalog, [(HEAD, EMBED)]), store)
@@ -319,18 +319,18 @@ def test_a_tied_tensor_goes_and_every_byte_of_it_is_compared() -> None:
 
 def test_an_alias_is_tied_for_nothing() -> None:
     catalog, _ = _two((b"abcdef", b""), shared=True)
-    made = tie(catalog, [(HEAD, EMBED)])
-    assert made.ties == {}
-    first, second = made.fragments(EMBED)
+    result = tie(catalog, [(HEAD, EMBED)])
+    assert result.ties == {}
+    first, second = result.fragments(EMBED)
     assert (first.array, first.at, first.box) == (second.array, second.at, second.box)
 
 
 def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
     catalog, store = _two((b"abcdef", b"abcdef"))
     tied = tie(catalog, [(HEAD, EMBED)])
-    made = untie(tied, [(HEAD, EMBED), ("model.again.weight", EMBED)])
-    assert made.tensors[HEAD].shape == (2, 3)
-    assert made.skeleton == {
+    result = untie(tied, [(HEAD, EMBED), ("model.again.weight", EMBED)])
+    assert result.tensors[HEAD].shape == (2, 3)
+    assert result.skeleton == {
         "model": {
             "embed.weight": TensorLeaf(EMBED),
             "again.weight": TensorLeaf("model.again.weight"),
@@ -339,7 +339,7 @@ def test_an_untied_tensor_is_a_copy_in_its_container() -> None:
         "norm": TensorLeaf("norm"),
     }
     assert {
-        key: data for key, data in moved(made, store).items() if key != "norm"
+        key: data for key, data in moved(result, store).items() if key != "norm"
     } == dict.fromkeys((HEAD, EMBED, "model.again.weight"), b"abcdef")
 
 
@@ -381,9 +381,9 @@ def test_what_is_there_already_is_not_untied() -> None:
 def test_choosing_keeps_the_files_beside_the_weights() -> None:
     plain = _catalog()
     catalog = replace(plain, files={"config.json": Tensor("uint8", (7,))})
-    made = select(catalog, include=["model.*"]).catalog
-    assert made.files == catalog.files
-    assert rename(made, [("model", "m")]).catalog.files == catalog.files
+    selected = select(catalog, include=["model.*"]).catalog
+    assert selected.files == catalog.files
+    assert rename(selected, [("model", "m")]).catalog.files == catalog.files
 
 
 def test_parameter_groups_list_the_new_names() -> None:
@@ -401,10 +401,10 @@ def test_parameter_groups_list_the_new_names() -> None:
         )
 
     result = rename(made_of("module.w"), [(r"module\.", "")])
-    made, changed = result.catalog, list(result.renamed)
-    assert list(made.tensors) == ["net.w", "opt.state.w.exp_avg"]
-    assert made.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
-    assert made.objects["opt.param_groups.1.params"].value == [0, 1]
+    renamed, changed = result.catalog, list(result.renamed)
+    assert list(renamed.tensors) == ["net.w", "opt.state.w.exp_avg"]
+    assert renamed.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
+    assert renamed.objects["opt.param_groups.1.params"].value == [0, 1]
     assert dict(changed)["net.module.w"] == "net.w"
     same = strip_prefix(made_of("w"), ["net."]).catalog
     assert same.objects["opt.param_groups.0.params"].value == ["w", "frozen"]
@@ -429,9 +429,12 @@ def test_parameters_that_are_named_inside_their_container_are_followed(
         arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={group: StoredObject(group, value=["module.a.w", "module.b.w"])},
     )
-    made = change(catalog).catalog
-    assert list(made.tensors)[2:] == ["optimizer.state.a.w.exp_avg", "optimizer.state.b.w.exp_avg"]
-    assert made.objects[group].value == ["a.w", "b.w"]
+    changed = change(catalog).catalog
+    assert list(changed.tensors)[2:] == [
+        "optimizer.state.a.w.exp_avg",
+        "optimizer.state.b.w.exp_avg",
+    ]
+    assert changed.objects[group].value == ["a.w", "b.w"]
 
 
 def test_numbers_of_parameters_are_no_names() -> None:
@@ -442,8 +445,8 @@ def test_numbers_of_parameters_are_no_names() -> None:
         "optimizer.state.1.exp_avg",
     ]
     arrays = {key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys}
-    made = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."]).catalog
-    assert list(made.tensors) == ["list.0", "list.1", *keys[2:]]
+    stripped = strip_prefix(catalog_of_arrays(format="dcp", arrays=arrays), ["model."]).catalog
+    assert list(stripped.tensors) == ["list.0", "list.1", *keys[2:]]
 
 
 def test_a_prefix_that_stands_inside_is_told() -> None:
@@ -464,11 +467,14 @@ def test_entries_of_parameter_groups_follow_as_states_do() -> None:
         arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
         objects={key: StoredObject(key, value=value) for key, value in objects.items()},
     )
-    made = strip_prefix(catalog, ["model."]).catalog
-    assert list(made.tensors) == ["w", "optimizer.state.w.exp_avg"]
-    assert list(made.objects) == ["optimizer.param_groups.w.lr", "optimizer.param_groups.0.params"]
-    assert made.objects["optimizer.param_groups.0.params"].value == ["w"]
-    back = add_prefix(made, "model.").catalog
+    stripped = strip_prefix(catalog, ["model."]).catalog
+    assert list(stripped.tensors) == ["w", "optimizer.state.w.exp_avg"]
+    assert list(stripped.objects) == [
+        "optimizer.param_groups.w.lr",
+        "optimizer.param_groups.0.params",
+    ]
+    assert stripped.objects["optimizer.param_groups.0.params"].value == ["w"]
+    back = add_prefix(stripped, "model.").catalog
     assert list(back.tensors) == keys
     assert {key: item.value for key, item in back.objects.items()} == objects
 

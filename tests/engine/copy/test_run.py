@@ -48,8 +48,8 @@ def moved(
     stage = MemoryStore()
     copying = CopyOptions(buffer_bytes=buffer_bytes, item_bytes=item_bytes, **options)  # type: ignore[arg-type]
     result = execute(plan, store, stage, copying)
-    found = written(stage, images)
-    for name, array in found.items():
+    arrays = written(stage, images)
+    for name, array in arrays.items():
         assert result.crc_of(name) == (
             zlib.crc32(array.tobytes()) if options.get("crc", True) else 0
         )
@@ -60,10 +60,10 @@ def moved(
         blind = _WriteOnlyStage()
         again = execute(plan, store, blind, copying)
         for name, array in written(blind, images).items():
-            assert found[name].tobytes() == array.tobytes(), name
+            assert arrays[name].tobytes() == array.tobytes(), name
         assert (again.crcs, again.digests) == (result.crcs, result.digests)
         assert not blind.held
-    return found, result
+    return arrays, result
 
 
 class _WriteOnlyStage(MemoryStore):
@@ -103,9 +103,9 @@ def check(
     target_model = Model({"w": shape}, {"w": target_cut})
     source = source_model.source(order=order)
     target, images = target_model.target()
-    found, result = moved(source, source_model.store, target, images, **options)  # type: ignore[arg-type]
+    arrays, result = moved(source, source_model.store, target, images, **options)  # type: ignore[arg-type]
     for name, array in expected(target_model).items():
-        assert np.array_equal(found[name], array), name
+        assert np.array_equal(arrays[name], array), name
     return result
 
 
@@ -134,7 +134,7 @@ def test_any_cut_becomes_any_other(
 @given(data=st.data())
 def test_random_shapes_cuts_buffers_and_item_sizes(data: st.DataObject) -> None:
     extents = st.lists(st.sampled_from([1, 6, 12, 24, 60]), min_size=1, max_size=4)
-    shape = data.draw(extents.map(tuple).filter(lambda found: prod(found) <= 5000))
+    shape = data.draw(extents.map(tuple).filter(lambda extent_list: prod(extent_list) <= 5000))
 
     def cut() -> Cut:
         axis = data.draw(st.integers(0, len(shape) - 1))
@@ -188,9 +188,9 @@ def test_layers_of_a_stacked_array_become_tensors_and_the_other_way_round() -> N
         target, images = target_model.target()
         if target_cuts is stacked:
             images = images[:1]
-        found, _ = moved(source, source_model.store, target, images)
+        arrays, _ = moved(source, source_model.store, target, images)
         for name, array in expected(target_model).items():
-            assert np.array_equal(found[name], array)
+            assert np.array_equal(arrays[name], array)
 
 
 def test_columns_of_several_tensors_share_an_array() -> None:
@@ -204,11 +204,11 @@ def test_columns_of_several_tensors_share_an_array() -> None:
         source_model, target_model = Model(tensors, source_cuts), Model(tensors, target_cuts)
         source = source_model.source()
         target, images = target_model.target()
-        found, _ = moved(
+        arrays, _ = moved(
             source, source_model.store, target, images[:1] if target_cuts is cuts else images
         )
         for name, array in expected(target_model).items():
-            assert np.array_equal(found[name], array)
+            assert np.array_equal(arrays[name], array)
 
 
 def test_an_array_with_fewer_axes_holds_a_fragment_with_leading_ones() -> None:
@@ -221,9 +221,9 @@ def test_an_array_with_fewer_axes_holds_a_fragment_with_leading_ones() -> None:
         )
         source = source_model.source()
         target, images = target_model.target()
-        found, _ = moved(source, source_model.store, target, images)
+        arrays, _ = moved(source, source_model.store, target, images)
         for name, array in expected(target_model).items():
-            assert np.array_equal(found[name], array)
+            assert np.array_equal(arrays[name], array)
 
 
 def test_many_tiny_chunks_are_woven_into_rows() -> None:
@@ -275,8 +275,10 @@ def test_an_expanded_source_with_stride_zero_is_repeated() -> None:
         ),
     )
     target, images = Model({"w": (3, 5)}, {"w": one("w", (3, 5))}).target()
-    found, _ = moved(source, store, target, images)
-    assert np.array_equal(found["w/all"].view(np.int32), np.broadcast_to(values("w", (5,)), (3, 5)))
+    arrays, _ = moved(source, store, target, images)
+    assert np.array_equal(
+        arrays["w/all"].view(np.int32), np.broadcast_to(values("w", (5,)), (3, 5))
+    )
 
 
 @pytest.mark.parametrize("cut", [pieces("w", (16, 8), 0, 4), pieces("w", (16, 8), 1, 2)])
@@ -286,11 +288,11 @@ def test_zeros_by_rule_pad_the_target(cut: Cut) -> None:
     source = source_model.source()
     target, images = target_model.target()
     target = replace(target, tensors={"w": replace(target.tensors["w"], flexible=True)})
-    found, _ = moved(source, source_model.store, target, images)
+    arrays, _ = moved(source, source_model.store, target, images)
     padded = np.zeros((16, 8), np.int32)
     padded[:13] = values("w", (13, 8))
     for name, array in expected(target_model, {"w": padded}).items():
-        assert np.array_equal(found[name], array)
+        assert np.array_equal(arrays[name], array)
 
 
 def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
@@ -315,8 +317,8 @@ def test_late_bound_arrays_are_bound_when_they_are_copied() -> None:
 
     target_model = Model({"w": SHAPE}, {"w": one("w", SHAPE)})
     target, images = target_model.target()
-    found, _ = moved(replace_fragments(source, late), model.store, target, images)
-    assert np.array_equal(found["w/all"], expected(target_model)["w/all"])
+    arrays, _ = moved(replace_fragments(source, late), model.store, target, images)
+    assert np.array_equal(arrays["w/all"], expected(target_model)["w/all"])
     assert set(located) == {f.array.name for f in source.fragments("w") if f.array is not None}
 
 
@@ -330,10 +332,10 @@ def test_casts_happen_on_the_way(source_cut: Cut, target_cut: Cut) -> None:
     source = source_model.source(data={"w": data.numpy()}, dtype="float32")
     target_model = Model({"w": SHAPE}, {"w": target_cut})
     target, images = target_model.target(dtype="bfloat16")
-    found, _ = moved(source, source_model.store, target, images)
+    arrays, _ = moved(source, source_model.store, target, images)
     wanted = data.to(torch.bfloat16).view(torch.uint16).numpy()
     for name, array in expected(target_model, {"w": wanted}).items():
-        assert np.array_equal(found[name], array)
+        assert np.array_equal(arrays[name], array)
 
 
 def with_crcs(source: Catalog, store: MemoryStore, *, damage: int = 0) -> Catalog:

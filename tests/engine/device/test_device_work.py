@@ -75,24 +75,24 @@ def able(place: str, *works: str) -> Device:
 
 def pairs_from(source: str) -> list[tuple[str, str]]:
     """The casts of a dtype that are made."""
-    found = []
+    pairs = []
     for target in DTYPES:
         try:
             check_cast(source, target)
         except UnsupportedError:
             continue
         if target != source:
-            found.append((source, target))
-    return found
+            pairs.append((source, target))
+    return pairs
 
 
 def in_thread(work: Callable[[], T]) -> T:
     """The result of a thread of its own, which has a lane of its own."""
-    found: list[T] = []
-    thread = threading.Thread(target=lambda: found.append(work()))
+    results: list[T] = []
+    thread = threading.Thread(target=lambda: results.append(work()))
     thread.start()
     thread.join()
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -172,12 +172,12 @@ def test_pieces_of_a_fold_come_in_order_and_a_lane_works_on_after_an_error(place
 
 @pytest.mark.parametrize("place", PLACES)
 def test_where_buffers_differ_is_found_across_pieces(place: str) -> None:
-    one = np.zeros(PIECE_BYTES + 64, "u1")
-    other = one.copy()
+    first = np.zeros(PIECE_BYTES + 64, "u1")
+    other = first.copy()
     other[[PIECE_BYTES // 2 + 5, PIECE_BYTES + 63]] = 1
-    found = count_differing(able(place, COMPARE), memoryview(one), memoryview(other), 4)
-    assert found == count_differing(None, memoryview(one), memoryview(other), 4)
-    assert (found.n, found.first) == (2, (PIECE_BYTES // 2 + 5) // 4)
+    difference = count_differing(able(place, COMPARE), memoryview(first), memoryview(other), 4)
+    assert difference == count_differing(None, memoryview(first), memoryview(other), 4)
+    assert (difference.n, difference.first) == (2, (PIECE_BYTES // 2 + 5) // 4)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -200,15 +200,17 @@ def planned(
     are stored twice.
     """
     files: dict[str, bytes] = {}
-    found: dict[str, list[Fragment]] = {}
+    fragments: dict[str, list[Fragment]] = {}
     for key, (dtype, _, shape) in tensors.items():
         data = typical_numbers(dtype, itemsize(dtype) * int(np.prod(shape))).tobytes()
         for name in [key, *([f"{key}.copy"] if key in copies else [])]:
             files[name] = data
             array = StoredArray(name, dtype, shape, Extent(name, 0))
-            found.setdefault(key, []).append(Fragment(full_box(shape), array, (0,) * len(shape)))
+            fragments.setdefault(key, []).append(
+                Fragment(full_box(shape), array, (0,) * len(shape))
+            )
     metas = {key: Tensor(dtype, shape) for key, (dtype, _, shape) in tensors.items()}
-    source = Catalog("test", None, with_fragments(metas, found.__getitem__))
+    source = Catalog("test", None, with_fragments(metas, fragments.__getitem__))
     wanted = {key: Tensor(target, shape) for key, (_, target, shape) in tensors.items()}
     return source, MemoryStore(files), *laid_out(wanted)
 
@@ -234,7 +236,7 @@ def test_a_copy_with_a_device_writes_the_same_bytes_and_sums(place: str) -> None
         copies=["moved"],
     )
     device = Device(place)
-    made = []
+    results = []
     for given in (None, device):
         stage = MemoryStore()
         result = execute(
@@ -243,11 +245,11 @@ def test_a_copy_with_a_device_writes_the_same_bytes_and_sums(place: str) -> None
             stage,
             CopyOptions(device=given),
         )
-        made.append(
+        results.append(
             ({name: stage.read(name, 0, stage.size(name)) for name in stage.files()}, result.crcs)
         )
-    assert made[0] == made[1]
-    used = {found.work for found in decisions(device) if found.is_on_device}
+    assert results[0] == results[1]
+    used = {decision.work for decision in decisions(device) if decision.is_on_device}
     assert {cast_work("float32", "bfloat16"), cast_work("float16", "float64"), COMPARE} <= used
 
 
@@ -275,18 +277,18 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
 
     def read_all(catalog: Catalog, files: MemoryStore, given: Device | None) -> dict[str, bytes]:
         decoded = DecodedStore(files, device=given)
-        found = {}
+        data_by_key = {}
         for key in catalog.tensors:
             array = catalog.fragments(key)[0].array
             assert array is not None
             placed = decoded.placed(array)
-            found[key] = decoded.read(placed.extent.file, placed.extent.offset, array.n_bytes)
-        return found
+            data_by_key[key] = decoded.read(placed.extent.file, placed.extent.offset, array.n_bytes)
+        return data_by_key
 
-    made = [
+    results = [
         read_all(quantize(source, [("*", kind)]).catalog, store, given) for given in (None, device)
     ]
-    assert made[0] == made[1] and len(made[0]) == 2
+    assert results[0] == results[1] and len(results[0]) == 2
     small = catalog_of_arrays(
         format="test",
         arrays={
@@ -301,7 +303,7 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
             ),
         },
     )
-    files = MemoryStore(made[0])
+    files = MemoryStore(results[0])
     for dtype in ("bfloat16", "float32"):
         back = [
             read_all(dequantize(small, dtype).catalog, files, given) for given in (None, device)
@@ -315,8 +317,8 @@ def test_a_number_that_is_not_finite_has_no_scale_on_a_device_either() -> None:
     source = catalog_of_arrays(
         format="test", arrays={"w.weight": StoredArray("w", "float32", (256, 256), Extent("w", 0))}
     )
-    made = quantize(source, [("*", "block")]).catalog
-    array = made.fragments("w.weight")[0].array
+    quantized = quantize(source, [("*", "block")]).catalog
+    array = quantized.fragments("w.weight")[0].array
     assert array is not None and array.extent.encoding is not None
     store = DecodedStore(MemoryStore({"w": data.tobytes()}), device=able("cpu", QUANTIZE))
     with pytest.raises(UnsupportedError, match="is not finite in float32"):
@@ -333,9 +335,9 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
         )  # what a faulty device might make of it
         return choose_device(device, [work, other], threads=1)
 
-    found = in_thread(spoiled)
-    assert found is not None and found.work == {other}
-    assert [(one.is_on_device, one.reason) for one in decisions(device)] == [
+    engine = in_thread(spoiled)
+    assert engine is not None and engine.work == {other}
+    assert [(decision.is_on_device, decision.reason) for decision in decisions(device)] == [
         (False, "the device gives other bits than the processor"),
         (True, "asked for"),
     ]
@@ -344,17 +346,17 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
 def test_auto_measures_both_ways_and_takes_the_faster_one() -> None:
     device = Device("cpu", is_auto=True)
     works = [VALUES, cast_work("bfloat16", "float8_e4m3fn")]
-    found = choose_device(device, works, threads=2)
-    assert found is not None and found.work is not None
-    for one in decisions(device):
-        assert one.cpu_bytes_per_s is not None and one.device_bytes_per_s is not None
+    chosen = choose_device(device, works, threads=2)
+    assert chosen is not None and chosen.work is not None
+    for decision in decisions(device):
+        assert decision.cpu_bytes_per_s is not None and decision.device_bytes_per_s is not None
         assert (
-            one.is_on_device
-            == (one.device_bytes_per_s > one.cpu_bytes_per_s)
-            == (one.work in found.work)
+            decision.is_on_device
+            == (decision.device_bytes_per_s > decision.cpu_bytes_per_s)
+            == (decision.work in chosen.work)
         )
-        assert one.reason.startswith("measured")
-    assert found.is_auto
+        assert decision.reason.startswith("measured")
+    assert chosen.is_auto
     assert choose_device(None, works, threads=2) is None
 
 

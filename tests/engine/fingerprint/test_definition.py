@@ -61,7 +61,7 @@ def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
     if row > 4096 and block < 512:
         block = 4096
     n_blocks = -(-row // block)
-    found = [0] * 16
+    lanes = [0] * 16
     for at, byte in enumerate(data):
         value = byte - 256 if byte > 127 else byte
         if not value:
@@ -72,8 +72,8 @@ def plain(shape: Shape, itemsize: int, data: bytes) -> tuple[int, ...]:
             weight = 1
             for table, digit in enumerate(digits, 1):
                 weight = weight * factor(table, digit, lane)
-            found[lane] += value * factor(0, at % row % block, lane) * weight
-    return tuple(lane % (2**31 - 1) for lane in found)
+            lanes[lane] += value * factor(0, at % row % block, lane) * weight
+    return tuple(lane % (2**31 - 1) for lane in lanes)
 
 
 ENGINES = (products_in_numpy, products_in_torch)
@@ -99,13 +99,13 @@ def content(shape: Shape, itemsize: int, *, seed: int = 1) -> bytes:
     return random.Random(seed).randbytes(prod(shape) * itemsize)
 
 
-def whole(
+def lanes_of(
     shape: Shape, itemsize: int, data: bytes, products: Products = products_in_numpy
 ) -> tuple[int, ...]:
-    made = FormSum(form_of(shape, itemsize), products)
-    made.add_run(0, memoryview(data))
-    assert made.n_bytes == len(data)
-    return made.lanes
+    form_sum = FormSum(form_of(shape, itemsize), products)
+    form_sum.add_run(0, memoryview(data))
+    assert form_sum.n_bytes == len(data)
+    return form_sum.lanes
 
 
 @pytest.mark.each_value
@@ -115,19 +115,19 @@ def test_both_engines_compute_what_the_definition_says(
     shape: Shape, itemsize: int, engine: Products
 ) -> None:
     data = content(shape, itemsize)
-    assert whole(shape, itemsize, data, engine) == plain(shape, itemsize, data)
+    assert lanes_of(shape, itemsize, data, engine) == plain(shape, itemsize, data)
 
 
 def test_extreme_bytes_do_not_overflow() -> None:
     for byte in (b"\x80", b"\x7f"):
         data = byte * 4096
         assert (
-            whole((1, 4096), 1, data)
-            == whole((1, 4096), 1, data, products_in_torch)
+            lanes_of((1, 4096), 1, data)
+            == lanes_of((1, 4096), 1, data, products_in_torch)
             == plain((1, 4096), 1, data)
         )
     large = b"\x80" * (1 << 22)
-    assert whole((1 << 22,), 1, large) == whole((1 << 22,), 1, large, products_in_torch)
+    assert lanes_of((1 << 22,), 1, large) == lanes_of((1 << 22,), 1, large, products_in_torch)
 
 
 def test_golden_values() -> None:
@@ -136,8 +136,8 @@ def test_golden_values() -> None:
     assert [factor(0, 0, lane) for lane in range(4)] == GOLDEN_SMALL
     assert [factor(table, 4095, 15) for table in (1, 2, 3)] == GOLDEN_LARGE
     counting = bytes(n % 251 for n in range(6 * 5 * 130 * 2))
-    assert format_lanes(whole((6, 5, 130), 2, counting)) == GOLDEN_TEXT
-    assert format_lanes(whole((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
+    assert format_lanes(lanes_of((6, 5, 130), 2, counting)) == GOLDEN_TEXT
+    assert format_lanes(lanes_of((), 4, b"\x00\x00\x80\x3f")) == GOLDEN_SCALAR
 
 
 GOLDEN_SMALL = [99, -17, -121, 121]
@@ -158,11 +158,11 @@ def test_numbers_of_blocks_far_away_have_their_own_weights() -> None:
     """
     form = form_of((1 << 20, 16, 4096), 4)
     for row in (0, 4095, 4096, (1 << 24) - 1):
-        made = FormSum(form, products_in_numpy)
-        made.add_run(row * form.row_bytes + 4096, memoryview(b"\x01"))
+        form_sum = FormSum(form, products_in_numpy)
+        form_sum.add_run(row * form.row_bytes + 4096, memoryview(b"\x01"))
         number = row * 4 + 1
         digits = (number % 4096, number // 4096 % 4096, number // 4096**2)
-        assert made.lanes == tuple(
+        assert form_sum.lanes == tuple(
             factor(0, 0, lane)
             * factor(1, digits[0], lane)
             * factor(2, digits[1], lane)
@@ -192,7 +192,7 @@ def test_boxes_that_tile_a_tensor_add_up_to_it(case: tuple[Shape, int, list[Box]
     shape, itemsize, boxes = case
     data = content(shape, itemsize)
     elements = np.frombuffer(data, f"V{itemsize}").reshape(shape)
-    wanted = whole(shape, itemsize, data)
+    wanted = lanes_of(shape, itemsize, data)
     form = form_of(shape, itemsize)
     parts = []
     together = FormSum(form, products_in_numpy)
@@ -213,11 +213,11 @@ def test_runs_that_end_anywhere_add_up(data: st.DataObject) -> None:
     shape, itemsize = data.draw(st.sampled_from([case for case in SHAPES if prod(case[0])]))
     content_ = content(shape, itemsize)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content_)), max_size=6)))
-    made = FormSum(form_of(shape, itemsize), products_in_numpy)
+    form_sum = FormSum(form_of(shape, itemsize), products_in_numpy)
     spans = list(zip((0, *cuts), (*cuts, len(content_)), strict=True))
     for start, stop in data.draw(st.permutations(spans)):
-        made.add_run(start, memoryview(content_)[start:stop])
-    assert made.lanes == whole(shape, itemsize, content_)
+        form_sum.add_run(start, memoryview(content_)[start:stop])
+    assert form_sum.lanes == lanes_of(shape, itemsize, content_)
 
 
 def test_wide_boxes_of_joined_axes_are_spread_in_pieces() -> None:
@@ -225,57 +225,57 @@ def test_wide_boxes_of_joined_axes_are_spread_in_pieces() -> None:
     elements = np.arange(prod(shape), dtype=np.uint16).reshape(shape)
     only = np.zeros_like(elements)
     only[5:299_005, 3:5] = elements[5:299_005, 3:5]
-    made = FormSum(form_of(shape, 2), products_in_numpy)
-    made.add_box(shape, box, 2, memoryview(elements[5:299_005, 3:5].tobytes()))
-    assert made.lanes == whole(shape, 2, only.tobytes())
+    form_sum = FormSum(form_of(shape, 2), products_in_numpy)
+    form_sum.add_box(shape, box, 2, memoryview(elements[5:299_005, 3:5].tobytes()))
+    assert form_sum.lanes == lanes_of(shape, 2, only.tobytes())
 
 
 def test_any_flipped_bit_is_seen() -> None:
     for shape, itemsize in (((5, 3), 2), ((2, 257), 4)):
         data = content(shape, itemsize)
-        seen = {whole(shape, itemsize, data)}
+        fingerprints = {lanes_of(shape, itemsize, data)}
         for at, bit in product(range(len(data)), range(8)):
             changed = bytearray(data)
             changed[at] ^= 1 << bit
-            seen.add(whole(shape, itemsize, bytes(changed)))
-        assert len(seen) == 1 + 8 * len(data)
+            fingerprints.add(lanes_of(shape, itemsize, bytes(changed)))
+        assert len(fingerprints) == 1 + 8 * len(data)
 
 
 @pytest.mark.parametrize("shape", [(12, 300), (6, 4, 5), (3, 8192)])
 def test_swapped_and_moved_rows_columns_and_elements_are_seen(shape: Shape) -> None:
     chance = random.Random(3)
     elements = np.frombuffer(content(shape, 2), np.uint16).reshape(shape)
-    seen = {whole(shape, 2, elements.tobytes())}
+    fingerprints = {lanes_of(shape, 2, elements.tobytes())}
     n_changes = 0
     for axis in range(len(shape)):
         for _ in range(12):
-            one, other = chance.sample(range(shape[axis]), 2)
+            i, other = chance.sample(range(shape[axis]), 2)
             order = list(range(shape[axis]))
-            order[one], order[other] = other, one
-            seen.add(whole(shape, 2, elements.take(order, axis).tobytes()))
+            order[i], order[other] = other, i
+            fingerprints.add(lanes_of(shape, 2, elements.take(order, axis).tobytes()))
             n_changes += 1
-        seen.add(whole(shape, 2, np.roll(elements, 1, axis).tobytes()))
+        fingerprints.add(lanes_of(shape, 2, np.roll(elements, 1, axis).tobytes()))
         n_changes += 1
     flat = elements.reshape(-1)
     for _ in range(200):
-        one, other = chance.sample(range(flat.size), 2)
-        for moved in (flat[[one, other]][::-1], np.array([0, flat[one]], np.uint16)):
+        i, other = chance.sample(range(flat.size), 2)
+        for moved in (flat[[i, other]][::-1], np.array([0, flat[i]], np.uint16)):
             changed = flat.copy()
-            changed[[one, other]] = moved
-            seen.add(whole(shape, 2, changed.tobytes()))
+            changed[[i, other]] = moved
+            fingerprints.add(lanes_of(shape, 2, changed.tobytes()))
             n_changes += 1
     repeats = 2 * 12 * len(shape)  # the same two rows may be drawn twice
-    assert n_changes - repeats < len(seen) - 1 <= n_changes
+    assert n_changes - repeats < len(fingerprints) - 1 <= n_changes
 
 
 def test_one_value_at_every_place_has_as_many_fingerprints() -> None:
     shape = (64, 130)
-    seen = set()
+    fingerprints = set()
     for at in range(prod(shape)):
-        made = FormSum(form_of(shape, 2), products_in_numpy)
-        made.add_run(2 * at, memoryview(b"\x80\x3f"))
-        seen.add(made.lanes)
-    assert len(seen) == prod(shape)
+        form_sum = FormSum(form_of(shape, 2), products_in_numpy)
+        form_sum.add_run(2 * at, memoryview(b"\x80\x3f"))
+        fingerprints.add(form_sum.lanes)
+    assert len(fingerprints) == prod(shape)
 
 
 def test_few_values_in_many_places_do_not_collide() -> None:
@@ -285,9 +285,9 @@ def test_few_values_in_many_places_do_not_collide() -> None:
     form = form_of((14,), 1)
     singles = []
     for at in range(14):
-        made = FormSum(form, products_in_numpy)
-        made.add_run(at, memoryview(b"\x01"))
-        singles.append(np.array(made.lanes))
+        form_sum = FormSum(form, products_in_numpy)
+        form_sum.add_run(at, memoryview(b"\x01"))
+        singles.append(np.array(form_sum.lanes))
     sums = np.zeros((1, LANES), np.int64)
     for single in singles:
         sums = np.concatenate([sums, (sums + single) % PRIME])
@@ -299,17 +299,17 @@ def test_few_values_in_many_places_do_not_collide() -> None:
 
 def test_zeros_add_nothing() -> None:
     data = content((3, 300), 2)
-    assert whole((5, 300), 2, data + bytes(1200)) == whole((3, 300), 2, data)
-    assert whole((3, 300), 2, bytes(1800)) == (0,) * LANES
+    assert lanes_of((5, 300), 2, data + bytes(1200)) == lanes_of((3, 300), 2, data)
+    assert lanes_of((3, 300), 2, bytes(1800)) == (0,) * LANES
 
 
 def test_read_only_bytes_are_taken_without_a_warning() -> None:
     data = content((4, 4096), 1)
-    assert whole((4, 4096), 1, bytes(data), products_in_torch) == whole((4, 4096), 1, data)
+    assert lanes_of((4, 4096), 1, bytes(data), products_in_torch) == lanes_of((4, 4096), 1, data)
 
 
 def test_texts_are_read_back_and_others_refused() -> None:
-    lanes = whole((3, 300), 2, content((3, 300), 2))
+    lanes = lanes_of((3, 300), 2, content((3, 300), 2))
     assert parse_lanes(format_lanes(lanes)) == lanes
     for wrong in ("", "f" * 128, "0" * 127, "g" * 128, "+" + "0" * 127):
         with pytest.raises(ValueError, match="not a fingerprint"):
@@ -327,7 +327,7 @@ def test_the_kernel_restores_the_threads_of_torch() -> None:
     before = torch.get_num_threads()
     with fastest_products(1 << 40) as products:
         data = content((4, 4096), 1)
-        assert whole((4, 4096), 1, data, products) == whole((4, 4096), 1, data)
+        assert lanes_of((4, 4096), 1, data, products) == lanes_of((4, 4096), 1, data)
     assert torch.get_num_threads() == before
 
 

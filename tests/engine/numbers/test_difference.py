@@ -54,8 +54,8 @@ def changed(a: torch.Tensor, *, seed: int = 1) -> torch.Tensor:
 
 def differing(a: torch.Tensor, b: torch.Tensor) -> list[bool]:
     size = a.element_size()
-    one, other = bits(a), bits(b)
-    return [one[i : i + size] != other[i : i + size] for i in range(0, len(one), size)]
+    first, other = bits(a), bits(b)
+    return [first[i : i + size] != other[i : i + size] for i in range(0, len(first), size)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -63,9 +63,9 @@ def test_bits_that_differ_are_counted_in_every_type(dtype: torch.dtype) -> None:
     a = filled(dtype, 1000)
     b = changed(a)
     expected = differing(a, b)
-    found = result(a, b)
-    assert (found.n_elements, found.n_differing) == (1000, sum(expected))
-    assert found.first == expected.index(True)
+    difference = result(a, b)
+    assert (difference.n_elements, difference.n_differing) == (1000, sum(expected))
+    assert difference.first == expected.index(True)
     same = result(a, a.clone())
     assert (same.n_differing, same.first, same.max_abs or 0) == (0, None, 0)
 
@@ -74,22 +74,22 @@ def test_bits_that_differ_are_counted_in_every_type(dtype: torch.dtype) -> None:
 def test_statistics_of_floats_are_those_of_torch_in_float64(dtype: torch.dtype) -> None:
     a = filled(dtype, 999)
     b = changed(a)
-    found = result(a, b)
+    difference = result(a, b)
     x, y = (t.float().double() if dtype != torch.float64 else t for t in (a, b))
-    assert found.n_nan == int((x.isnan() != y.isnan()).sum())
+    assert difference.n_nan == int((x.isnan() != y.isnan()).sum())
     delta = torch.where(x.isnan() | y.isnan() | (x == y), 0.0, (x - y).abs())
-    assert found.max_abs == float(delta.max())
-    assert found.max_abs == 0 or found.max_at == int(delta.argmax())
+    assert difference.max_abs == float(delta.max())
+    assert difference.max_abs == 0 or difference.max_at == int(delta.argmax())
     ok = x.isfinite() & y.isfinite()
     for got, expected in (
-        (found.square_a, x[ok].square().sum()),
-        (found.square_b, y[ok].square().sum()),
-        (found.product, (x[ok] * y[ok]).sum()),
-        (found.square_delta, (x[ok] - y[ok]).square().sum()),
+        (difference.square_a, x[ok].square().sum()),
+        (difference.square_b, y[ok].square().sum()),
+        (difference.product, (x[ok] * y[ok]).sum()),
+        (difference.square_delta, (x[ok] - y[ok]).square().sum()),
     ):
         assert got == pytest.approx(float(expected), rel=1e-9, nan_ok=True)
-    if found.cosine is not None:
-        assert found.cosine == pytest.approx(
+    if difference.cosine is not None:
+        assert difference.cosine == pytest.approx(
             float(torch.cosine_similarity(x[ok], y[ok], dim=0, eps=0)), abs=1e-9
         )
 
@@ -99,9 +99,12 @@ def test_differences_of_integers_are_exact(dtype: torch.dtype) -> None:
     a = filled(dtype, 300)
     b = changed(a)
     pairs = list(zip(map(int, a.tolist()), map(int, b.tolist()), strict=True))
-    found = result(a, b)
-    assert found.max_abs == max(abs(x - y) for x, y in pairs)
-    assert abs(pairs[found.max_at or 0][0] - pairs[found.max_at or 0][1]) == found.max_abs
+    difference = result(a, b)
+    assert difference.max_abs == max(abs(x - y) for x, y in pairs)
+    assert (
+        abs(pairs[difference.max_at or 0][0] - pairs[difference.max_at or 0][1])
+        == difference.max_abs
+    )
 
 
 def test_extremes_of_integers_do_not_overflow() -> None:
@@ -115,9 +118,14 @@ def test_extremes_of_integers_do_not_overflow() -> None:
 def test_complex_numbers_differ_by_their_distance(dtype: torch.dtype) -> None:
     a = torch.tensor([3 + 4j, 1 + 1j, 0j], dtype=torch.complex64).to(dtype)
     b = torch.tensor([0j, 1 + 1j, 0j], dtype=torch.complex64).to(dtype)
-    found = result(a, b)
-    assert (found.n_differing, found.max_abs, found.max_at, found.first) == (1, 5.0, 0, 0)
-    assert found.square_delta == 25.0
+    difference = result(a, b)
+    assert (difference.n_differing, difference.max_abs, difference.max_at, difference.first) == (
+        1,
+        5.0,
+        0,
+        0,
+    )
+    assert difference.square_delta == 25.0
 
 
 @pytest.mark.each_value
@@ -135,16 +143,16 @@ def test_tolerances_are_those_of_torch_in_float64(
         b[:6] = torch.tensor([math.nan, 1.0, math.inf, -math.inf, 2.0, -0.0]).to(dtype)
     x, y = (t if dtype == torch.float64 else t.float().double() for t in (a, b))
     expected = ~torch.isclose(x, y, rtol=rule[0], atol=rule[1], equal_nan=equal_nan)
-    found = result(a, b, Tolerance(*rule, equal_nan))
-    assert found.n_differing == int(expected.sum())
-    assert found.first == (int(expected.int().argmax()) if expected.any() else None)
+    difference = result(a, b, Tolerance(*rule, equal_nan))
+    assert difference.n_differing == int(expected.sum())
+    assert difference.first == (int(expected.int().argmax()) if expected.any() else None)
 
 
 def test_values_of_different_types_are_compared_as_values() -> None:
     a = torch.tensor([1.0, math.nan, 0.1, math.inf])
     b = torch.tensor([1.0, math.nan, 0.1, math.inf]).bfloat16()
-    found = result(a, b)
-    assert (found.n_differing, found.first) == (1, 2)
+    difference = result(a, b)
+    assert (difference.n_differing, difference.first) == (1, 2)
     assert result(a, b, Tolerance(rtol=1e-2)).n_differing == 0
     assert result(torch.tensor([1, 2]), torch.tensor([1.0, 2.5]), Tolerance()).n_differing == 1
 
@@ -181,24 +189,30 @@ def test_long_runs_are_taken_in_parts() -> None:
     a = torch.zeros(200_000)
     b = a.clone()
     b[150_000] = 3
-    found = result(a, b)
-    assert (found.first, found.max_at, found.n_differing, found.cosine) == (
+    difference = result(a, b)
+    assert (difference.first, difference.max_at, difference.n_differing, difference.cosine) == (
         150_000,
         150_000,
         1,
         None,
     )
-    assert found.relative == math.inf
+    assert difference.relative == math.inf
 
 
 def test_what_has_no_numbers_has_no_differences() -> None:
     assert not has_numbers("float4_e2m1fn_x2")
     assert sum_squares(memoryview(b"abc"), "float4_e2m1fn_x2") == 0
     assert element_value(memoryview(b"a"), "float4_e2m1fn_x2") is None
-    found = compare_elements(
+    difference = compare_elements(
         memoryview(b"abcd"), memoryview(b"abxd"), dtypes=("float4_e2m1fn_x2",) * 2
     )
-    assert (found.n_differing, found.first, found.max_abs, found.cosine, found.relative) == (
+    assert (
+        difference.n_differing,
+        difference.first,
+        difference.max_abs,
+        difference.cosine,
+        difference.relative,
+    ) == (
         1,
         2,
         None,

@@ -48,15 +48,15 @@ def by_torch(data: bytes, dtype: str) -> dict[str, tuple[int, int | None]]:
         parts = torch.view_as_real(elements.to(torch.complex128))
     else:
         parts = elements.to(torch.float64).reshape(-1, 1)
-    found = {}
+    counts = {}
     for name, mask in (
         ("nan", parts.isnan()),
         ("infinite", parts.isinf()),
         ("huge", parts.isfinite() & (parts.abs() >= HUGE) & (DTYPES[dtype].itemsize > 1)),
     ):
         where = mask.any(dim=1).nonzero().flatten().tolist()
-        found[name] = (len(where), where[0] if where else None)
-    return found
+        counts[name] = (len(where), where[0] if where else None)
+    return counts
 
 
 def all_patterns(dtype: str) -> bytes:
@@ -69,9 +69,9 @@ def all_patterns(dtype: str) -> bytes:
     n_fraction, n_exponent = (23, 8) if n_bytes == 4 else (52, 11)
     exponents = np.arange(1 << (n_exponent + 1), dtype=np.uint64) << np.uint64(n_fraction)
     fractions = np.array([0, 1, 1 << (n_fraction - 1), (1 << n_fraction) - 1], np.uint64)
-    made = (exponents[:, None] | fractions[None, :]).reshape(-1).astype(f"<u{n_bytes}")
+    patterns = (exponents[:, None] | fractions[None, :]).reshape(-1).astype(f"<u{n_bytes}")
     noise = np.random.default_rng(1).integers(0, 256, 8000 * n_bytes, np.uint8).view(f"<u{n_bytes}")
-    return np.concatenate([made, noise]).tobytes()
+    return np.concatenate([patterns, noise]).tobytes()
 
 
 FLOATS = [

@@ -45,12 +45,12 @@ def test_bands_tile_a_tensor_in_its_order(
     shape: tuple[int, ...], size: int, band_bytes: int
 ) -> None:
     numbers = np.arange(prod(shape)).reshape(shape)
-    found = []
+    elements = []
     for box in bands(shape, size, band_bytes):
         part = numbers[tuple(map(slice, box.offset, box.end))].ravel()
         assert len(part) * size <= max(band_bytes, size)
-        found += part.tolist()
-    assert found == list(range(prod(shape)))
+        elements += part.tolist()
+    assert elements == list(range(prod(shape)))
 
 
 @pytest.mark.parametrize("order", ["C", "F"])

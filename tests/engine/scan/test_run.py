@@ -75,34 +75,34 @@ def dense_bytes(store: ReadStore, catalog: Catalog, array: StoredArray) -> bytes
     strides = bound.extent.strides
     if strides is None:
         return decoded.read(bound.extent.file, bound.extent.offset, array.n_bytes)
-    made = bytearray()
+    data = bytearray()
     for flat in range(array.n_bytes // size):
         at = sum(
             flat // n % extent * step
             for n, extent, step in zip(c_strides(array.shape), array.shape, strides, strict=True)
         )
-        made += decoded.read(bound.extent.file, bound.extent.offset + at * size, size)
-    return bytes(made)
+        data += decoded.read(bound.extent.file, bound.extent.offset + at * size, size)
+    return bytes(data)
 
 
 def check(catalog: Catalog, store: ReadStore) -> None:
-    seen = Collected()
-    found = scan(catalog, store, [seen], wanted=ALL, threads=2)
-    assert found.problems == []
+    observer = Collected()
+    sums = scan(catalog, store, [observer], wanted=ALL, threads=2)
+    assert sums.problems == []
     arrays = arrays_of(catalog)
-    assert sorted(seen.finished) == sorted(arrays)
+    assert sorted(observer.finished) == sorted(arrays)
     for name, array in arrays.items():
         data = dense_bytes(store, catalog, array)
-        assert bytes(seen.data[name]) == data, name
-        assert found.arrays[name].crc == crc32(data)
-        assert found.arrays[name].digest == digest_of(data).hex()
+        assert bytes(observer.data[name]) == data, name
+        assert sums.arrays[name].crc == crc32(data)
+        assert sums.arrays[name].digest == digest_of(data).hex()
     files = list_files_below(store)
-    assert found.files.keys() == files.keys()
+    assert sums.files.keys() == files.keys()
     for name, size in files.items():
         data = store.read(name, 0, size)
-        assert found.files[name].crc == crc32(data)
-        assert found.files[name].digest == digest_of(data).hex()
-    assert found.read_bytes == sum(files.values())
+        assert sums.files[name].crc == crc32(data)
+        assert sums.files[name].digest == digest_of(data).hex()
+    assert sums.read_bytes == sum(files.values())
 
 
 GOLDEN = (
@@ -125,13 +125,13 @@ def test_every_element_and_every_byte_of_a_golden_checkpoint(golden: Path, name:
         pytest.fail(f"{name} is not there")
     paths = [path]
     if path.is_dir():
-        below = sorted(one for one in path.iterdir() if one.is_dir())
+        below = sorted(child for child in path.iterdir() if child.is_dir())
         try:
             open_checkpoint(path).store.close()
         except CheckpointingException:
             paths = below[:1]
-    for one in paths:
-        opened = open_checkpoint(one)
+    for folder in paths:
+        opened = open_checkpoint(folder)
         check(opened.catalog, opened.store)
         opened.store.close()
 
@@ -151,15 +151,15 @@ def test_a_large_array_is_shared_by_threads_and_cut_at_its_own_blocks() -> None:
     n = len(data) - 134
     array = StoredArray("w", "int8", (n,), Extent("f", 101))
     store = MemoryStore({"f": data})
-    seen = Collected()
-    found = scan(catalog_over("f", [array]), store, [seen], wanted=ALL, threads=3)
-    assert found.problems == [] and seen.finished == ["w"]
-    assert bytes(seen.data["w"]) == data[101:-33]
-    assert found.arrays["w"].digest == digest_of(data[101:-33]).hex() and found.arrays[
+    observer = Collected()
+    sums = scan(catalog_over("f", [array]), store, [observer], wanted=ALL, threads=3)
+    assert sums.problems == [] and observer.finished == ["w"]
+    assert bytes(observer.data["w"]) == data[101:-33]
+    assert sums.arrays["w"].digest == digest_of(data[101:-33]).hex() and sums.arrays[
         "w"
     ].crc == crc32(data[101:-33])
-    assert found.files["f"].digest == digest_of(data).hex() and found.files["f"].crc == crc32(data)
-    assert all(start % WINDOW_BYTES == 0 for start in seen.starts["w"])
+    assert sums.files["f"].digest == digest_of(data).hex() and sums.files["f"].crc == crc32(data)
+    assert all(start % WINDOW_BYTES == 0 for start in observer.starts["w"])
 
 
 def test_views_of_one_storage_are_all_given_and_each_byte_is_read_once() -> None:
@@ -187,29 +187,27 @@ def test_what_lies_outside_its_file_is_a_problem_and_the_rest_is_read() -> None:
         StoredArray("gone", "int8", (4,), Extent("missing", 0)),
         StoredArray("negative", "int8", (2, 2), Extent("f", 3, strides=(-1, 1))),
     ]
-    seen = Collected()
-    found = scan(catalog_over("f", arrays), store, [seen])
-    assert {
-        problem.array.name if problem.array else problem.file for problem in found.problems
-    } == {
+    observer = Collected()
+    sums = scan(catalog_over("f", arrays), store, [observer])
+    assert {problem.array.name if problem.array else problem.file for problem in sums.problems} == {
         "long",
         "far",
         "missing",
         "negative",
     }
-    assert seen.finished == ["good"] and found.files["f"].n_bytes == 100
+    assert observer.finished == ["good"] and sums.files["f"].n_bytes == 100
 
 
 def test_a_repetition_without_end_is_refused() -> None:
     array = StoredArray("x", "int8", (1 << 40,), Extent("f", 0, strides=(0,)))
-    found = scan(catalog_over("f", [array]), MemoryStore({"f": b"1234"}), [Collected0()])
-    assert [problem.error.code for problem in found.problems] == ["capacity"]
+    sums = scan(catalog_over("f", [array]), MemoryStore({"f": b"1234"}), [Collected0()])
+    assert [problem.error.code for problem in sums.problems] == ["capacity"]
 
 
 def test_thousands_of_views_of_one_storage_are_refused() -> None:
     arrays = [StoredArray(f"{n}", "int8", (1000,), Extent("f", 0)) for n in range(1000)]
-    found = scan(catalog_over("f", arrays), MemoryStore({"f": bytes(1000)}), [Collected()])
-    assert len(found.problems) == 1000 - MAX_SHARING
+    sums = scan(catalog_over("f", arrays), MemoryStore({"f": bytes(1000)}), [Collected()])
+    assert len(sums.problems) == 1000 - MAX_SHARING
 
 
 class Collected0(Collected):
@@ -230,12 +228,12 @@ def test_stated_sums_are_compared_and_the_arrays_in_them_named() -> None:
         StoredArray(name, "int8", (50,), Extent("f", at))
         for name, at in (("a", 60), ("b", 150), ("c", 300))
     ]
-    found = scan(catalog_over("f", arrays), MemoryStore({"f": data}), stated_in=stated_in)
-    assert found.n_stated == 2
-    assert [(one.stated.name, one.actual_crc, one.arrays) for one in found.mismatches] == [
-        ("wrong", crc32(data[100:200]), ("a", "b"))
-    ]
-    assert [problem.error.message for problem in found.problems] == ["a part of it is odd"]
+    sums = scan(catalog_over("f", arrays), MemoryStore({"f": data}), stated_in=stated_in)
+    assert sums.n_stated == 2
+    assert [
+        (mismatch.stated.name, mismatch.actual_crc, mismatch.arrays) for mismatch in sums.mismatches
+    ] == [("wrong", crc32(data[100:200]), ("a", "b"))]
+    assert [problem.error.message for problem in sums.problems] == ["a part of it is odd"]
 
 
 def test_bytes_of_files_come_in_order_to_who_wants_them() -> None:
@@ -258,18 +256,18 @@ def test_bytes_of_files_come_in_order_to_who_wants_them() -> None:
             self.done[file] = self.state[file].hexdigest()
 
     hashes = Hashes()
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     scan(
         None,
         MemoryStore(files),
         file_observers=[hashes],
-        progress=lambda *numbers: told.append(numbers),
+        progress=lambda *numbers: progress.append(numbers),
         threads=2,
     )
     assert hashes.done == {
         name: hashlib.sha256(files[name]).hexdigest() for name in ("big", "none")
     }
-    assert max(told) == (sum(map(len, files.values())),) * 2
+    assert max(progress) == (sum(map(len, files.values())),) * 2
 
 
 def test_threads_divide_a_file_for_who_takes_its_bytes_in_any_order() -> None:
@@ -326,22 +324,22 @@ def test_encoded_arrays_come_unit_by_unit_and_those_too_large_are_a_problem() ->
             "large", "float32", (1000,), Extent("f", 0, encoding=_Codec(512, working_bytes=1 << 40))
         ),
     ]
-    seen = Collected()
-    found = scan(
+    observer = Collected()
+    sums = scan(
         catalog_over("f", arrays),
         MemoryStore({"f": b"12"}),
-        [seen],
+        [observer],
         wanted=ALL,
         memory_bytes=1 << 20,
     )
-    assert sorted(seen.finished) == ["units", "whole"]
+    assert sorted(observer.finished) == ["units", "whole"]
     assert {
-        problem.array.name: problem.error.code for problem in found.problems if problem.array
+        problem.array.name: problem.error.code for problem in sums.problems if problem.array
     } == {
         "cut": "unsupported",
         "large": "capacity",
     }
-    assert found.arrays["units"].crc == crc32(bytes(seen.data["units"]))
+    assert sums.arrays["units"].crc == crc32(bytes(observer.data["units"]))
 
 
 @given(

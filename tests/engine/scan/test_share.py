@@ -36,17 +36,17 @@ def validated(team: PipeTeam, paths: list[Path], options: dict[str, object]) -> 
 
 def together(n: int, paths: list[Path], **options: object) -> list[Validation]:
     """What rank 0 of ``n`` says; the others say the same."""
-    every = run_team(n, validated, paths, options)
-    assert all(said(found) == said(every[0]) for found in every)
-    return every[0]
+    results = run_team(n, validated, paths, options)
+    assert all(without_times(validations) == without_times(results[0]) for validations in results)
+    return results[0]
 
 
 def alone(paths: list[Path], **options: object) -> list[Validation]:
     return [validate(path, threads=2, **options) for path in paths]
 
 
-def said(found: list[Validation]) -> list[Validation]:
-    return [replace(one, seconds=0, figures=()) for one in found]
+def without_times(validations: list[Validation]) -> list[Validation]:
+    return [replace(validation, seconds=0, figures=()) for validation in validations]
 
 
 GOLDEN = (
@@ -69,7 +69,7 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
     not there.
     """
     folder = tmp_path_factory.mktemp("damaged")
-    made = []
+    paths = []
     for number, name in enumerate(GOLDEN):
         source = golden / name
         path = folder / str(number) / source.name
@@ -79,7 +79,9 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
         else:
             shutil.copytree(source, path, copy_function=shutil.copyfile)
         files = (
-            [path] if path.is_file() else sorted(one for one in path.rglob("*") if one.is_file())
+            [path]
+            if path.is_file()
+            else sorted(child for child in path.rglob("*") if child.is_file())
         )
         data_files = [
             file
@@ -100,8 +102,8 @@ def damaged(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
                 continue
             file.chmod(0o644)
             file.write_bytes(data)
-        made.append(path)
-    return made
+        paths.append(path)
+    return paths
 
 
 @pytest.fixture(scope="module")
@@ -125,28 +127,28 @@ def hashed(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_files_that_are_hashed_as_a_whole(hashed: Path, n: int) -> None:
-    expected = said(alone([hashed], level=Level.DEEP))
-    assert [(one.code, one.file) for one in expected[0].findings if one.code == "CK812"] == [
-        ("CK812", "__1_0.distcp")
-    ]
-    assert said(together(n, [hashed], level=Level.DEEP)) == expected
+    expected = without_times(alone([hashed], level=Level.DEEP))
+    assert [
+        (finding.code, finding.file) for finding in expected[0].findings if finding.code == "CK812"
+    ] == [("CK812", "__1_0.distcp")]
+    assert without_times(together(n, [hashed], level=Level.DEEP)) == expected
 
 
 @pytest.mark.long  # as the damaged ones, of which most files are whole
 def test_golden_checkpoints(golden: Path) -> None:
     paths = [golden / name for name in GOLDEN]
-    expected = said(alone(paths, level=Level.DEEP))
-    assert said(together(3, paths, level=Level.DEEP)) == expected
+    expected = without_times(alone(paths, level=Level.DEEP))
+    assert without_times(together(3, paths, level=Level.DEEP)) == expected
 
 
 @pytest.mark.parametrize("n", [2, pytest.param(5, marks=pytest.mark.long)])
 def test_damaged_checkpoints(damaged: list[Path], n: int) -> None:
-    expected = said(alone(damaged, level=Level.DEEP))
-    codes = {finding.code for one in expected for finding in one.findings}
+    expected = without_times(alone(damaged, level=Level.DEEP))
+    codes = {finding.code for result in expected for finding in result.findings}
     assert {"CK701", "CK710", "CK103"} <= codes
-    found = said(together(n, damaged, level=Level.DEEP))
-    for one, other in zip(found, expected, strict=True):
-        assert one == other
+    validations = without_times(together(n, damaged, level=Level.DEEP))
+    for validation, other in zip(validations, expected, strict=True):
+        assert validation == other
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +187,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFacts]]:
     opened = open_checkpoint(path)
     observer = ValueObserver()
-    made = WantedSums(array_digests=True, file_digests=True)
+    sums_wanted = WantedSums(array_digests=True, file_digests=True)
     stated = StatedCrcReader(opened.store, opened.format.name)
-    found = scan(
+    sums = scan(
         opened.catalog,
         opened.store,
         [observer],
-        wanted=made,
+        wanted=sums_wanted,
         stated_in=stated,
         threads=2,
         team=team,
@@ -199,7 +201,7 @@ def scanned(team: PipeTeam, path: Path) -> tuple[ScanResult, dict[str, ValueFact
     opened.store.close()
     if team.size > 1:
         assert team.expected == [team.done_bytes]
-    return found, observer.facts
+    return sums, observer.facts
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.long), 5])
@@ -211,17 +213,17 @@ def test_files_and_arrays_that_several_ranks_share(large: Path, tmp_path: Path, 
     for path in (large, as_zip):
         expected, facts = scanned(ALONE, path)
         assert expected.problems == []
-        every = run_team(n, scanned, path)
-        found, found_facts = every[0]
-        read = [one.read_bytes for one in found.figures]
-        assert replace(found, figures=()) == replace(expected, figures=())
+        results = run_team(n, scanned, path)
+        sums, found_facts = results[0]
+        read = [figure.read_bytes for figure in sums.figures]
+        assert replace(sums, figures=()) == replace(expected, figures=())
         assert found_facts == facts
         assert sum(read) == expected.read_bytes + expected.separate_bytes
         assert path == as_zip or (all(read) and max(read) - min(read) < 5 << 20)
     assert {
-        key: (one.nan.n, one.nan.first)
-        for key, one in scanned(ALONE, large)[1].items()
-        if one.nan.n
+        key: (fact.nan.n, fact.nan.first)
+        for key, fact in scanned(ALONE, large)[1].items()
+        if fact.nan.n
     } == {"a.weight": (3, 3 * 1777 + 5)}
 
 
@@ -245,15 +247,18 @@ def test_other_checkpoints_to_compare_with(
     ]
     expected = [compared(ALONE, *case, level) for case in cases]
     assert {
-        finding.code for one in expected if isinstance(one, Validation) for finding in one.findings
+        finding.code
+        for result in expected
+        if isinstance(result, Validation)
+        for finding in result.findings
     } & {"CK824"}
-    every = run_team(3, compared_all, cases, level)
-    for one in every:
-        assert [bare(found) for found in one] == [bare(found) for found in expected]
+    results = run_team(3, compared_all, cases, level)
+    for results_of_rank in results:
+        assert [bare(result) for result in results_of_rank] == [bare(result) for result in expected]
     read = [
-        sum(one.read_bytes for one in found.figures)
-        for found in every[0]
-        if isinstance(found, Validation)
+        sum(figure.read_bytes for figure in result.figures)
+        for result in results[0]
+        if isinstance(result, Validation)
     ]
     assert all(read), read
 
@@ -269,8 +274,8 @@ def compared(team: Team, against: Path, path: Path, level: Level) -> Validation 
         return type(err).__name__, err.sentence
 
 
-def bare(found: Validation | tuple[str, str]) -> object:
-    return replace(found, seconds=0, figures=()) if isinstance(found, Validation) else found
+def bare(result: Validation | tuple[str, str]) -> object:
+    return replace(result, seconds=0, figures=()) if isinstance(result, Validation) else result
 
 
 def fingerprints(team: Team, path: Path, memory_bytes: int) -> dict[str, Fingerprint] | str:
@@ -293,9 +298,9 @@ def test_fingerprints_of_a_directory(golden: Path, large: Path) -> None:
         (large, 1 << 20),
     ):
         expected = fingerprints(ALONE, path, memory_bytes)
-        lead, *others = run_team(3, fingerprints, path, memory_bytes)
+        lead, *rest = run_team(3, fingerprints, path, memory_bytes)
         assert lead == expected and expected
-        assert all(other == ({} if isinstance(expected, dict) else expected) for other in others)
+        assert all(other == ({} if isinstance(expected, dict) else expected) for other in rest)
 
 
 def with_other_directory(team: PipeTeam, path: Path, other: Path) -> str:
@@ -326,8 +331,8 @@ def test_a_mistake_in_the_request_is_the_same_error_on_every_rank(
     golden: Path, tmp_path: Path
 ) -> None:
     for path in (golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "nowhere"):
-        found = run_team(2, refused, path)
-        assert found[0] == found[1] == refused(ALONE, path) and found[0].startswith("UsageError")
+        errors = run_team(2, refused, path)
+        assert errors[0] == errors[1] == refused(ALONE, path) and errors[0].startswith("UsageError")
 
 
 class Failing(ValueObserver):

@@ -68,9 +68,9 @@ def _lead_fails(team: Team) -> object:
 
 
 def test_all_ranks_hear_that_the_lead_failed():
-    found = run_team(2, _lead_fails, allow_failure=True)
-    assert [(type(error), str(error)) for error in found] == [(ValueError, "a bug")] * 2
-    assert not is_final(found[0])
+    errors = run_team(2, _lead_fails, allow_failure=True)
+    assert [(type(error), str(error)) for error in errors] == [(ValueError, "a bug")] * 2
+    assert not is_final(errors[0])
 
 
 def _die(team: Team) -> object:
@@ -93,5 +93,5 @@ def test_alone_everything_is_a_plain_call():
 
 
 def test_figures():
-    found = summarize_figures([Figures(0, "a", 100, 100, 1.0), Figures(1, "b", 50, 50, 2.0)])
-    assert (found["n_workers"], found["n_hosts"], found["balance"]) == (2, 2, 1.3333)
+    summary = summarize_figures([Figures(0, "a", 100, 100, 1.0), Figures(1, "b", 50, 50, 2.0)])
+    assert (summary["n_workers"], summary["n_hosts"], summary["balance"]) == (2, 2, 1.3333)

@@ -46,9 +46,9 @@ def test_a_value_that_cannot_be_used_is_named(
     if url.startswith("az"):
         words += ["--storage-option", "account_name=a"]
     assert main(["inspect", url, *words]) == 2
-    told = capfd.readouterr().err
-    assert UNUSABLE[option] in told
-    assert "panicked" not in told
+    err = capfd.readouterr().err
+    assert UNUSABLE[option] in err
+    assert "panicked" not in err
 
 
 def test_a_setting_of_the_environment_that_cannot_be_used_is_named(
@@ -56,9 +56,9 @@ def test_a_setting_of_the_environment_that_cannot_be_used_is_named(
 ) -> None:
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "hidden")
     assert main(["inspect", "s3://runs/a", "--storage-option", "region=b"]) == 2
-    told = capfd.readouterr().err
-    assert "a variable of the environment: the value is neither true nor false" in told
-    assert "hidden" not in told
+    err = capfd.readouterr().err
+    assert "a variable of the environment: the value is neither true nor false" in err
+    assert "hidden" not in err
 
 
 def test_boto3_gets_the_same_options() -> None:

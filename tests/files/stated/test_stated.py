@@ -122,9 +122,9 @@ def test_what_is_of_no_use_is_not_asked_for() -> None:
             )
         store = RemoteStore(location_of("s3://bucket/x"))  # type: ignore[arg-type]
         stated = look_up_checksums(store, names, needed="CRC-32")
-    whole = StatedChecksum("CRC-32", (RangeSum(0, 5, "3610a686"),))
+    stated_checksum = StatedChecksum("CRC-32", (RangeSum(0, 5, "3610a686"),))
     assert stated.by_name == {
-        name: (StatedChecksum("SHA-256", ()) if number % 2 else whole,)
+        name: (StatedChecksum("SHA-256", ()) if number % 2 else stated_checksum,)
         for number, name in enumerate(names)
     }
 

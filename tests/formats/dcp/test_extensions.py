@@ -59,11 +59,11 @@ def placed(catalog: Catalog, store: DecodedStore) -> Catalog:
     from dataclasses import replace
 
     def fragments_of(key: str) -> list[object]:
-        found = []
+        fragments = []
         for fragment in catalog.fragments(key):
             assert fragment.array is not None
-            found.append(replace(fragment, array=store.placed(fragment.array)))
-        return found
+            fragments.append(replace(fragment, array=store.placed(fragment.array)))
+        return fragments
 
     return replace_fragments(catalog, fragments_of)  # type: ignore[arg-type]
 
@@ -165,9 +165,9 @@ def recompressed(
                 data = (folder / info.relative_path).read_bytes()[
                     info.offset : info.offset + info.length
                 ]
-                made = change(data)
-                (folder / name).write_bytes(made)
-                info.relative_path, info.offset, info.length = name, 0, len(made)
+                content = change(data)
+                (folder / name).write_bytes(content)
+                info.relative_path, info.offset, info.length = name, 0, len(content)
 
     return changed(source_dir, folder, move)
 
@@ -244,8 +244,8 @@ def test_several_frames_and_skippable_ones_are_one_stream(compressed: Path, tmp_
 def test_a_large_window_is_refused(compressed: Path, tmp_path: Path) -> None:
     def widened(data: bytes) -> bytes:
         parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=27)
-        made = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-        return made.compress(zipped(data)) + made.flush()
+        compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+        return compressor.compress(zipped(data)) + compressor.flush()
 
     with pytest.raises(UnsupportedError, match="8 MiB"):
         reading(recompressed(compressed, tmp_path / "x", KEY, widened), KEY)
@@ -279,12 +279,12 @@ def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     folder = tmp_path_factory.mktemp("ranks") / "step-3"
-    whole = counted(7, 5)
+    full = counted(7, 5)
     for rank in (1, 0):  # torch warns if rank 0 was there first
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
         try:
             mesh = DeviceMesh("cpu", [0, 1])
-            local = whole[:4] if rank == 0 else whole[4:]
+            local = full[:4] if rank == 0 else full[4:]
             sharded = DTensor.from_local(
                 local, mesh, [Shard(0)], run_check=False, shape=(7, 5), stride=(5, 1)
             )
@@ -404,9 +404,9 @@ def info_of(folder: Path, **changes: object) -> None:
     n = int.from_bytes(data[begin : begin + 8], "little")
     header = json.loads(data[begin + 8 : begin + 8 + n])
     header["__metadata__"].update(changes)
-    made = json.dumps(header, separators=(",", ":")).encode()
-    assert len(made) <= n, "there is no room for the change"
-    path.write_bytes(data[: begin + 8] + made.ljust(n) + data[begin + 8 + n :])
+    text = json.dumps(header, separators=(",", ":")).encode()
+    assert len(text) <= n, "there is no room for the change"
+    path.write_bytes(data[: begin + 8] + text.ljust(n) + data[begin + 8 + n :])
 
 
 @pytest.mark.parametrize("objects", [{}, {"step": 12, "name": "trial", "groups": [{"lr": 0.5}]}])

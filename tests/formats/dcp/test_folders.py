@@ -26,8 +26,8 @@ MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
 def loaded_by_torch(folder: Path, tmp_path: Path) -> dict[str, object]:
     dcp_to_torch_save(folder, tmp_path / "by_torch.pt")
-    found: dict[str, object] = torch.load(tmp_path / "by_torch.pt", weights_only=False)
-    return found
+    loaded: dict[str, object] = torch.load(tmp_path / "by_torch.pt", weights_only=False)
+    return loaded
 
 
 def assert_equal(ours: object, theirs: object) -> None:
@@ -128,7 +128,7 @@ def test_a_small_torch_file_beside_directories_is_never_the_checkpoint(
         f"my_{OPTIMIZER}, my_{MODEL}", f"my_{MODEL}, my_{OPTIMIZER}"
     )
     assert [
-        found.code for found in validate(path).findings if found.severity == Severity.ERROR
+        finding.code for finding in validate(path).findings if finding.severity == Severity.ERROR
     ] == ["CK100"]
 
 
@@ -142,11 +142,11 @@ def test_a_flipped_byte_in_either_directory_is_found(golden: Path, tmp_path: Pat
         extent = array.locate(opened.store).extent
         patched(path / extent.file, flipped(extent.offset + 5))
         errors = [
-            found
-            for found in validate(path, level=Level.DEEP).findings
-            if found.severity == Severity.ERROR
+            finding
+            for finding in validate(path, level=Level.DEEP).findings
+            if finding.severity == Severity.ERROR
         ]
-        assert [(found.code, found.file) for found in errors] == [("CK701", extent.file)]
+        assert [(error.code, error.file) for error in errors] == [("CK701", extent.file)]
         patched(path / extent.file, flipped(extent.offset + 5))
 
 

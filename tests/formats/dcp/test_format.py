@@ -169,25 +169,25 @@ def torch_objects(folder: Path) -> dict[str, object]:
     return wanted
 
 
-def assert_same_tree(found: object, expected: object) -> None:
-    assert type(found) is type(expected)
+def assert_same_tree(actual: object, expected: object) -> None:
+    assert type(actual) is type(expected)
     if isinstance(expected, torch.Tensor):
-        assert isinstance(found, torch.Tensor)
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        assert plain_bytes(found) == plain_bytes(expected)
+        assert isinstance(actual, torch.Tensor)
+        assert actual.dtype == expected.dtype
+        assert actual.shape == expected.shape
+        assert plain_bytes(actual) == plain_bytes(expected)
     elif isinstance(expected, dict):
-        assert isinstance(found, dict)
-        assert list(found) == list(expected)
+        assert isinstance(actual, dict)
+        assert list(actual) == list(expected)
         for key in expected:
-            assert_same_tree(found[key], expected[key])
+            assert_same_tree(actual[key], expected[key])
     elif isinstance(expected, (list, tuple)):
-        assert isinstance(found, (list, tuple))
-        assert len(found) == len(expected)
-        for one, two in zip(found, expected, strict=True):
-            assert_same_tree(one, two)
+        assert isinstance(actual, (list, tuple))
+        assert len(actual) == len(expected)
+        for ours, two in zip(actual, expected, strict=True):
+            assert_same_tree(ours, two)
     else:
-        assert found == expected
+        assert actual == expected
 
 
 # ---- reading
@@ -331,10 +331,10 @@ def test_dcp_to_torch_save_rebuilds_the_nesting(written: Path, tmp_path: Path) -
     ours = rewritten(written, tmp_path / "ours")
     for folder, file in ((written, "torch.pt"), (ours, "ours.pt")):
         dcp_to_torch_save(folder, tmp_path / file)
-    found = torch.load(tmp_path / "ours.pt", weights_only=True)
+    result = torch.load(tmp_path / "ours.pt", weights_only=True)
     expected = torch.load(tmp_path / "torch.pt", weights_only=True)
-    assert_same_tree(found, expected)
-    assert list(found) == list(state_dict())
+    assert_same_tree(result, expected)
+    assert list(result) == list(state_dict())
 
 
 def test_a_nested_state_dict_loads_in_place(written: Path, tmp_path: Path) -> None:
@@ -407,9 +407,9 @@ def test_chunks_are_stored_as_torch_stores_them(tmp_path: Path) -> None:
                 }
             )
     assert list(items[0]) == list(items[1])
-    theirs, made = (pickle_ops(item.pop("archive/data.pkl")) for item in items)
+    theirs, our_ops = (pickle_ops(item.pop("archive/data.pkl")) for item in items)
     assert items[0] == items[1]
-    assert made == theirs
+    assert our_ops == theirs
 
 
 def pickle_ops(data: bytes) -> list[tuple[str, object]]:
@@ -432,11 +432,11 @@ def made_catalog(
     """A target in which every tensor has the given arrays, stacked along axis 0."""
 
     def fragments_of(key: str) -> list[TargetFragment]:
-        made, row = [], 0
+        fragments, row = [], 0
         for array in arrays[key]:
-            made.append(Fragment(Box((row, 0), array.shape), array, (0, 0)))
+            fragments.append(Fragment(Box((row, 0), array.shape), array, (0, 0)))
             row += array.shape[0]
-        return made
+        return fragments
 
     tensors = {key: Tensor(parts[0].dtype, shape) for key, parts in arrays.items()}
     return Catalog("dcp", None, with_fragments(tensors, fragments_of), objects=objects or {})
@@ -444,10 +444,10 @@ def made_catalog(
 
 def literal_bytes(image: FileImage) -> bytes:
     """The content of an image without arrays."""
-    made = bytearray(image.size)
+    content = bytearray(image.size)
     for offset, data in image.literals(lambda name: 0):
-        made[offset : offset + len(data)] = data
-    return bytes(made)
+        content[offset : offset + len(data)] = data
+    return bytes(content)
 
 
 def test_file_numbers_come_from_the_arrays() -> None:
@@ -528,8 +528,8 @@ def test_a_value_with_tensors_inside_is_written_with_them(tmp_path: Path) -> Non
     folder = write_files(
         materialized(images, target=target, source=source, store=source_store), tmp_path / "made"
     )
-    found = torch_objects(folder)["state"]
-    assert_same_tree(found, {"rng": counted(3, dtype=torch.int32), "n": 1})
+    state = torch_objects(folder)["state"]
+    assert_same_tree(state, {"rng": counted(3, dtype=torch.int32), "n": 1})
 
 
 def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> None:
@@ -548,9 +548,9 @@ def test_an_object_of_foreign_classes_stops_no_tool_of_torch(tmp_path: Path) -> 
     files = materialized(laid_out(target), target=target, source=source, store=store)
     folder = write_files(files, tmp_path / "made")
     dcp_to_torch_save(folder, tmp_path / "all.pt")
-    found = torch.load(tmp_path / "all.pt", weights_only=False)
-    assert list(found["args"]) == ["__ckpt_inert__"]
-    assert found["lr"].lr == 0.1
+    result = torch.load(tmp_path / "all.pt", weights_only=False)
+    assert list(result["args"]) == ["__ckpt_inert__"]
+    assert result["lr"].lr == 0.1
     again = attributes(read_whole(folder)[0].objects["args"].value)
     assert again is not None
     assert again["lr"] == 0.1
@@ -659,9 +659,9 @@ def test_a_short_file_is_named_with_a_tensor_behind_its_end(written: Path, tmp_p
     assert caught.value.span is not None
 
 
-@pytest.mark.parametrize("left", [".metadata.tmp", "__0_0.distcp"])
-def test_an_unfinished_save_is_called_so(tmp_path: Path, left: str) -> None:
-    (tmp_path / left).write_bytes(b"")
+@pytest.mark.parametrize("leftover", [".metadata.tmp", "__0_0.distcp"])
+def test_an_unfinished_save_is_called_so(tmp_path: Path, leftover: str) -> None:
+    (tmp_path / leftover).write_bytes(b"")
     store = LocalStore(tmp_path)
     assert dcp.FORMAT.sniff(store)
     with pytest.raises(MissingShardError, match="did not finish"):

@@ -48,8 +48,8 @@ def assert_same(ours: Any, theirs: Any) -> None:
             assert_same(ours[name], theirs[name])
     elif isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs)
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
+        for item, other in zip(ours, theirs, strict=True):
+            assert_same(item, other)
     elif isinstance(theirs, torch.Tensor):
         assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         assert torch.equal(ours, theirs)
@@ -155,8 +155,8 @@ def test_links_keep_meta_as_it_is(golden: Path, copy: Path, tmp_path: Path) -> N
 
 def test_a_damaged_meta_is_found_and_not_passed_over(copy: Path, tmp_path: Path) -> None:
     cut(copy / "meta.pt")
-    errors = [found for found in validate(copy).findings if found.severity == Severity.ERROR]
-    assert [(found.code, found.file) for found in errors] == [("CK103", "meta.pt")]
+    errors = [finding for finding in validate(copy).findings if finding.severity == Severity.ERROR]
+    assert [(error.code, error.file) for error in errors] == [("CK103", "meta.pt")]
     with pytest.raises(TruncatedError):
         run(Job(src=copy, dst=tmp_path / "out", to="torch", fsync=False))
 
@@ -197,9 +197,9 @@ def test_a_text_called_meta_is_left_alone(copy: Path, tmp_path: Path) -> None:
 
 
 def test_a_best_value_that_is_infinite_at_the_start_is_no_error(golden: Path) -> None:
-    found = [
+    findings = [
         finding
         for finding in validate(golden / SOURCE, level=Level.DEEP).findings
         if finding.code == "CK711"
     ]
-    assert [finding.severity for finding in found] == [Severity.NOTE]
+    assert [finding.severity for finding in findings] == [Severity.NOTE]

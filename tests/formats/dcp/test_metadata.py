@@ -69,10 +69,10 @@ def rows_of(found: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
 
 
 def record(name: str, state: object, module: str = METADATA) -> Inert:
-    made = Inert("newobj", Global(module, name))
+    inert = Inert("newobj", Global(module, name))
     if state is not None:
-        made.state = state
-    return made
+        inert.state = state
+    return inert
 
 
 def properties(
@@ -136,22 +136,22 @@ def pickled(state: object, name: str = "Metadata", module: str = METADATA) -> by
 
 def test_the_columns_say_where_every_chunk_lies() -> None:
     for read in (by_machine, by_c):
-        found = read(pickled(small()))
-        assert found is not None
-        tensor = found.tensors["w"]
+        metadata = read(pickled(small()))
+        assert metadata is not None
+        tensor = metadata.tensors["w"]
         assert (tensor.dtype, tensor.shape, tensor.requires_grad, tensor.n_chunks) == (
             "bfloat16",
             (4, 6),
             False,
             2,
         )
-        assert list(found.chunks("w")) == [
+        assert list(metadata.chunks("w")) == [
             (Box((0, 0), (2, 6)), DcpItem("__0_0.distcp", 100, 24)),
             (Box((2, 0), (2, 6)), DcpItem("__1_0.distcp", 0, 24)),
         ]
-        assert found.objects == {"step": DcpItem("__0_0.distcp", 0, 100)}
-        assert found.planner_data == {"w": ("w",), "step": ("step",)}
-        assert (found.version, found.extras, found.orphans, found.mcore_data) == (
+        assert metadata.objects == {"step": DcpItem("__0_0.distcp", 0, 100)}
+        assert metadata.planner_data == {"w": ("w",), "step": ("step",)}
+        assert (metadata.version, metadata.extras, metadata.orphans, metadata.mcore_data) == (
             "1.0.0",
             (),
             (),
@@ -167,15 +167,17 @@ def test_both_readers_agree_on_every_golden_checkpoint(golden: Path) -> None:
     assert len(paths) >= 10
     for path in paths:
         data = path.read_bytes()
-        found = by_machine(data)
-        assert found == by_c(data), path
-        assert found.tensors
-        assert sum(tensor.n_chunks for tensor in found.tensors.values()) == len(found.item_offset)
-        for file in found.files:
+        metadata = by_machine(data)
+        assert metadata == by_c(data), path
+        assert metadata.tensors
+        assert sum(tensor.n_chunks for tensor in metadata.tensors.values()) == len(
+            metadata.item_offset
+        )
+        for file in metadata.files:
             assert (path.parent / file).is_file()
         for item in (
-            *(chunk.item for key in found.tensors for chunk in found.chunks(key)),
-            *found.objects.values(),
+            *(chunk.item for key in metadata.tensors for chunk in metadata.chunks(key)),
+            *metadata.objects.values(),
         ):
             assert item.offset + item.n_bytes <= (path.parent / item.file).stat().st_size
 
@@ -186,10 +188,10 @@ def test_the_contained_reader_gives_what_the_other_gives(golden: Path) -> None:
     package.
     """
     data = max((path.read_bytes() for path in metadata_files(golden)), key=len)
-    found = dcp_metadata._parse_by_c(data)
-    if found is None:
+    metadata = dcp_metadata._parse_by_c(data)
+    if metadata is None:
         pytest.skip("another thread runs in this test process")
-    assert found.checked("x") == by_machine(data)
+    assert metadata.checked("x") == by_machine(data)
 
 
 def test_megatrons_additions_are_kept_or_named(golden: Path) -> None:
@@ -202,11 +204,11 @@ def test_megatrons_additions_are_kept_or_named(golden: Path) -> None:
         paths = metadata_files(golden / family)
         assert paths
         for path in paths:
-            found = parse_metadata(path.read_bytes(), label=".metadata")
-            assert (found.mcore_data is not None) is has_mcore_data
-            assert "all_local_plans" in found.extras
-            assert found.planner_data is None
-            assert any("/shard_" in key for key in found.objects)
+            metadata = parse_metadata(path.read_bytes(), label=".metadata")
+            assert (metadata.mcore_data is not None) is has_mcore_data
+            assert "all_local_plans" in metadata.extras
+            assert metadata.planner_data is None
+            assert any("/shard_" in key for key in metadata.objects)
 
 
 def test_the_columns_equal_what_torch_reads(golden: Path) -> None:
@@ -214,8 +216,8 @@ def test_the_columns_equal_what_torch_reads(golden: Path) -> None:
     paths = metadata_files(golden / "torch_dcp")
     assert paths
     for path in paths:
-        found = parse_metadata(path.read_bytes(), label=".metadata")
-        same_as_torch(found, checkpoint.FileSystemReader(path.parent).read_metadata())
+        metadata = parse_metadata(path.read_bytes(), label=".metadata")
+        same_as_torch(metadata, checkpoint.FileSystemReader(path.parent).read_metadata())
 
 
 def same_as_torch(found: DcpMetadata, wanted: Any) -> None:
@@ -255,32 +257,32 @@ def test_files_of_old_torch_versions_are_read() -> None:
     )
     for data in (dumps(record("Metadata", state)), old):
         for read in (by_machine, by_c):
-            found = read(data)
-            assert found is not None
-            assert found.version is None
-            assert found.tensors["w"].n_chunks == 2
+            metadata = read(data)
+            assert metadata is not None
+            assert metadata.version is None
+            assert metadata.tensors["w"].n_chunks == 2
 
 
 def test_properties_may_have_more_members_than_five() -> None:
     state = small()
-    held = state["state_dict_metadata"]["w"].state["properties"]
-    held.state = (*held.state, (6, 1))
+    tensor_properties = state["state_dict_metadata"]["w"].state["properties"]
+    tensor_properties.state = (*tensor_properties.state, (6, 1))
     assert by_machine(pickled(state)).tensors["w"].dtype == "bfloat16"
 
 
 def test_a_root_class_of_megatron_is_metadata_too() -> None:
     module = "megatron.core.dist_checkpointing.strategies.torch"
-    found = by_machine(
+    metadata = by_machine(
         pickled({**small(), "mcore_data": {"w": {"x": (1, 2)}}}, "MCoreMetadata", module)
     )
-    assert found.mcore_data == {"w": {"x": (1, 2)}}
+    assert metadata.mcore_data == {"w": {"x": (1, 2)}}
 
 
 def test_planner_data_of_another_planner_is_named_not_guessed() -> None:
     for planner_data in ("text", {"w": "no path"}, {"w": ("a", 1.5)}):
-        found = by_machine(pickled({**small(), "planner_data": planner_data}))
-        assert found.planner_data is None
-        assert found.extras == ("planner_data",)
+        metadata = by_machine(pickled({**small(), "planner_data": planner_data}))
+        assert metadata.planner_data is None
+        assert metadata.extras == ("planner_data",)
 
 
 def test_items_that_nothing_refers_to_are_named() -> None:
@@ -300,10 +302,10 @@ def test_scalars_and_empty_shards_are_fine() -> None:
     state["storage_data"][index("scalar", ())] = info("__1_0.distcp", 24, 9)
     state["state_dict_metadata"]["w"].state["chunks"].append(chunk((4, 0), (0, 6)))
     for read in (by_machine, by_c):
-        found = read(pickled(state))
-        assert found is not None
-        assert found.tensors["w"].n_chunks == 2
-        assert list(found.chunks("scalar")) == [(Box((), ()), DcpItem("__1_0.distcp", 24, 9))]
+        metadata = read(pickled(state))
+        assert metadata is not None
+        assert metadata.tensors["w"].n_chunks == 2
+        assert list(metadata.chunks("scalar")) == [(Box((), ()), DcpItem("__1_0.distcp", 24, 9))]
 
 
 # What is refused
@@ -464,10 +466,10 @@ def test_transforms_are_told_apart_by_item() -> None:
     items[1].state.update(transform_descriptors=["stream.zstd/1.2", "stream.zstd/1"])
     items[2].state.update(transform_descriptors=["stream.zstd/1"])
     for read in (by_machine, by_c):
-        found = read(pickled(state))
-        assert found is not None
-        assert found.descriptors == {1: ("stream.zstd/1.2", "stream.zstd/1")}
-        assert found.object_descriptors == {"step": ("stream.zstd/1",)}
+        metadata = read(pickled(state))
+        assert metadata is not None
+        assert metadata.descriptors == {1: ("stream.zstd/1.2", "stream.zstd/1")}
+        assert metadata.object_descriptors == {"step": ("stream.zstd/1",)}
 
 
 @pytest.mark.parametrize(
@@ -535,9 +537,9 @@ def with_prefix(data: bytes, prefix: bytes) -> bytes:
 
 def test_a_large_file_is_read_alike_by_both() -> None:
     data = large()
-    found = dcp_metadata._parse_by_c(data)
+    metadata = dcp_metadata._parse_by_c(data)
     columns = by_machine(data)
-    assert found is None or found.checked("x") == columns
+    assert metadata is None or metadata.checked("x") == columns
     assert by_c(data) == columns == parse_metadata(data, label="x")
     assert len(columns.item_offset) == 24_000
 
@@ -663,12 +665,12 @@ def test_torch_reads_what_is_written_field_by_field(tmp_path: Path) -> None:
             rows.append(ObjectRow(key, stored.relative_path, stored.offset, stored.length))
             continue
         chunks = []
-        for held in entry.chunks:
-            stored = wanted.storage_data[MetadataIndex(key, held.offsets)]
+        for piece in entry.chunks:
+            stored = wanted.storage_data[MetadataIndex(key, piece.offsets)]
             chunks.append(
                 ChunkRow(
-                    tuple(held.offsets),
-                    tuple(held.sizes),
+                    tuple(piece.offsets),
+                    tuple(piece.sizes),
                     stored.relative_path,
                     stored.offset,
                     stored.length,
@@ -680,34 +682,39 @@ def test_torch_reads_what_is_written_field_by_field(tmp_path: Path) -> None:
     data = write_metadata(iter(rows), planner_data=wanted.planner_data)
     (tmp_path / ".metadata").write_bytes(data)
     reader = checkpoint.FileSystemReader(tmp_path)
-    found = reader.read_metadata()
-    found.storage_meta.load_id = None
-    assert found == wanted
-    assert list(found.state_dict_metadata) == list(wanted.state_dict_metadata)
-    assert {key: (key.index, value) for key, value in found.storage_data.items()} == {
+    metadata = reader.read_metadata()
+    metadata.storage_meta.load_id = None
+    assert metadata == wanted
+    assert list(metadata.state_dict_metadata) == list(wanted.state_dict_metadata)
+    assert {key: (key.index, value) for key, value in metadata.storage_data.items()} == {
         key: (key.index, value) for key, value in wanted.storage_data.items()
     }
-    for held in found.state_dict_metadata.values():
-        if not isinstance(held, BytesStorageMetadata):
-            assert type(held.size) is torch.Size
-            assert all(type(part.offsets) is type(part.sizes) is torch.Size for part in held.chunks)
+    for entry in metadata.state_dict_metadata.values():
+        if not isinstance(entry, BytesStorageMetadata):
+            assert type(entry.size) is torch.Size
+            assert all(
+                type(part.offsets) is type(part.sizes) is torch.Size for part in entry.chunks
+            )
     same_as_torch(parse_metadata(data, label="x"), wanted)
 
 
 def test_every_golden_metadata_is_rewritten_and_read_alike(golden: Path) -> None:
     for path in metadata_files(golden):
-        found = by_machine(path.read_bytes())
-        attributes = {} if found.mcore_data is None else {"mcore_data": found.mcore_data}
+        metadata = by_machine(path.read_bytes())
+        attributes = {} if metadata.mcore_data is None else {"mcore_data": metadata.mcore_data}
         data = write_metadata(
-            rows_of(found), planner_data=found.planner_data, attributes=attributes
+            rows_of(metadata), planner_data=metadata.planner_data, attributes=attributes
         )
         again = by_machine(data)
-        assert list(again.tensors) == list(found.tensors)
+        assert list(again.tensors) == list(metadata.tensors)
         assert {key: list(again.chunks(key)) for key in again.tensors} == {
-            key: list(found.chunks(key)) for key in found.tensors
+            key: list(metadata.chunks(key)) for key in metadata.tensors
         }
-        assert (again.tensors, again.objects) == (found.tensors, found.objects)
-        assert (again.planner_data, again.mcore_data) == (found.planner_data, found.mcore_data)
+        assert (again.tensors, again.objects) == (metadata.tensors, metadata.objects)
+        assert (again.planner_data, again.mcore_data) == (
+            metadata.planner_data,
+            metadata.mcore_data,
+        )
         assert (again.extras, again.version) == ((), "1.0.0")
         assert (
             write_metadata(rows_of(again), planner_data=again.planner_data, attributes=attributes)
@@ -730,8 +737,8 @@ def test_no_path_of_this_machine_and_no_random_id_is_written() -> None:
 
 def test_an_empty_checkpoint_can_be_written() -> None:
     data = write_metadata((), planner_data=None)
-    found = by_machine(data)
-    assert (found.tensors, found.objects, found.planner_data) == ({}, {}, None)
+    metadata = by_machine(data)
+    assert (metadata.tensors, metadata.objects, metadata.planner_data) == ({}, {}, None)
     assert pickle.Unpickler(io.BytesIO(data)) is not None
 
 

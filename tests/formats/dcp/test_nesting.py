@@ -93,7 +93,9 @@ def torchtitan() -> dict[str, Any]:
     """torchtitan: the model's names at the root, the optimizer's flattened by name."""
     state: dict[str, Any] = weights()
     for name, values in moments(NAMES).items():
-        state |= {f"optimizer.state.{name}.{what}": value for what, value in values.items()}
+        state |= {
+            f"optimizer.state.{name}.{state_name}": value for state_name, value in values.items()
+        }
         state |= {
             f"optimizer.param_groups.{name}.lr": 0.1,
             f"optimizer.param_groups.{name}.betas": (0.9, 0.99),
@@ -137,8 +139,8 @@ def test_gold_becomes_the_nested_dict_that_torch_makes(
     golden: Path, tmp_path: Path, name: str
 ) -> None:
     src = golden / "torch_dcp" / name
-    found = torch_file(src, tmp_path / "ours.pt")
-    assert_same_tree(in_order(found), in_order(by_torch(src, tmp_path / "theirs.pt")))
+    nested = torch_file(src, tmp_path / "ours.pt")
+    assert_same_tree(in_order(nested), in_order(by_torch(src, tmp_path / "theirs.pt")))
 
 
 @pytest.mark.parametrize("name", GOLD)
@@ -165,17 +167,17 @@ def test_a_training_systems_nesting_survives(tmp_path: Path, system: str, compre
     state = STATES[system]()
     options = {"_extensions": [ZStandard()]} if compressed else {}
     src = saved(tmp_path / "step-10", state, **options)
-    found = torch_file(src, tmp_path / "ours.pt")
-    assert_same_tree(in_order(found), in_order(by_torch(src, tmp_path / "theirs.pt")))
+    nested = torch_file(src, tmp_path / "ours.pt")
+    assert_same_tree(in_order(nested), in_order(by_torch(src, tmp_path / "theirs.pt")))
 
 
 def test_megatron_fsdp_becomes_its_nested_dict(tmp_path: Path) -> None:
     src = saved(tmp_path / "iter_0000010", fsdp_dtensor())
-    found = torch_file(src, tmp_path / "ours.pt")
+    nested = torch_file(src, tmp_path / "ours.pt")
     expected = fsdp_dtensor()
     for name in ("model", "optimizer", "opt_param_scheduler", "iteration", "checkpoint_version"):
-        assert_same_tree(found[name], expected[name])
-    assert_same_tree(found["rng_state"], expected["rng_state"])
+        assert_same_tree(nested[name], expected[name])
+    assert_same_tree(nested["rng_state"], expected["rng_state"])
 
 
 @pytest.mark.parametrize("system", STATES)
@@ -228,9 +230,9 @@ def test_an_entry_that_cannot_be_read_is_noted_and_hides_nothing(tmp_path: Path)
 
 def test_megatrons_arguments_are_facts_of_the_checkpoint(tmp_path: Path) -> None:
     catalog = dcp.FORMAT.read(LocalStore(saved(tmp_path / "x", fsdp_dtensor())))
-    found = attributes(catalog.args)
-    assert found is not None
-    assert found["hidden_size"] == 4
+    fields = attributes(catalog.args)
+    assert fields is not None
+    assert fields["hidden_size"] == 4
 
 
 @pytest.mark.parametrize("system", STATES)
@@ -246,8 +248,12 @@ def test_a_root_of_steps_opens_its_newest_one(tmp_path: Path) -> None:
         state = torchtitan()
         state["train_state"]["step"] = torch.tensor(step, dtype=torch.int32)
         saved(tmp_path / "checkpoint" / f"step-{step}", state)
-    found = open_checkpoint(tmp_path / "checkpoint")
-    assert (found.path.name, found.iteration, found.format.name) == ("step-10", 10, "dcp")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint")
+    assert (checkpoint.path.name, checkpoint.iteration, checkpoint.format.name) == (
+        "step-10",
+        10,
+        "dcp",
+    )
     assert open_checkpoint(tmp_path / "checkpoint", iteration=5).catalog.iteration == 5
 
 

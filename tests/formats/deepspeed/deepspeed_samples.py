@@ -83,14 +83,14 @@ class Zero:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """Name → content."""
-        found: dict[str, dict[str, Any]] = {}
+        files: dict[str, dict[str, Any]] = {}
         for rank in range(self.n_ranks):
-            found[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = self.optim(rank)
+            files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = self.optim(rank)
             if self.stage == 3:
-                found[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = self.model(rank)
+                files[f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = self.model(rank)
         if self.stage < 3:
-            found[MODEL] = self.model(0)
-        return found
+            files[MODEL] = self.model(0)
+        return files
 
     def model(self, rank: int) -> dict[str, Any]:
         """The content of a model file."""
@@ -100,10 +100,10 @@ class Zero:
             **{k: v for g in self.groups for k, v in g.items()},
             **self.frozen,
         }.items():
-            whole = values(name, shape).bfloat16()
-            module[name] = torch.empty(0, dtype=torch.bfloat16) if self.stage == 3 else whole
+            full = values(name, shape).bfloat16()
+            module[name] = torch.empty(0, dtype=torch.bfloat16) if self.stage == 3 else full
             if name in self.frozen:
-                fragments[name] = self._parts(whole)[rank] if self.stage == 3 else whole
+                fragments[name] = self._parts(full)[rank] if self.stage == 3 else full
         for name, owner in self.shared.items():
             module[name] = module[owner]
         return {
@@ -187,14 +187,14 @@ class Zero:
         for group in self.groups:
             flat, places = self._flat(group, state)
             n = len(flat) // self.n_ranks
-            here = range(rank * n, (rank + 1) * n)
-            flats.append(flat[here.start : here.stop].clone())
-            found: OrderedDict[str, Any] = OrderedDict()
+            own_range = range(rank * n, (rank + 1) * n)
+            flats.append(flat[own_range.start : own_range.stop].clone())
+            cuts: OrderedDict[str, Any] = OrderedDict()
             for name, (first, end) in places.items():
-                start, stop = max(first, here.start), min(end, here.stop)
+                start, stop = max(first, own_range.start), min(end, own_range.stop)
                 if start < stop:
-                    found[name] = {"start": start - here.start, "numel": stop - start}
-            slices.append(found)
+                    cuts[name] = {"start": start - own_range.start, "numel": stop - start}
+            slices.append(cuts)
         return flats, slices
 
     def _without_padding(self, part: torch.Tensor, number: int, rank: int) -> torch.Tensor:
@@ -202,12 +202,12 @@ class Zero:
         end = max(end for _, end in self._flat(self.groups[number], "fp32")[1].values()) + self.gap
         return part[: max(0, min(len(part), end - rank * len(part)))].clone()
 
-    def _parts(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        n = -(-whole.numel() // self.n_ranks)
+    def _parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        n = -(-tensor.numel() // self.n_ranks)
         padded = torch.cat(
             [
-                whole.flatten(),
-                torch.full((n * self.n_ranks - whole.numel(),), -3.0, dtype=whole.dtype),
+                tensor.flatten(),
+                torch.full((n * self.n_ranks - tensor.numel(),), -3.0, dtype=tensor.dtype),
             ]
         )
         return [padded[rank * n : (rank + 1) * n].clone() for rank in range(self.n_ranks)]

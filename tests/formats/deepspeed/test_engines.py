@@ -96,18 +96,18 @@ def test_a_megatron_run_goes_on_around_a_model_of_transformers(
         assert 0 < rank["loss"] < 100
 
 
-def shard_of(kind: str, name: str, whole: torch.Tensor, tp_rank: int) -> torch.Tensor:
+def shard_of(kind: str, name: str, full: torch.Tensor, tp_rank: int) -> torch.Tensor:
     """Cut a parameter as the model itself does for one of its two tensor-parallel ranks."""
     module = name.split(".")[-2]
     if module == "embed":  # 11 words in 12 rows
-        whole = torch.cat([whole, torch.zeros(1, *whole.shape[1:])])
+        full = torch.cat([full, torch.zeros(1, *full.shape[1:])])
     if kind == "pipeline":
-        return whole
+        return full
     if module == "gate_up":
-        return torch.cat([part.chunk(2)[tp_rank] for part in whole.chunk(2)])
+        return torch.cat([part.chunk(2)[tp_rank] for part in full.chunk(2)])
     if module in CUT_IN_COLUMNS:
-        return whole.chunk(2, dim=1)[tp_rank]
-    return whole.chunk(2)[tp_rank] if module in ("embed", *CUT_IN_ROWS) else whole
+        return full.chunk(2, dim=1)[tp_rank]
+    return full.chunk(2)[tp_rank] if module in ("embed", *CUT_IN_ROWS) else full
 
 
 @pytest.mark.parametrize("case", PARALLEL)

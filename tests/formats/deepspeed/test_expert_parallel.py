@@ -79,7 +79,7 @@ def test_a_directory_has_the_experts_of_all_ranks(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_reads_as_the_run_that_saved(
+def test_a_universal_checkpoint_with_experts_reads_as_the_run_that_saved(
     deepspeed_parallel: Path, tmp_path: Path, case: str
 ) -> None:
     run = deepspeed_parallel / case

@@ -64,8 +64,8 @@ def test_zero_0_keeps_the_optimizer_of_every_expert_parallel_rank(deepspeed_para
         for number, state in states.items():
             prefix = f"optimizer.expert_parallel_rank_{rank}.optimizer_state_dict.state.{number}"
             for name, wanted in state.items():
-                found = tensor_bytes(catalog, store, f"{prefix}.{name}")
-                assert found.tobytes() == plain_bytes(wanted)
+                values = tensor_bytes(catalog, store, f"{prefix}.{name}")
+                assert values.tobytes() == plain_bytes(wanted)
 
 
 def test_the_order_of_ranks_is_found_without_the_configuration(
@@ -118,11 +118,11 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("contradiction", BROKEN)
 def test_what_contradicts_itself_is_refused(
-    deepspeed_parallel: Path, tmp_path: Path, what: str
+    deepspeed_parallel: Path, tmp_path: Path, contradiction: str
 ) -> None:
-    change, message = BROKEN[what]
+    change, message = BROKEN[contradiction]
     case = "moe_zero1_data_first" if change is _exchange else "moe_zero1"
     store = edited(deepspeed_parallel / case / "global_step2", tmp_path / "x", change)
     with pytest.raises(CorruptError, match=message):

@@ -78,8 +78,8 @@ def test_moments_are_those_of_ds_to_universal(golden: Path, case: str) -> None:
             key = f"optimizer.state.{folder.name}.{state}"
             if not (folder / f"{state}.pt").exists():
                 continue  # ZeRO-3 has no step.pt
-            found = torch.load(folder / f"{state}.pt", weights_only=True)
-            wanted = found["param"] if isinstance(found, dict) else found
+            loaded = torch.load(folder / f"{state}.pt", weights_only=True)
+            wanted = loaded["param"] if isinstance(loaded, dict) else loaded
             assert_holds(store, catalog, key, wanted.reshape(catalog.tensors[key].shape))
             n_seen += 1
     assert n_seen == (36 if case.startswith("zero1") else 24)
@@ -114,12 +114,12 @@ def test_zero_0_keeps_weights_as_stored_and_its_optimizer_by_numbers(golden: Pat
 @pytest.mark.parametrize("case", GOLD)
 def test_everything_else_is_an_object(golden: Path, case: str) -> None:
     _, catalog = opened(golden / "deepspeed" / case / "global_step10")
-    found = {key: item.value for key, item in catalog.objects.items()}
-    assert found["iteration"] == 10 and found["note"] == "gold" and found["global_steps"] == 2
-    assert found["ds_version"] == catalog.version == "0.19.8"
-    assert found["optimizer.param_groups.0.betas"] == (0.9, 0.999)
-    assert found["optimizer.param_groups.1.weight_decay"] == 0.0
-    assert found["optimizer.param_groups.1.params"] == [
+    stored = {key: item.value for key, item in catalog.objects.items()}
+    assert stored["iteration"] == 10 and stored["note"] == "gold" and stored["global_steps"] == 2
+    assert stored["ds_version"] == catalog.version == "0.19.8"
+    assert stored["optimizer.param_groups.0.betas"] == (0.9, 0.999)
+    assert stored["optimizer.param_groups.1.weight_decay"] == 0.0
+    assert stored["optimizer.param_groups.1.params"] == [
         "layers.0.0.bias",
         "layers.0.2.bias",
         "layers.1.0.bias",
@@ -127,8 +127,8 @@ def test_everything_else_is_an_object(golden: Path, case: str) -> None:
         "norm.weight",
         "norm.bias",
     ]
-    assert attributes(found["optimizer.loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
-    assert isinstance(found["ds_config"], dict)
+    assert attributes(stored["optimizer.loss_scaler"]) == {"cur_scale": 1.0, "dynamic": False}
+    assert isinstance(stored["ds_config"], dict)
     assert catalog.iteration == 10
     assert catalog.facet(ZeroFacts) == ZeroFacts(stage=int(case[4]), dp=2)
 
@@ -250,8 +250,8 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
 
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
-    first, *others = map(str, catalog.dropped)
-    assert first == "base (ZeRO-3 does not store its parts)" and others == OF_OTHER_RANKS
+    first, *rest = map(str, catalog.dropped)
+    assert first == "base (ZeRO-3 does not store its parts)" and rest == OF_OTHER_RANKS
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -304,10 +304,10 @@ def test_buffers_of_16_bits_become_float32(tmp_path: Path, stage: int) -> None:
         wanted = tensor.float() if tensor.is_floating_point() else tensor
         meta = catalog.tensors[key]
         data = bytearray(tensor_bytes(catalog, store, key).tobytes())
-        found = torch.frombuffer(data, dtype=wanted.dtype).reshape(wanted.shape)
+        restored = torch.frombuffer(data, dtype=wanted.dtype).reshape(wanted.shape)
         assert (f"torch.{meta.dtype}", meta.shape) == (str(wanted.dtype), tuple(wanted.shape))
-        assert torch.equal(found[~is_nan], wanted[~is_nan]) and bool(
-            (found[is_nan] != found[is_nan]).all()
+        assert torch.equal(restored[~is_nan], wanted[~is_nan]) and bool(
+            (restored[is_nan] != restored[is_nan]).all()
         )
 
 
@@ -404,10 +404,10 @@ def test_runs_cover_every_element_once_in_order(
     )
     for group in named:
         for name, shape in group.items():
-            found = list(cut.runs(name))
-            parts = [flats[run.rank][run.group][run.at : run.at + run.n] for run in found]
-            assert [run.start for run in found] == [
-                sum(run.n for run in found[:i]) for i in range(len(found))
+            runs = list(cut.runs(name))
+            parts = [flats[run.rank][run.group][run.at : run.at + run.n] for run in runs]
+            assert [run.start for run in runs] == [
+                sum(run.n for run in runs[:i]) for i in range(len(runs))
             ]
             assert torch.equal(torch.cat(parts), values(name, shape).flatten())
 
@@ -692,9 +692,9 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(tmp_path: Path, what: str) -> None:
-    stage, edit, kind, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named(tmp_path: Path, case: str) -> None:
+    stage, edit, kind, message = BROKEN[case]
     folder = Zero(stage, 2).write(tmp_path / "x", edit)
     with pytest.raises(kind, match=message) as caught:
         deepspeed.read(LocalStore(folder))

@@ -109,8 +109,8 @@ def seen_by_deepspeed(
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, object] = torch.load(out, weights_only=True)
-    return found
+    loaded: dict[str, object] = torch.load(out, weights_only=True)
+    return loaded
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -120,18 +120,18 @@ def test_every_stage_loads_what_every_stage_saved(
 ) -> None:
     store = LocalStore(golden / "deepspeed" / case / "global_step10")
     catalog = deepspeed.read(store)
-    found = seen_by_deepspeed(
+    loaded = seen_by_deepspeed(
         written(catalog, store, tmp_path / "made"), tmp_path / "out", stage=stage
     )
     n_seen = 0
     for key in catalog.tensors:
-        tensor = found.get(key)
+        tensor = loaded.get(key)
         if isinstance(tensor, torch.Tensor):
             assert tensor.numpy().tobytes() == tensor_bytes(catalog, store, key).tobytes(), key
             n_seen += 1
     assert n_seen == 36
-    assert found["steps"] == [2.0, 2.0] and found["note"] == "gold"
-    assert found["decay"] == (
+    assert loaded["steps"] == [2.0, 2.0] and loaded["note"] == "gold"
+    assert loaded["decay"] == (
         [0.1, 0.1] if stage == 3 else [0.1, 0.0]
     )  # ZeRO-3 takes the first group's for all
 
@@ -143,11 +143,11 @@ def test_weights_alone_are_loaded_into_every_group(
     store = LocalStore(golden / "deepspeed" / "zero2_dp2_bf16" / "global_step10")
     catalog = without_optimizer(deepspeed.read(store)).catalog
     folder = written(catalog, store, tmp_path / "made")
-    found = seen_by_deepspeed(
+    loaded = seen_by_deepspeed(
         folder, tmp_path / "out", stage=stage, n_groups=n_groups, has_state=False
     )
     for key in catalog.tensors:
         if key != "inv_freq":
-            tensor = found[key]
+            tensor = loaded[key]
             assert isinstance(tensor, torch.Tensor)
             assert tensor.numpy().tobytes() == tensor_bytes(catalog, store, key).tobytes(), key

@@ -72,12 +72,12 @@ def test_a_universal_checkpoint_records_the_cuts_of_ds_to_universal(
     assert {path.name for path in folder.iterdir() if path.is_dir()} == set(truth)
     for name, files in truth.items():
         for state, content in files.items():
-            found = torch.load(folder / name / f"{state}.pt", weights_only=True)
+            loaded = torch.load(folder / name / f"{state}.pt", weights_only=True)
             if not isinstance(content, dict):
-                assert torch.equal(found, content)
+                assert torch.equal(loaded, content)
                 continue
-            assert torch.equal(found.pop("param"), content["param"])
-            assert found == {key: value for key, value in content.items() if key != "param"}
+            assert torch.equal(loaded.pop("param"), content["param"])
+            assert loaded == {key: value for key, value in content.items() if key != "param"}
 
 
 def test_the_settings_name_the_parameters_of_all_stages(deepspeed_parallel: Path) -> None:
@@ -160,8 +160,8 @@ def test_what_only_files_of_layers_contain_is_read_with_a_note(
 ) -> None:
     store = edited(deepspeed_parallel / "pipeline_zero1" / "global_step2", tmp_path / "x", _frozen)
     catalog = deepspeed.read(store)
-    found = tensor_bytes(catalog, store, "4.frozen").tobytes()
-    assert found == plain_bytes(torch.arange(3.0, dtype=torch.bfloat16))
+    data = tensor_bytes(catalog, store, "4.frozen").tobytes()
+    assert data == plain_bytes(torch.arange(3.0, dtype=torch.bfloat16))
     assert any("4.frozen" in note for note in catalog.notes)
 
 
@@ -273,8 +273,8 @@ def test_fused_sub_parameters_are_divided_by_their_widths() -> None:
     widths = [[4, 2], [2, 1], [2, 1]]
     info = {"parameter_with_sub_params": [sub], "sub_param_shard_widths": {"qkv": widths}}
     plan = TensorParallelRules("file", info).plan("qkv.weight", [(8, 5), (4, 5)])
-    whole = torch.arange(60).reshape(12, 5)
-    parts = whole.split([6, 3, 3])
+    full = torch.arange(60).reshape(12, 5)
+    parts = full.split([6, 3, 3])
     shards = [
         torch.cat([part.split(width)[rank] for part, width in zip(parts, widths, strict=True)])
         for rank in (0, 1)
@@ -283,7 +283,7 @@ def test_fused_sub_parameters_are_divided_by_their_widths() -> None:
     for piece in plan.pieces:
         (row, _), (n, _), to = piece.box.offset, piece.box.shape, piece.to[0]
         result[to : to + n] = shards[piece.tp_rank][row : row + n]
-    assert torch.equal(result, whole)
+    assert torch.equal(result, full)
     assert plan.extras == {"sub_param_shape": sub}
 
 

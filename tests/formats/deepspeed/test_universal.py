@@ -53,7 +53,7 @@ def plain(value: object) -> object:
 
 
 def assert_equal(
-    one: tuple[ReadStore, Catalog],
+    first: tuple[ReadStore, Catalog],
     other: tuple[ReadStore, Catalog],
     *,
     without: tuple[str, ...] = (),
@@ -61,20 +61,20 @@ def assert_equal(
     """Two checkpoints hold the same tensors and objects."""
     tensors = [
         {key: (tensor.dtype, tensor.shape) for key, tensor in catalog.tensors.items()}
-        for _, catalog in (one, other)
+        for _, catalog in (first, other)
     ]
     assert tensors[0] == tensors[1]
     for key in tensors[0]:
         assert (
-            tensor_bytes(one[1], one[0], key).tobytes()
+            tensor_bytes(first[1], first[0], key).tobytes()
             == tensor_bytes(other[1], other[0], key).tobytes()
         ), key
     objects = [
         {key: plain(item.value) for key, item in catalog.objects.items() if key not in without}
-        for _, catalog in (one, other)
+        for _, catalog in (first, other)
     ]
     assert objects[0] == objects[1]
-    assert one[1].iteration == other[1].iteration
+    assert first[1].iteration == other[1].iteration
 
 
 def in_memory(
@@ -91,9 +91,9 @@ def in_memory(
         )
         for n, (key, tensor) in enumerate(arrays.items())
     }
-    found = {key: StoredObject(key, value=value) for key, value in (objects or {}).items()}
+    stored_objects = {key: StoredObject(key, value=value) for key, value in (objects or {}).items()}
     return MemoryStore(dict(files)), catalog_of_arrays(
-        format="memory", arrays=stored, objects=found
+        format="memory", arrays=stored, objects=stored_objects
     )
 
 
@@ -137,17 +137,17 @@ def test_a_universal_checkpoint_has_the_catalog_of_its_source(golden: Path, case
         golden / "deepspeed_universal" / case,
         golden / "deepspeed_universal" / case / FOLDER,
     ):
-        found = opened(folder)
-        assert_equal((source, deepspeed.read(source)), found)
-        assert facet_of(found[1], ZeroFacts).stage == int(case[4])
+        reopened = opened(folder)
+        assert_equal((source, deepspeed.read(source)), reopened)
+        assert facet_of(reopened[1], ZeroFacts).stage == int(case[4])
 
 
 def content(path: Path) -> tuple[dict[str, object], torch.Tensor]:
     """(what stands beside the tensor, the tensor) of a parameter's file."""
-    found = torch.load(path, weights_only=True)
-    if isinstance(found, torch.Tensor):
-        return {}, found
-    return {key: value for key, value in found.items() if key != "param"}, found["param"]
+    loaded = torch.load(path, weights_only=True)
+    if isinstance(loaded, torch.Tensor):
+        return {}, loaded
+    return {key: value for key, value in loaded.items() if key != "param"}, loaded["param"]
 
 
 @pytest.mark.parametrize("origin", ["deepspeed", "deepspeed_universal"])
@@ -159,33 +159,35 @@ def test_what_is_written_equals_ds_to_universal_file_by_file(
     catalog = deepspeed.read(store)
     if origin == "deepspeed_universal":
         store, catalog = opened(golden / "deepspeed_universal" / case)
-    made = written(catalog, store, tmp_path / "made")
-    assert (made / "latest_universal").read_text() == FOLDER
+    root = written(catalog, store, tmp_path / "made")
+    assert (root / "latest_universal").read_text() == FOLDER
     gold = golden / "deepspeed_universal" / case
     names = {
         str(path.relative_to(gold))
         for path in gold.rglob("*.pt")
         if path.parent.name not in ("zero", FOLDER)
     }
-    mine = {
-        str(path.relative_to(made))
-        for path in made.rglob("*.pt")
+    our_names = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.pt")
         if path.parent.name not in ("zero", FOLDER)
     }
     if case.startswith(
         "zero3"
     ):  # DeepSpeed leaves out steps and buffers there, and cannot load the latter elsewhere
-        mine = {name for name in mine if not name.endswith("step.pt") and "inv_freq" not in name}
-    assert mine == names
+        our_names = {
+            name for name in our_names if not name.endswith("step.pt") and "inv_freq" not in name
+        }
+    assert our_names == names
     for name in sorted(names):
-        (beside, wanted), (my_beside, found) = content(gold / name), content(made / name)
+        (their_facts, wanted), (my_beside, result) = content(gold / name), content(root / name)
         if case.startswith("zero3"):
-            assert beside == {} and my_beside == {"cat_dim": 0}
-            found = found.flatten()
+            assert their_facts == {} and my_beside == {"cat_dim": 0}
+            result = result.flatten()
         else:
-            assert my_beside == beside
-        assert found.dtype == wanted.dtype and found.shape == wanted.shape
-        assert found.detach().numpy().tobytes() == wanted.detach().numpy().tobytes(), name
+            assert my_beside == their_facts
+        assert result.dtype == wanted.dtype and result.shape == wanted.shape
+        assert result.detach().numpy().tobytes() == wanted.detach().numpy().tobytes(), name
 
 
 @pytest.mark.parametrize(
@@ -244,13 +246,13 @@ def test_odd_shapes_client_tensors_and_shared_parameters_come_back(
     store = LocalStore(run.write(tmp_path / "x"))
     catalog = deepspeed.read(store)
     folder = written(catalog, store, tmp_path / "made")
-    found = opened(folder)
-    assert_equal((store, catalog), found)
-    assert found[1].ties == {"head": "embed"}
+    reopened = opened(folder)
+    assert_equal((store, catalog), reopened)
+    assert reopened[1].ties == {"head": "embed"}
     assert not (folder / "global_step4_universal" / "zero" / "head").exists()
-    leaf = found[1].objects["rng"].value
+    leaf = reopened[1].objects["rng"].value
     assert isinstance(leaf, TensorLeaf) and tensor_bytes(
-        found[1], found[0], leaf.key
+        reopened[1], reopened[0], leaf.key
     ).tobytes() == bytes(range(6))
     _, table = content(folder / "global_step4_universal" / "zero" / "table" / "fp32.pt")
     assert table.dtype == torch.float32
@@ -317,9 +319,9 @@ def test_unknown_groups_are_as_many_as_there_could_be(tmp_path: Path) -> None:
     folder = written(catalog, store, tmp_path / "flat") / "universal"
     groups = torch.load(folder / "zero" / "optimizer_state.pt", weights_only=True)["param_groups"]
     assert groups == [{"lr": 0.25, "params": [0]}, {"lr": 0.5, "params": [1]}, {"params": []}]
-    found = opened(folder)[1].objects
-    assert found["optimizer.param_groups.0.params"].value == ["a", "c"]
-    assert "optimizer.param_groups.2.params" not in found
+    objects_read = opened(folder)[1].objects
+    assert objects_read["optimizer.param_groups.0.params"].value == ["a", "c"]
+    assert "optimizer.param_groups.2.params" not in objects_read
     numbered = {"optimizer.param_groups.0.lr": 0.5, "optimizer.param_groups.0.params": ["c", "a"]}
     store, catalog = in_memory(arrays, numbered)
     folder = written(catalog, store, tmp_path / "numbered") / "universal"
@@ -415,19 +417,19 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
 }
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, what: str) -> None:
-    arrays, objects, key, message = REFUSED[what]
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    arrays, objects, key, message = REFUSED[case]
     store, catalog = in_memory(arrays, objects)
     with pytest.raises(UnsupportedError, match=message) as caught:
         written(catalog, store, tmp_path)
-    assert (caught.value.key == key and caught.value.hint) or what == "a long step"
+    assert (caught.value.key == key and caught.value.hint) or case == "a long step"
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_the_check_refuses_what_laying_out_refuses(what: str) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_check_refuses_what_laying_out_refuses(case: str) -> None:
     _, target = source_and_target(
-        in_memory(REFUSED[what][0], REFUSED[what][1])[1], deepspeed_universal.FORMAT
+        in_memory(REFUSED[case][0], REFUSED[case][1])[1], deepspeed_universal.FORMAT
     )
     with pytest.raises(UnsupportedError) as refused:
         deepspeed_universal.lay_out(target)
@@ -479,9 +481,9 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_file_is_named(tmp_path: Path, what: str) -> None:
-    stem, value, message = BROKEN[what]
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_file_is_named(tmp_path: Path, case: str) -> None:
+    stem, value, message = BROKEN[case]
     folder = _made(tmp_path)
     torch.save(value, folder / "zero" / "deep" / f"{stem}.pt")
     with pytest.raises(CorruptError, match=message) as caught:

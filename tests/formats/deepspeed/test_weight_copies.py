@@ -65,11 +65,11 @@ CHANGED: dict[str, tuple[str, str, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGED)
+@pytest.mark.parametrize("difference", CHANGED)
 def test_a_file_of_another_step_is_reported(
-    deepspeed_parallel: Path, tmp_path: Path, what: str
+    deepspeed_parallel: Path, tmp_path: Path, difference: str
 ) -> None:
-    case, file, prefix, module_of = CHANGED[what]
+    case, file, prefix, module_of = CHANGED[difference]
 
     def change(name: str, content: Any) -> None:
         if name == file:

@@ -78,8 +78,8 @@ def test_carried_files_come_out_byte_for_byte() -> None:
     assert source.files["merges.txt"] == source.tensor("file:merges.txt") == Tensor("uint8", (256,))
     both = replace(source, files={**source.files, "new.json": b"{}"})
     target = partitioned(both, format="fake", by="whole")
-    made = materialized(file_images(target), target=target, source=source, store=store)
-    assert made == {**files, "new.json": b"{}"}
+    contents = materialized(file_images(target), target=target, source=source, store=store)
+    assert contents == {**files, "new.json": b"{}"}
 
 
 def test_a_tensor_with_the_key_of_a_file_is_refused() -> None:
@@ -106,11 +106,11 @@ def test_links_as_in_the_hugging_face_cache_are_carried(tmp_path: Path) -> None:
 
 def test_the_catalog_lists_the_copied_files_among_its_tensors_and_the_made_ones_apart() -> None:
     source = with_carried(empty(), MemoryStore({"config.json": b"{}", "README.md": b"x"}))
-    made = replace(source, files={**source.files, "config.json": b'{"new": 1}', "b": b"2"})
+    changed = replace(source, files={**source.files, "config.json": b'{"new": 1}', "b": b"2"})
     assert [key for key, _ in source.all_tensors()] == ["file:README.md", "file:config.json"]
-    assert [key for key, _ in made.all_tensors()] == ["file:README.md"]
-    assert made.find("file:config.json") is None
-    assert made.documents == {"config.json": b'{"new": 1}', "b": b"2"}
+    assert [key for key, _ in changed.all_tensors()] == ["file:README.md"]
+    assert changed.find("file:config.json") is None
+    assert changed.documents == {"config.json": b'{"new": 1}', "b": b"2"}
 
 
 def test_the_configuration_is_parsed(golden: Path) -> None:

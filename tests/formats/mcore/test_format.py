@@ -43,10 +43,10 @@ CASES = {
 
 
 def folder_of(golden: Path, case: str) -> Path:
-    found = golden / case / "iter_0000010"
-    if not found.is_dir():
+    folder = golden / case / "iter_0000010"
+    if not folder.is_dir():
         pytest.skip(f"{case} is not in the golden data")
-    return found
+    return folder
 
 
 def read(folder: Path) -> tuple[Catalog, LocalStore]:
@@ -138,13 +138,13 @@ def test_stacked_weights_equal_the_oracle(golden: Path, family: str, model: str)
             key = f"decoder.layers.{sub}"
             if key not in catalog.tensors:
                 continue
-            found = tensor_bytes(catalog, store, key)[int(layer)]
+            values = tensor_bytes(catalog, store, key)[int(layer)]
         elif name in catalog.tensors:
-            found = tensor_bytes(catalog, store, name)[: tensor.shape[0]]
+            values = tensor_bytes(catalog, store, name)[: tensor.shape[0]]
         else:
             continue
         compared.add(name)
-        assert found.tobytes() == plain_bytes(tensor), name
+        assert values.tobytes() == plain_bytes(tensor), name
     assert len(compared) > 20
 
 
@@ -225,15 +225,15 @@ def test_the_metadata_says_to_torch_what_megatron_said(
     assert ours.planner_data is None
     assert set(ours.state_dict_metadata) == set(theirs.state_dict_metadata)
     for key, item in theirs.state_dict_metadata.items():
-        made = ours.state_dict_metadata[key]
-        assert type(made) is type(item)
+        our_entry = ours.state_dict_metadata[key]
+        assert type(our_entry) is type(item)
         if isinstance(item, TensorStorageMetadata):
-            assert isinstance(made, TensorStorageMetadata)
-            assert made.size == item.size
-            assert made.properties == item.properties
-            assert sorted(map(str, made.chunks)) == sorted(map(str, item.chunks))
+            assert isinstance(our_entry, TensorStorageMetadata)
+            assert our_entry.size == item.size
+            assert our_entry.properties == item.properties
+            assert sorted(map(str, our_entry.chunks)) == sorted(map(str, item.chunks))
         else:
-            assert isinstance(made, BytesStorageMetadata)
+            assert isinstance(our_entry, BytesStorageMetadata)
     assert set(ours.storage_data) == set(theirs.storage_data)
 
 
@@ -245,8 +245,8 @@ def test_torch_loads_every_object_that_we_wrote(golden: Path, tmp_path: Path, ca
     for key in read(source_dir)[0].objects:
         if key.startswith("rerun_state_machine_state"):
             continue  # names classes of Megatron
-        found = torch.load(io.BytesIO(item_bytes(ours, key)), weights_only=False)
-        assert described(found) == described(
+        result = torch.load(io.BytesIO(item_bytes(ours, key)), weights_only=False)
+        assert described(result) == described(
             torch.load(io.BytesIO(item_bytes(source_dir, key)), weights_only=False)
         )
 
@@ -317,10 +317,10 @@ def test_objects_that_are_no_sharded_objects_join_the_common_state(tmp_path: Pat
     )
     images = torch_dist.lay_out(replace(target, common={"args": None}))
     common = next(image for image in images if image.path == "common.pt")
-    made = bytearray(common.size)
+    content = bytearray(common.size)
     for offset, data in common.literals(lambda name: 0):
-        made[offset : offset + len(data)] = data
-    assert torch.load(io.BytesIO(bytes(made)), weights_only=True) == {
+        content[offset : offset + len(data)] = data
+    assert torch.load(io.BytesIO(bytes(content)), weights_only=True) == {
         "sched": {"steps": [{"n": 1}, {"n": 2}]},
         "iteration": 7,
         "elsewhere": 3,

@@ -64,21 +64,21 @@ def test_a_model_becomes_one_of_transformers_through_any_layout(nemo: Path) -> N
     for name in ("ranks", "dist"):
         core.convert(nemo / name, nemo / "hf" / name, to="hf")
     for name in ("llama", "ranks", "dist"):
-        found = load_file(nemo / "hf" / name / "model.safetensors")
-        assert len(found) == 21
-        assert_same_bits(found["lm_head.weight"], truth["output_layer.weight"], name)
+        tensors = load_file(nemo / "hf" / name / "model.safetensors")
+        assert len(tensors) == 21
+        assert_same_bits(tensors["lm_head.weight"], truth["output_layer.weight"], name)
         for layer in range(2):
             start, wanted = f"model.layers.{layer}.", f"decoder.layers.{layer}."
             # Two groups of two queries, a key and a value, with eight channels.
             qkv = truth[f"{wanted}self_attention.linear_qkv.weight"].view(2, 4, 8, 32)
-            query = found[f"{start}self_attn.q_proj.weight"]
-            value = found[f"{start}self_attn.v_proj.weight"]
+            query = tensors[f"{start}self_attn.q_proj.weight"]
+            value = tensors[f"{start}self_attn.v_proj.weight"]
             assert_same_bits(query, qkv[:, :2].reshape(32, 32), name)
             assert_same_bits(value, qkv[:, 3].reshape(16, 32), name)
-            gate, up = (found[f"{start}mlp.{part}_proj.weight"] for part in ("gate", "up"))
+            gate, up = (tensors[f"{start}mlp.{part}_proj.weight"] for part in ("gate", "up"))
             fc1 = truth[f"{wanted}mlp.linear_fc1.weight"]
             assert_same_bits(torch.cat([gate, up]), fc1, name)
-            norm = found[f"{start}post_attention_layernorm.weight"]
+            norm = tensors[f"{start}post_attention_layernorm.weight"]
             assert_same_bits(norm, truth[f"{wanted}pre_mlp_layernorm.weight"], name)
 
 

@@ -78,7 +78,9 @@ def test_what_bridge_imported_comes_back_bit_for_bit(bridge: Path, tmp_path: Pat
     assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
 
 
-def test_it_is_resharded_to_rank_files_and_back(bridge: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_run_config_is_resharded_to_rank_files_and_back(
+    bridge: Path, tmp_path: Path
+) -> None:
     core.reshard(bridge / "megatron", tmp_path / "tp2", tp=2, pp=3, to="megatron")
     assert not core.validate(tmp_path / "tp2").findings
     core.convert(tmp_path / "tp2", tmp_path / "hf", to="hf")

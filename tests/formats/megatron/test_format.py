@@ -202,8 +202,8 @@ def test_model_files_beside_the_old_distributed_optimizer_are_read(
     (folder / "ckpt-manifest.json").unlink(missing_ok=True)
     assert megatron.read(LocalStore(folder)).tensors == expected
     assert megatron.sample(LocalStore(folder)).tensors
-    one = LocalStore(folder / next(folder.glob("mp_rank_*")).name)
-    assert megatron.sniff(one) == (one.exists("model_rng.pt"))
+    store = LocalStore(folder / next(folder.glob("mp_rank_*")).name)
+    assert megatron.sniff(store) == (store.exists("model_rng.pt"))
     for level in Level:
         assert validate(folder, level=level).findings == ()
     job = Job(src=folder, dst=tmp_path / "out", to="safetensors", fsync=False)

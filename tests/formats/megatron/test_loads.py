@@ -171,16 +171,16 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             small = with_facts(
                 replace(small, common=without_args(catalog)), TorchDistFacts, dialect="common_pt"
             )
-        whole = rewritten(small, source, root / f"{number}-whole", by="whole")
+        complete = rewritten(small, source, root / f"{number}-whole", by="whole")
         folders = {
             name: (source, has_common),
             f"{name}:ours": (rewritten(catalog, source, root / f"{number}-ours"), has_common),
-            f"{name}:whole": (whole, True),
+            f"{name}:whole": (complete, True),
         }
         for case, (folder, with_common) in folders.items():
             cases[case] = {"dir": str(folder), "objects": objects, "has_common": with_common}
-    found: dict[str, dict[str, object]] = asked("-c", SCRIPT, question=cases)
-    return found
+    answered: dict[str, dict[str, object]] = asked("-c", SCRIPT, question=cases)
+    return answered
 
 
 @pytest.mark.parametrize("name", (*LOADABLE, *HEAD))

@@ -97,9 +97,9 @@ def save(
             "create": True,
             "store_data_equal_to_fill_value": True,
         }
-        made = ts.open(spec, dtype=ts.dtype(dtype)).result()
+        array = ts.open(spec, dtype=ts.dtype(dtype)).result()
         if value.size:
-            made.write(value).result()
+            array.write(value).result()
     return folder
 
 
@@ -301,12 +301,12 @@ def test_reading_imports_nothing_heavy_but_zstandard(tmp_path: Path, repo_dir: P
 def test_a_conversion_to_torch_keeps_every_byte(tmp_path: Path, form: str) -> None:
     folder = save(tmp_path / "db", VALUES, FORMS[form])
     run(Job(src=folder, dst=tmp_path / "out.pt", to="torch", fsync=False))
-    found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert set(found) == set(VALUES)
+    loaded = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert set(loaded) == set(VALUES)
     for key, value in VALUES.items():
-        assert tuple(found[key].shape) == value.shape
-        assert str(found[key].dtype) == f"torch.{value.dtype.name}"
-        flat = found[key].reshape(-1)
+        assert tuple(loaded[key].shape) == value.shape
+        assert str(loaded[key].dtype) == f"torch.{value.dtype.name}"
+        flat = loaded[key].reshape(-1)
         assert (
             flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
         ) == value.tobytes(), key
@@ -476,11 +476,11 @@ def test_arrays_in_directories_of_their_own_are_read(tmp_path: Path) -> None:
             driver, metadata = FORMS[form](value.shape, chunks, value.dtype.name)
             place = {"driver": "file", "path": f"{folder}/{key}/"}
             spec = {"driver": driver, "kvstore": place, "metadata": metadata, "create": True}
-            made = ts.open(
+            array = ts.open(
                 {**spec, "store_data_equal_to_fill_value": True}, dtype=ts.dtype(value.dtype.name)
             ).result()
             if value.size:
-                made.write(value).result()
+                array.write(value).result()
         tree = dict(leaf(*key.split(".")) for key in VALUES)
         (folder / "_METADATA").write_text(json.dumps({"tree_metadata": tree, "use_ocdbt": False}))
         assert ocdbt.FORMAT.sniff(LocalStore(folder))
@@ -620,11 +620,11 @@ def test_numbered_manifests_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def varint(number: int) -> bytes:
-    made = bytearray()
+    digits = bytearray()
     while number > 0x7F:
-        made.append(number & 0x7F | 0x80)
+        digits.append(number & 0x7F | 0x80)
         number >>= 7
-    return bytes((*made, number))
+    return bytes((*digits, number))
 
 
 def varints(*numbers: int) -> bytes:

@@ -42,10 +42,10 @@ def test_every_layer_has_the_values_that_orbax_saved(orbax_layers: Path, tmp_pat
         for n in range(N_LAYERS) if layers else ():
             wanted[f"{head}.layers.{n}.{tail}"] = value[:, n]
     run(Job(src=source, dst=apart, to="dcp", unstack_layers=(), layer_axis=1, fsync=False))
-    found = arrays_of(apart)
-    assert found.keys() == wanted.keys()
+    arrays = arrays_of(apart)
+    assert arrays.keys() == wanted.keys()
     for key, value in wanted.items():
-        assert found[key].shape == value.shape and (found[key] == value).all(), key
+        assert arrays[key].shape == value.shape and (arrays[key] == value).all(), key
 
     # The layers are items of torch now, whose positions are found late.
     run(Job(src=apart, dst=back, to="orbax", stack_layers=True, layer_axis=1, fsync=False))

@@ -187,8 +187,10 @@ def test_element_types_of_jax_are_read_cast_and_written(driver: str, tmp_path: P
     for name, value in values.items():
         assert (state[name].numpy() == value.astype(np.float32)).all(), name
     for dtype, to in (("float8_e3m4", "torch"), ("int4", "dcp"), ("int4", "safetensors")):
-        others = tuple(name for name in names if name != dtype)
-        job = Job(src=tmp_path / "src", dst=tmp_path / "no", to=to, exclude=others, fsync=False)
+        other_names = tuple(name for name in names if name != dtype)
+        job = Job(
+            src=tmp_path / "src", dst=tmp_path / "no", to=to, exclude=other_names, fsync=False
+        )
         with pytest.raises(UnsupportedError) as raised:
             run(job)
         assert raised.value.key == dtype

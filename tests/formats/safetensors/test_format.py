@@ -117,10 +117,10 @@ def saved(
 
 def all_of(folder: Path) -> State:
     """What safetensors reads from the files of a directory."""
-    found: State = {}
+    tensors: State = {}
     for path in sorted(folder.glob("*.safetensors")):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 DTYPES_OF_TORCH = [
@@ -519,9 +519,9 @@ def test_a_golden_directory_comes_out_as_it_was(golden: Path, tmp_path: Path, na
         if path.name != INDEX:
             assert (out / path.name).read_bytes() == path.read_bytes(), path.name
     if name == "sharded":
-        made, real = (json.loads((place / INDEX).read_text()) for place in (out, folder))
-        assert made["weight_map"] == real["weight_map"]
-        assert made["metadata"]["total_size"] == real["metadata"]["total_size"]
+        ours, real = (json.loads((place / INDEX).read_text()) for place in (out, folder))
+        assert ours["weight_map"] == real["weight_map"]
+        assert ours["metadata"]["total_size"] == real["metadata"]["total_size"]
 
 
 def test_shards_hold_at_most_what_was_asked_or_one_tensor(tmp_path: Path) -> None:
@@ -534,7 +534,7 @@ def test_shards_hold_at_most_what_was_asked_or_one_tensor(tmp_path: Path) -> Non
     for key, name in index["weight_map"].items():
         sizes.setdefault(name, []).append(state[key].nbytes)
         assert key in load_file(out / name)
-    assert all(sum(found) <= 24 or len(found) == 1 for found in sizes.values())
+    assert all(sum(shard) <= 24 or len(shard) == 1 for shard in sizes.values())
     names = [f"model-{n:05d}-of-{len(sizes):05d}.safetensors" for n in range(1, len(sizes) + 1)]
     assert sorted(sizes) == names and len(names) > 2
     again = LocalStore(out)
@@ -595,11 +595,11 @@ def test_a_model_that_safetensors_saved_with_shared_weights_loads_again(tmp_path
     from safetensors.torch import load_model
 
     def model() -> torch.nn.Module:
-        made = torch.nn.Sequential(
+        layers = torch.nn.Sequential(
             torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False)
         )
-        made[1].weight = made[0].weight
-        return made
+        layers[1].weight = layers[0].weight
+        return layers
 
     first, second = model(), model()
     save_model(first, str(tmp_path / "in.safetensors"))
@@ -613,16 +613,16 @@ def test_a_model_that_safetensors_saved_with_shared_weights_loads_again(tmp_path
 def test_names_that_other_tools_look_for_are_kept(tmp_path: Path, stem: str) -> None:
     save_file({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / f"{stem}.safetensors")
     store = LocalStore(tmp_path)
-    kept = "model" if stem == "consolidated" else stem
-    one = written(read(store), store, tmp_path / "one")
-    assert [path.name for path in one.iterdir()] == [f"{kept}.safetensors"]
+    base = "model" if stem == "consolidated" else stem
+    single = written(read(store), store, tmp_path / "one")
+    assert [path.name for path in single.iterdir()] == [f"{base}.safetensors"]
     two = written(read(store), store, tmp_path / "two", max_file_bytes=16)
     assert sorted(path.name for path in two.iterdir()) == [
-        f"{kept}-00001-of-00002.safetensors",
-        f"{kept}-00002-of-00002.safetensors",
-        f"{kept}.safetensors.index.json",
+        f"{base}-00001-of-00002.safetensors",
+        f"{base}-00002-of-00002.safetensors",
+        f"{base}.safetensors.index.json",
     ]
-    assert facet_of(read(LocalStore(two)), WeightFileFacts).stem == kept
+    assert facet_of(read(LocalStore(two)), WeightFileFacts).stem == base
 
 
 def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
@@ -650,8 +650,8 @@ def test_a_directory_keeps_objects_and_small_files(golden: Path, tmp_path: Path)
     folder = golden / "hf" / "llama" / "safetensors_single"
     store = LocalStore(folder)
     source = with_settings(read(store))
-    made = {"generation_config.json": b"{}", "NOTICE": b"hello"}
-    source = replace(source, files={**source.files, **made})
+    small_files = {"generation_config.json": b"{}", "NOTICE": b"hello"}
+    source = replace(source, files={**source.files, **small_files})
     out = written(source, store, tmp_path / "out")
     assert (out / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert (out / "generation_config.json").read_bytes() == b"{}" and (
@@ -668,7 +668,7 @@ def test_a_single_file_holds_nothing_but_tensors(golden: Path, tmp_path: Path) -
     store = LocalStore(golden / "hf" / "llama" / "safetensors_single")
     source = with_settings(read(store))
     path = written(source, store, tmp_path / "out", is_file=True, max_file_bytes=1000)
-    assert [found.name for found in path.parent.iterdir()] == ["model.safetensors"]
+    assert [child.name for child in path.parent.iterdir()] == ["model.safetensors"]
     assert_equal(load_file(path), load_file(store.path("model.safetensors")))
 
 
@@ -707,11 +707,11 @@ def test_nesting_and_optimizer_of_a_torch_file_survive_a_directory(tmp_path: Pat
     assert TORCH.lay_out is not None
     images = TORCH.lay_out(target)
     plan = make_plan(back, target, images)
-    made = MemoryStore()
+    memory = MemoryStore()
     for image in images:
-        made.create(image.path, image.size)
-    finish_files(plan, execute(plan, again, made), made)
-    value: Any = torch.load(io.BytesIO(bytes(made.contents["checkpoint.pt"])), weights_only=True)
+        memory.create(image.path, image.size)
+    finish_files(plan, execute(plan, again, memory), memory)
+    value: Any = torch.load(io.BytesIO(bytes(memory.contents["checkpoint.pt"])), weights_only=True)
     assert list(value) == list(state) and value["groups"] == state["groups"] and value["epoch"] == 5
     assert torch.equal(value["model"]["w"].view(torch.int16), state["model"]["w"].view(torch.int16))  # type: ignore[index, call-overload]
     assert value["optimizer"]["state"][0]["step"] == 3

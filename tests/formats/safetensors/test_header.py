@@ -63,7 +63,7 @@ def entry(
 
 
 def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
-    found = parsed(
+    header = parsed(
         {
             "b": entry("U8", [3], [12, 15]),
             "empty": entry("F64", [0, 5], [12, 12]),
@@ -73,15 +73,15 @@ def test_a_header_is_read_in_the_order_of_the_bytes() -> None:
         },
         15,
     )
-    assert {name: (a.dtype, a.shape) for name, a in found.arrays.items()} == {
+    assert {name: (a.dtype, a.shape) for name, a in header.arrays.items()} == {
         "w": ("float32", (2,)),
         "a": ("float32", ()),
         "empty": ("float64", (0, 5)),
         "b": ("uint8", (3,)),
     }
-    offsets = [a.extent.offset for a in found.arrays.values()]
+    offsets = [a.extent.offset for a in header.arrays.values()]
     assert [offset - offsets[0] for offset in offsets] == [0, 8, 12, 12]
-    assert found.metadata == {"format": "pt", 'ü"\\': "\n"} and found.n_bytes == 15
+    assert header.metadata == {"format": "pt", 'ü"\\': "\n"} and header.n_bytes == 15
 
 
 @pytest.mark.parametrize(
@@ -94,8 +94,8 @@ def test_a_header_without_tensors_is_fine(text: str) -> None:
 def test_space_between_tokens_is_skipped() -> None:
     text = '{\n "w" : \t{ "dtype":"F32" , "shape" : [ 2 ],\r\n"data_offsets":[0, 8]} '
     text += ',"__metadata__":{ "a" : "b" ,"c":"" }}'
-    found = parsed(text)
-    assert list(found.arrays) == ["w"] and found.metadata == {"a": "b", "c": ""}
+    header = parsed(text)
+    assert list(header.arrays) == ["w"] and header.metadata == {"a": "b", "c": ""}
 
 
 def test_names_are_unescaped() -> None:
@@ -307,7 +307,7 @@ def test_half_bytes_are_pairs_in_the_catalog() -> None:
 
 def test_files_are_told_by_their_first_bytes() -> None:
     good = file_of({"w": entry()})
-    others = (
+    other_files = (
         b"",
         b"PK\x03\x04" + bytes(20),
         good[:9],
@@ -315,7 +315,7 @@ def test_files_are_told_by_their_first_bytes() -> None:
         good[:8] + b" " + good[9:],
     )
     assert looks_like_header(MemoryStore({"f": good}), "f")
-    assert not any(looks_like_header(MemoryStore({"f": data}), "f") for data in others)
+    assert not any(looks_like_header(MemoryStore({"f": data}), "f") for data in other_files)
 
 
 HOSTILE = {
@@ -362,25 +362,25 @@ def test_random_bytes_never_crash_the_reader(data: bytes) -> None:
 def test_a_header_with_changed_bytes_is_read_as_safetensors_reads_it_or_refused(
     data: st.DataObject,
 ) -> None:
-    whole = bytearray(
+    altered = bytearray(
         save({"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5, dtype=torch.uint8)})
     )
     for _ in range(data.draw(st.integers(1, 3))):
-        at = data.draw(st.integers(0, len(whole) - 1))
-        whole[at] = data.draw(st.sampled_from([*b'{}[]",:0123456789 \\azF', 0, 255]))
+        at = data.draw(st.integers(0, len(altered) - 1))
+        altered[at] = data.draw(st.sampled_from([*b'{}[]",:0123456789 \\azF', 0, 255]))
     try:
-        found = read_header(MemoryStore({"f": bytes(whole)}), "f")
+        header = read_header(MemoryStore({"f": bytes(altered)}), "f")
     except CheckpointingException:
         return
-    real = dict(safetensors.deserialize(bytes(whole)))
-    assert real.keys() == found.arrays.keys()
-    for name, array in found.arrays.items():
+    real = dict(safetensors.deserialize(bytes(altered)))
+    assert real.keys() == header.arrays.keys()
+    for name, array in header.arrays.items():
         assert (
             tuple(real[name]["shape"]) == array.shape
             and real[name]["dtype"] == DTYPES[array.dtype].safetensors
         )
         assert bytes(real[name]["data"]) == bytes(
-            whole[array.extent.offset : array.extent.offset + array.n_bytes]
+            altered[array.extent.offset : array.extent.offset + array.n_bytes]
         )
 
 
@@ -411,27 +411,27 @@ def test_a_laid_out_file_equals_the_one_that_safetensors_writes(
         n_bytes = math.prod(shape) * dtype.itemsize
         flat = torch.arange(number, number + n_bytes, dtype=torch.uint8)
         kind = getattr(torch, dtype.name)
-        made = (
+        values = (
             torch.empty(shape, dtype=kind)
             if n_bytes == 0
             else (flat % 2).bool()
             if kind is torch.bool
             else flat
         )
-        real[key] = made if n_bytes == 0 else made.view(kind).reshape(shape)
+        real[key] = values if n_bytes == 0 else values.view(kind).reshape(shape)
     image = file_image("f", arrays, {name: text})
     wanted = save(real, {name: text})  # type: ignore[arg-type]
     ((offset, head),) = image.literals(lambda key: 0)
     assert offset == 0 and wanted.startswith(head) and len(wanted) == image.size
     store = MemoryStore({"f": wanted})
-    found = read_header(store, "f")
+    header = read_header(store, "f")
     assert [(a.name, p.offset) for p in image.arrays for a in [p.array]] == [
-        (a.name, a.extent.offset) for a in found.arrays.values()
+        (a.name, a.extent.offset) for a in header.arrays.values()
     ]
-    assert {a.name: (a.dtype, a.shape) for a in found.arrays.values()} == {
+    assert {a.name: (a.dtype, a.shape) for a in header.arrays.values()} == {
         a.name: (a.dtype, a.shape) for a in arrays.values()
     }
-    assert found.metadata == {name: text}
+    assert header.metadata == {name: text}
 
 
 def test_every_dtype_of_the_table_has_a_place_in_the_order() -> None:
@@ -492,9 +492,9 @@ def test_a_golden_file_has_the_header_that_safetensors_sees(golden: Path) -> Non
     paths = sorted(golden.glob("**/*.safetensors"))
     assert len(paths) > 20
     for path in paths:
-        found = read_header(MemoryStore({"f": path.read_bytes()}), "f")
+        header = read_header(MemoryStore({"f": path.read_bytes()}), "f")
         with safetensors.safe_open(path, "pt") as real:
-            assert set(real.keys()) == set(found.arrays)
-            assert (real.metadata() or {}) == found.metadata
-            for name, array in found.arrays.items():
+            assert set(real.keys()) == set(header.arrays)
+            assert (real.metadata() or {}) == header.metadata
+            for name, array in header.arrays.items():
                 assert real.get_slice(name).get_shape() == list(array.shape)

@@ -25,12 +25,12 @@ def piece_name(rank: int, number: int = 1, total: int = 1) -> str:
 
 def piece_file(pieces: Pieces, *, info: object = None, version: str = "1.0") -> bytes:
     """A file of one rank: key → (offsets, piece)."""
-    said = (
+    facts = (
         {key: {"saved_offsets": list(offsets)} for key, (offsets, _) in pieces.items()}
         if info is None
         else info
     )
-    text = said if isinstance(said, str) else json.dumps(said)
+    text = facts if isinstance(facts, str) else json.dumps(facts)
     tensors = {key: piece.contiguous() for key, (_, piece) in pieces.items()}
     return save(tensors, {"format": "pt", "DCP_VERSION": version, "DCP_SHARDING_INFO": text})
 
@@ -326,11 +326,11 @@ def test_an_index_of_a_wider_dtype_is_only_noted() -> None:
 
 
 def test_missing_consolidated_files_point_at_the_pieces() -> None:
-    whole = save({"w": W})
+    complete = save({"w": W})
     index = b'{"weight_map":{"w":"a.safetensors","x":"b.safetensors"}}'
     store = MemoryStore(
         {
-            "a.safetensors": whole,
+            "a.safetensors": complete,
             "model.safetensors.index.json": index,
             f"sharded/{piece_name(1)}": piece_file({"w": ((0, 0), W)}),
         }

@@ -47,8 +47,8 @@ def test_a_pipeline_becomes_the_same_files_again(pipelines: Path, tmp_path: Path
     run(Job(src=source, dst=tmp_path / "out", to="safetensors"))
     names = files_in(source)
     assert [name for name in files_in(tmp_path / "out") if "manifest" not in name] == names
-    same, *others = filecmp.cmpfiles(source, tmp_path / "out", names, shallow=False)
-    assert (len(same), others) == (10, [[], []])
+    same, *rest = filecmp.cmpfiles(source, tmp_path / "out", names, shallow=False)
+    assert (len(same), rest) == (10, [[], []])
 
 
 def test_every_component_is_cast_and_split_into_files_of_its_own(

@@ -58,15 +58,15 @@ def test_objects_of_a_torch_file_stay_what_they_were_and_are_named(tmp_path: Pat
     state = training_state()
     torch.save(state, tmp_path / "a.pt")
     report = converted(tmp_path / "a.pt", tmp_path / "b.pt")
-    found = torch.load(tmp_path / "b.pt", weights_only=False)
-    assert list(found) == list(state)
-    np.random.RandomState(0).set_state(found["np_rng"])
-    random.Random(0).setstate(found["py_rng"])
-    assert type(found["best"]) is np.float64 and found["best"] == 0.5
-    assert found["args"] == state["args"] and found["counts"] == state["counts"]
-    assert found["counts"].default_factory is int
-    assert found["history"] == state["history"] and found["begun"] == state["begun"]
-    assert np.array_equal(found["mask"], state["mask"]) and found["config"].width == 64
+    loaded = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert list(loaded) == list(state)
+    np.random.RandomState(0).set_state(loaded["np_rng"])
+    random.Random(0).setstate(loaded["py_rng"])
+    assert type(loaded["best"]) is np.float64 and loaded["best"] == 0.5
+    assert loaded["args"] == state["args"] and loaded["counts"] == state["counts"]
+    assert loaded["counts"].default_factory is int
+    assert loaded["history"] == state["history"] and loaded["begun"] == state["begun"]
+    assert np.array_equal(loaded["mask"], state["mask"]) and loaded["config"].width == 64
     (note,) = report.notes
     assert (
         all(name in note for name in REFUSED)
@@ -80,8 +80,8 @@ def test_objects_of_a_torch_file_stay_what_they_were_and_are_named(tmp_path: Pat
 def test_weights_only_sets_objects_aside_and_names_them(tmp_path: Path) -> None:
     torch.save(training_state(), tmp_path / "a.pt")
     report = converted(tmp_path / "a.pt", tmp_path / "b.pt", weights_only=True)
-    found = torch.load(tmp_path / "b.pt", weights_only=True)
-    assert list(found) == ["model", "py_rng", "counts", ASIDE_KEY] and found["counts"] == {"a": 1}
+    loaded = torch.load(tmp_path / "b.pt", weights_only=True)
+    assert list(loaded) == ["model", "py_rng", "counts", ASIDE_KEY] and loaded["counts"] == {"a": 1}
     (note,) = report.notes
     assert "set aside" in note and all(name in note for name in REFUSED)
 
@@ -156,10 +156,10 @@ def test_megatrons_arguments_are_set_aside_and_named(golden: Path, tmp_path: Pat
 def test_the_root_keeps_its_type(root: object, tmp_path: Path) -> None:
     torch.save(root, tmp_path / "a.pt")
     converted(tmp_path / "a.pt", tmp_path / "b.pt")
-    found = torch.load(tmp_path / "b.pt", weights_only=False)
-    assert type(found) is type(root)
+    loaded = torch.load(tmp_path / "b.pt", weights_only=False)
+    assert type(loaded) is type(root)
     if isinstance(root, (list, tuple)) and root:
-        assert torch.equal(found[0], root[0])
+        assert torch.equal(loaded[0], root[0])
 
 
 def test_an_object_that_would_run_code_is_refused_all_the_same(tmp_path: Path) -> None:
@@ -206,8 +206,11 @@ def lightning_file() -> dict[str, Any]:
 def test_hyper_parameters_of_lightning_stay_numpy_scalars(tmp_path: Path) -> None:
     torch.save(lightning_file(), tmp_path / "last.ckpt")
     report = converted(tmp_path / "last.ckpt", tmp_path / "out.ckpt")
-    found = torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"]
-    assert found == {"width": 4, "dropout": 0.5} and type(found["dropout"]) is np.float64
+    hyper_parameters = torch.load(tmp_path / "out.ckpt", weights_only=False)["hyper_parameters"]
+    assert (
+        hyper_parameters == {"width": 4, "dropout": 0.5}
+        and type(hyper_parameters["dropout"]) is np.float64
+    )
     assert any("hyper_parameters.dropout" in note for note in report.notes)
 
 

@@ -493,15 +493,15 @@ def test_a_rank_file_is_written_again_with_its_objects_in_place(golden: Path) ->
         key: PlannedArray(array.name, array.dtype, array.shape) for key, array in arrays.items()
     }
     plan = plan_tree(tree.value, planned.__getitem__, prefix="model_optim_rng")
-    made = bytearray(plan.size)
+    content = bytearray(plan.size)
     for placed in plan.arrays:
         extent = arrays[placed.array.name].extent
         assert extent.strides is None
         piece = store.read(path.name, extent.offset, placed.array.n_bytes)
-        made[placed.offset : placed.offset + len(piece)] = piece
+        content[placed.offset : placed.offset + len(piece)] = piece
     for offset, piece in plan.literals(lambda name: 0):
-        made[offset : offset + len(piece)] = piece
-    catalog, memory = opened(bytes(made))
+        content[offset : offset + len(piece)] = piece
+    catalog, memory = opened(bytes(content))
     mapping = as_mapping(catalog.skeleton)
     assert mapping is not None
     assert ASIDE_KEY not in mapping
@@ -518,14 +518,14 @@ def test_a_planned_zip_may_lie_in_a_bigger_file() -> None:
     array = PlannedArray("w", "float32", (2, 3))
     plan = plan_tree([TensorLeaf("w"), 5, TensorLeaf("w")], lambda key: array, prefix="archive")
     assert len(plan.arrays) == 1
-    made = bytearray(1024 + plan.size + 50)
+    container = bytearray(1024 + plan.size + 50)
     content = bytes(range(24))
     for offset, piece in (*plan.literals(lambda name: 0), (plan.arrays[0].offset, content)):
-        made[1024 + offset : 1024 + offset + len(piece)] = piece
-    loaded = torch.load(io.BytesIO(bytes(made[1024 : 1024 + plan.size])))
+        container[1024 + offset : 1024 + offset + len(piece)] = piece
+    loaded = torch.load(io.BytesIO(bytes(container[1024 : 1024 + plan.size])))
     assert bits(loaded[0]) == content
     assert loaded[0].data_ptr() == loaded[2].data_ptr()
-    tree = parse(MemoryStore({"big": bytes(made)}), "big", start=1024, n_bytes=plan.size)
+    tree = parse(MemoryStore({"big": bytes(container)}), "big", start=1024, n_bytes=plan.size)
     assert tree.arrays["0"].extent == Extent("big", 1024 + plan.arrays[0].offset)
 
 

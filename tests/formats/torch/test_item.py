@@ -88,9 +88,9 @@ def test_an_item_whose_records_are_in_another_order_is_located() -> None:
     with zipfile.ZipFile(io.BytesIO(saved(tensor))) as source:
         content = {name: source.read(name) for name in reversed(source.namelist())}
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
+    with zipfile.ZipFile(stream, "w") as archive:
         for name, data in content.items():
-            made.writestr(name, data)
+            archive.writestr(name, data)
     store = MemoryStore({"i": stream.getvalue()})
     array = StoredArray(
         "t", "float32", (3,), Extent("i", 0, item=TorchItem(store.size("i")))
@@ -186,11 +186,11 @@ def test_golden_items_are_located(golden: Path) -> None:
             shape = next(
                 tuple(chunk.sizes) for chunk in meta.chunks if chunk.offsets == index.offset
             )
-            found = (
+            bound = (
                 StoredArray("t", str(meta.properties.dtype)[6:], shape, extent).locate(store).extent
             )
-            assert found is not None and found.strides is None
-            assert store.read(extent.file, found.offset, len(bits(tensor))) == bits(tensor)
+            assert bound is not None and bound.strides is None
+            assert store.read(extent.file, bound.offset, len(bits(tensor))) == bits(tensor)
             n += 1
         else:
             stream = StoredArray("r", "uint8", (place.length,), replace(extent, item=None))

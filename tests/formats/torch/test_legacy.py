@@ -547,11 +547,11 @@ def test_a_stream_with_missing_and_doubled_bytes_raises_only_our_errors(
     data: bytes, seed: int
 ) -> None:
     rng = random.Random(seed)
-    made = bytearray(data)
+    damaged = bytearray(data)
     for _ in range(1 + seed % 3):
-        at, n = rng.randrange(15, len(made)), rng.randrange(1, 20)
+        at, n = rng.randrange(15, len(damaged)), rng.randrange(1, 20)
         if rng.random() < 0.5:
-            del made[at : at + n]
+            del damaged[at : at + n]
         else:
-            made[at:at] = made[at : at + n]
-    attempt(bytes(made))
+            damaged[at:at] = damaged[at : at + n]
+    attempt(bytes(damaged))

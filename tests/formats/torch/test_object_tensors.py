@@ -212,9 +212,9 @@ def test_a_result_without_any_of_the_tensors_is_refused_for_every_target(
     assert failure.value.hint is not None
     assert "--to torch" in failure.value.hint
     # The hint leads on: the torch file holds the tensors.
-    kept = convert(tmp_path / "ema.pt", tmp_path / "kept.pt", to="torch")
+    result = convert(tmp_path / "ema.pt", tmp_path / "kept.pt", to="torch")
     assert_same_bits(
-        torch.load(kept, weights_only=False)["ema"].shadow[0], torch.arange(3.0), "shadow"
+        torch.load(result, weights_only=False)["ema"].shadow[0], torch.arange(3.0), "shadow"
     )
 
 

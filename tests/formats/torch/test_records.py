@@ -61,9 +61,9 @@ from tests.support.rounds import rounds
 def encoding_of(catalog: Catalog, key: str) -> RecordEncoding | None:
     array = catalog.fragments(key)[0].array
     assert array is not None
-    found = array.extent.encoding
-    assert found is None or isinstance(found, RecordEncoding)
-    return found
+    encoding = array.extent.encoding
+    assert encoding is None or isinstance(encoding, RecordEncoding)
+    return encoding
 
 
 def big_endian(data: bytes) -> bytes:
@@ -77,7 +77,7 @@ def big_endian(data: bytes) -> bytes:
         assert array is not None
         widths.append((array.extent.offset, number_bytes(tensor.dtype)))
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as made:
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
         for info in source.infolist():
             content = source.read(info)
             if info.filename.endswith("/byteorder"):
@@ -87,7 +87,7 @@ def big_endian(data: bytes) -> bytes:
                 start = info.header_offset + 30 + name + extra
                 width = next(width for at, width in widths if start <= at < start + len(content))
                 content = np.frombuffer(content, f"({width},)u1")[:, ::-1].tobytes()
-            made.writestr(info.filename, content)
+            target.writestr(info.filename, content)
     return stream.getvalue()
 
 
@@ -131,10 +131,10 @@ def test_a_deflated_file_is_what_torch_loads() -> None:
 def test_only_what_is_deflated_is_decoded() -> None:
     data = saved({"zeros": torch.zeros(1000), "noise": filled(torch.uint8, 1000)})
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as made:
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
         for name in source.namelist():
             method = zipfile.ZIP_DEFLATED if name.endswith("data/0") else zipfile.ZIP_STORED
-            made.writestr(name, source.read(name), compress_type=method)
+            target.writestr(name, source.read(name), compress_type=method)
     catalog, store = opened(stream.getvalue())
     assert encoding_of(catalog, "zeros") is not None
     assert encoding_of(catalog, "noise") is None
@@ -216,9 +216,9 @@ def test_an_item_that_is_not_plain_is_refused_by_name(packing: str) -> None:
 def _big(data: bytes) -> bytes:
     """The same zip with another byte order stated."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as made:
+    with zipfile.ZipFile(io.BytesIO(data)) as source, zipfile.ZipFile(stream, "w") as target:
         for name in source.namelist():
-            made.writestr(name, b"big" if name.endswith("byteorder") else source.read(name))
+            target.writestr(name, b"big" if name.endswith("byteorder") else source.read(name))
     return stream.getvalue()
 
 

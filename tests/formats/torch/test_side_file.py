@@ -71,9 +71,9 @@ def flat_catalog(tensors: tuple[str, ...] = (), **objects: object) -> Catalog:
 
 
 def read_back(store: MemoryStore) -> ObjectsBeside:
-    found = read_objects(store)
-    assert found is not None
-    return found
+    objects = read_objects(store)
+    assert objects is not None
+    return objects
 
 
 def opened(store: MemoryStore) -> Mapping[str, object]:
@@ -97,12 +97,12 @@ NESTED: dict[str, object] = {
 
 def test_objects_and_nesting_of_a_torch_file_come_back(tmp_path: Path) -> None:
     source, store = torch_catalog(NESTED, tmp_path)
-    found = read_back(written(source, store))
-    assert list(found.objects) == list(source.objects)
-    assert found.objects["optimizer.param_groups.0.betas"].value == (0.9, 0.95)
-    assert found.objects["names"].value == {"a", "b"}
+    again = read_back(written(source, store))
+    assert list(again.objects) == list(source.objects)
+    assert again.objects["optimizer.param_groups.0.betas"].value == (0.9, 0.95)
+    assert again.objects["names"].value == {"a", "b"}
     tensors = Catalog("fake", None, source.tensors)
-    back = inlined(with_objects_beside(tensors, found))
+    back = inlined(with_objects_beside(tensors, again))
     target = partitioned(back, format="torch", by="whole")
     assert TORCH.lay_out is not None
     files = materialized(TORCH.lay_out(target), target=target, source=source, store=store)
@@ -124,14 +124,14 @@ def test_the_file_is_opened_by_torch_with_its_defaults(tmp_path: Path) -> None:
 
 
 def test_objects_that_torch_refuses_come_back_as_they_were() -> None:
-    found = read_back(written(flat_catalog(args=make_namespace({"lr": 0.1}), n=1), MemoryStore()))
-    args = found.objects["args"].value
+    back = read_back(written(flat_catalog(args=make_namespace({"lr": 0.1}), n=1), MemoryStore()))
+    args = back.objects["args"].value
     assert (
         isinstance(args, Inert)
         and str(args.fn) == "argparse.Namespace"
         and args.state == {"lr": 0.1}
     )
-    assert list(found.objects) == ["args", "n"]
+    assert list(back.objects) == ["args", "n"]
 
 
 def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) -> None:
@@ -147,13 +147,13 @@ def test_tensors_inside_objects_are_hidden_and_keep_their_bytes(tmp_path: Path) 
         objects={"rng": StoredObject("rng", value=hidden)},
         hidden={"inside": whole_tensor(array)},
     )
-    made = written(catalog, store)
-    found = read_back(made)
-    (leaf_key,) = found.hidden
-    box = found.objects["rng"].value
+    folder = written(catalog, store)
+    objects = read_back(folder)
+    (leaf_key,) = objects.hidden
+    box = objects.objects["rng"].value
     assert isinstance(box, Inert) and box.args == (TensorLeaf(leaf_key),) and box.state is NO_STATE
-    back = with_objects_beside(Catalog("fake", None, {}), found)
-    assert tensor_bytes(back, made, leaf_key).ravel().tolist() == list(range(40))
+    back = with_objects_beside(Catalog("fake", None, {}), objects)
+    assert tensor_bytes(back, folder, leaf_key).ravel().tolist() == list(range(40))
 
 
 def test_a_catalog_without_objects_has_no_file() -> None:
@@ -176,21 +176,21 @@ def test_files_are_equal_for_equal_input(tmp_path: Path) -> None:
 def test_a_nesting_that_does_not_fit_the_tensors_is_left_out_with_a_note(
     tensors: tuple[str, ...],
 ) -> None:
-    beside = ObjectsBeside(
+    objects = ObjectsBeside(
         {"step": StoredObject("step", value=1)},
         {"model": {"w": TensorLeaf("w")}, "step": ObjectLeaf("step")},
         {},
     )
-    made = with_objects_beside(flat_catalog(tensors), beside)
-    assert made.skeleton is None and list(made.objects) == ["step"]
-    (note,) = made.notes
+    result = with_objects_beside(flat_catalog(tensors), objects)
+    assert result.skeleton is None and list(result.objects) == ["step"]
+    (note,) = result.notes
     assert ("new" if tensors else "w") in note
 
 
 def test_an_object_with_a_tensors_key_is_corrupt() -> None:
-    beside = ObjectsBeside({"w": StoredObject("w", value=1)}, None, {})
+    objects = ObjectsBeside({"w": StoredObject("w", value=1)}, None, {})
     with pytest.raises(CorruptError, match="same key as a tensor") as caught:
-        with_objects_beside(flat_catalog(("w",)), beside)
+        with_objects_beside(flat_catalog(("w",)), objects)
     assert caught.value.key == "w"
 
 

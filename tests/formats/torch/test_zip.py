@@ -49,19 +49,19 @@ def zipped(
     stream = io.BytesIO()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with zipfile.ZipFile(stream, "w", **options) as made:  # type: ignore[call-overload]
+        with zipfile.ZipFile(stream, "w", **options) as archive:  # type: ignore[call-overload]
             for name, data in records:
-                made.writestr(name, data)
+                archive.writestr(name, data)
     return stream.getvalue()
 
 
 def assembled(
     plan_size: int, literals: Sequence[tuple[int, bytes]], data: Mapping[int, bytes]
 ) -> bytes:
-    made = bytearray(plan_size)
+    content = bytearray(plan_size)
     for offset, piece in [*literals, *data.items()]:
-        made[offset : offset + len(piece)] = piece
-    return bytes(made)
+        content[offset : offset + len(piece)] = piece
+    return bytes(content)
 
 
 def replanned(data: bytes) -> bytes:
@@ -101,8 +101,8 @@ def test_a_planned_zip_of_many_records_equals_the_one_that_torch_saves() -> None
 def test_records_beyond_4_gib_are_placed_as_torch_places_them(tmp_path: Path) -> None:
     sizes = [5, U32, U32 - 1, U32 + 1, 0, 17, 1 << 33, 3, U32]
     sparse = tmp_path / "zeros"
-    with sparse.open("wb") as made:
-        made.truncate(1 << 33)
+    with sparse.open("wb") as file:
+        file.truncate(1 << 33)
     tensors = [
         torch.from_file(str(sparse), shared=True, size=n, dtype=torch.uint8)
         if n

@@ -68,26 +68,26 @@ def bits(tensor: torch.Tensor) -> bytes:
     return b"" if not dense.numel() else dense.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def assert_same(mine: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any) -> None:
     """Equal types, nesting and order; tensors equal bit for bit."""
-    assert type(mine) is type(expected), f"{type(mine)} for {type(expected)}"
+    assert type(actual) is type(expected), f"{type(actual)} for {type(expected)}"
     if isinstance(expected, torch.Tensor):
-        assert (mine.dtype, mine.shape, mine.requires_grad) == (
+        assert (actual.dtype, actual.shape, actual.requires_grad) == (
             expected.dtype,
             expected.shape,
             expected.requires_grad,
         )
-        assert bits(mine) == bits(expected)
+        assert bits(actual) == bits(expected)
     elif isinstance(expected, dict):
-        assert list(mine) == list(expected)
+        assert list(actual) == list(expected)
         for key, item in expected.items():
-            assert_same(mine[key], item)
+            assert_same(actual[key], item)
     elif isinstance(expected, (list, tuple)):
-        assert len(mine) == len(expected)
-        for one, other in zip(mine, expected, strict=True):
-            assert_same(one, other)
+        assert len(actual) == len(expected)
+        for our_item, other in zip(actual, expected, strict=True):
+            assert_same(our_item, other)
     else:
-        assert mine == expected
+        assert actual == expected
 
 
 def kinds_of(dtype: torch.dtype) -> dict[str, Any]:
@@ -133,10 +133,10 @@ def deflated(data: bytes) -> bytes:
     stream = io.BytesIO()
     with (
         zipfile.ZipFile(io.BytesIO(data)) as source,
-        zipfile.ZipFile(stream, "w", compression=zipfile.ZIP_DEFLATED) as made,
+        zipfile.ZipFile(stream, "w", compression=zipfile.ZIP_DEFLATED) as target,
     ):
         for name in source.namelist():
-            made.writestr(name, source.read(name))
+            target.writestr(name, source.read(name))
     return stream.getvalue()
 
 
@@ -211,11 +211,11 @@ def repickled(
 ) -> bytes:
     """A zip with one storage ``data/0`` and any pickle."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as made:
-        made.writestr("a/data.pkl", tree if isinstance(tree, bytes) else dumps(tree))
-        made.writestr("a/data/0", data)
+    with zipfile.ZipFile(stream, "w") as archive:
+        archive.writestr("a/data.pkl", tree if isinstance(tree, bytes) else dumps(tree))
+        archive.writestr("a/data/0", data)
         for name, content in extra:
-            made.writestr(name, content)
+            archive.writestr(name, content)
     return stream.getvalue()
 
 

@@ -88,18 +88,18 @@ def test_local_state_dicts_hold_flat_parameters(case: str, gold: Path, tmp_path:
 
 
 def test_a_file_stands_for_its_family_and_a_directory_for_all_of_them(gold: Path) -> None:
-    one = open_checkpoint(gold / "fsdp2_dp4/model_world_size_4_rank_2.pt")
-    every = open_checkpoint(gold / "fsdp2_dp4")
-    assert one.format.name == every.format.name == "torch_sharded"
-    assert "embed.weight" in one.catalog.tensors
-    assert one.catalog.tensors["embed.weight"].shape == (11, 6)
-    assert {key.partition(".")[0] for key in every.catalog.tensors} == {
+    single = open_checkpoint(gold / "fsdp2_dp4/model_world_size_4_rank_2.pt")
+    family = open_checkpoint(gold / "fsdp2_dp4")
+    assert single.format.name == family.format.name == "torch_sharded"
+    assert "embed.weight" in single.catalog.tensors
+    assert single.catalog.tensors["embed.weight"].shape == (11, 6)
+    assert {key.partition(".")[0] for key in family.catalog.tensors} == {
         "model",
         "optim",
         "extra_state",
     }
-    assert every.catalog.objects["extra_state.lr_scheduler.last"].value == 2
-    assert every.catalog.objects["extra_state.rng.rank_3.seed"].value == 3
+    assert family.catalog.objects["extra_state.lr_scheduler.last"].value == 2
+    assert family.catalog.objects["extra_state.rng.rank_3.seed"].value == 3
 
 
 def test_a_lone_file_is_shown_with_what_is_missing(gold: Path, tmp_path: Path) -> None:
@@ -210,8 +210,8 @@ def test_the_order_of_shards_is_kept(each_rank: Callable[..., None], tmp_path: P
 def test_partial_sums_are_refused_by_name(each_rank: Callable[..., None], tmp_path: Path) -> None:
     def write(rank: int, mesh: Any) -> None:
         summand = DTensor.from_local(torch.ones(2) * rank, mesh, [Partial()])
-        whole = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-        _save(tmp_path / "src", rank, {"grad": summand, "w": whole})
+        sharded = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+        _save(tmp_path / "src", rank, {"grad": summand, "w": sharded})
 
     each_rank((2,), write)
     assert "w" in open_checkpoint(tmp_path / "src").catalog.tensors

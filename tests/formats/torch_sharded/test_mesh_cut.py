@@ -24,11 +24,15 @@ def _cut_by_torch(tensor: torch.Tensor, mesh: Shape, place: Shape, placements: o
 
 
 def _cut_by_boxes(tensor: torch.Tensor, cuts: list[MeshCut]) -> torch.Tensor:
-    local_shape, held = local_boxes(tuple(tensor.shape), cuts)
+    local_shape, boxes = local_boxes(tuple(tensor.shape), cuts)
     local = torch.full(local_shape, -1, dtype=tensor.dtype)
-    for one in held:
-        source = tuple(slice(o, e) for o, e in zip(one.box.offset, one.box.end, strict=True))
-        target = tuple(slice(o, o + n) for o, n in zip(one.at, one.box.shape, strict=True))
+    for local_box in boxes:
+        source = tuple(
+            slice(o, e) for o, e in zip(local_box.box.offset, local_box.box.end, strict=True)
+        )
+        target = tuple(
+            slice(o, o + n) for o, n in zip(local_box.at, local_box.box.shape, strict=True)
+        )
         local[target] = tensor[source]
     return local
 

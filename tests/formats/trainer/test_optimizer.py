@@ -89,9 +89,9 @@ def test_a_wrong_shape_gives_no_names() -> None:
 
 def test_frozen_parameters_are_found_only_where_shapes_tell_them_apart() -> None:
     model = {"a.weight": (2, 3), "b.weight": (4, 3), "c.weight": (2, 3)}
-    one = named_numbers(model, [[(4, 3)]], is_ordered=True, model_type=None)
-    assert one is not None
-    assert one.groups == (("b.weight",),)
+    named = named_numbers(model, [[(4, 3)]], is_ordered=True, model_type=None)
+    assert named is not None
+    assert named.groups == (("b.weight",),)
     assert named_numbers(model, [[(2, 3)]], is_ordered=True, model_type=None) is None
 
 

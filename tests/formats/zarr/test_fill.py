@@ -175,8 +175,8 @@ def test_chunks_that_zarr_python_leaves_out_are_the_fill_value(
 def test_a_fill_value_of_null_means_zeros_as_zarr_python_and_tensorstore_read_it(
     tmp_path: Path,
 ) -> None:
-    made: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=2)
-    made.create_array("w", shape=(4, 2), chunks=(2, 2), dtype="f4", fill_value=None)[:2] = 1
+    root: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=2)
+    root.create_array("w", shape=(4, 2), chunks=(2, 2), dtype="f4", fill_value=None)[:2] = 1
     assert json.loads((tmp_path / "z/w/.zarray").read_text())["fill_value"] is None
     check_reads(tmp_path / "z", {"w": np.array([[1, 1], [1, 1], [0, 0], [0, 0]], "f4")})
 
@@ -237,8 +237,8 @@ def test_bfloat16_chunks_that_tensorstore_leaves_out_are_the_fill_value(
 @pytest.fixture
 def group(tmp_path: Path) -> Path:
     """A group of zarr-python's with ``w``, of which chunk 1 is not stored."""
-    made: Any = zarr_python.open_group(tmp_path / "group", mode="w", zarr_format=3)
-    made.create_array("w", shape=(6,), chunks=(2,), dtype="f4")[...] = np.array(
+    root: Any = zarr_python.open_group(tmp_path / "group", mode="w", zarr_format=3)
+    root.create_array("w", shape=(6,), chunks=(2,), dtype="f4")[...] = np.array(
         [1, 2, 0, 0, 5, 6], "f4"
     )
     assert not (tmp_path / "group/w/c/1").exists()
@@ -323,8 +323,8 @@ def test_a_chunk_of_a_megatron_checkpoint_is_missing_whatever_else_is_lost(
 def test_chunks_under_names_of_another_kind_are_not_read_as_fill_values(
     zarr_format: int, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=zarr_format)
-    made.create_array("w", shape=(2,), chunks=(2,), dtype="f4")[...] = 1
+    root: Any = zarr_python.open_group(tmp_path / "z", mode="w", zarr_format=zarr_format)
+    root.create_array("w", shape=(2,), chunks=(2,), dtype="f4")[...] = 1
     path = tmp_path / "z/w" / name
     path.parent.mkdir(exist_ok=True)
     (tmp_path / "z/w" / ("0" if zarr_format == 2 else "c/0")).rename(path)

@@ -116,10 +116,10 @@ def test_weights_equal_the_oracle(golden: Path, case: str) -> None:
     oracle = load_file(golden / "oracle" / case.partition("/")[0] / "global.safetensors")
     compared = 0
     for name, tensor in oracle.items():
-        found = canonical(catalog, store, name)
-        assert found is not None, name
+        values = canonical(catalog, store, name)
+        assert values is not None, name
         rows = tensor.shape[0] if "embedding" in name or "output_layer" in name else None
-        assert found[:rows].tobytes() == plain_bytes(tensor), name
+        assert values[:rows].tobytes() == plain_bytes(tensor), name
         compared += 1
     assert compared > 20
 
@@ -150,9 +150,9 @@ def test_optimizer_state_equals_the_oracle(golden: Path, case: str) -> None:
         head, _, below = rest.partition("decoder.layers.")
         layer, _, sub = below.partition(".")
         key = f"optimizer.state.{kind}.{f'decoder.layers.{sub}' if below and not head else rest}"
-        found = tensor_bytes(catalog, store, key)
-        found = found[int(layer)] if below and not head else found[: tensor.shape[0]]
-        assert found.tobytes() == plain_bytes(tensor), name
+        values = tensor_bytes(catalog, store, key)
+        values = values[int(layer)] if below and not head else values[: tensor.shape[0]]
+        assert values.tobytes() == plain_bytes(tensor), name
         compared += 1
     assert compared > 60
 
@@ -267,8 +267,8 @@ def test_another_layout_gives_the_chunks_that_megatron_wrote_there(
     golden: Path, tmp_path: Path
 ) -> None:
     source, store = read(folder_of(golden, "dense_gqa/tp2_pp2"))
-    whole = unshard(source, rules=load_rules(), target_tp=4)
-    stacked = to_torch_dist(whole, Topology(tp=4), rules=load_rules())
+    unsharded = unshard(source, rules=load_rules(), target_tp=4)
+    stacked = to_torch_dist(unsharded, Topology(tp=4), rules=load_rules())
     folder = filled(stacked.source, store, stacked.target, zarr.FORMAT, tmp_path / "ours")
     theirs = files_of(folder_of(golden, "dense_gqa/tp4_pp1"))
     arrays = {
@@ -324,16 +324,16 @@ def test_tensorstore_reads_every_type_and_shape_that_we_write(tmp_path: Path) ->
 
 
 def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Path) -> None:
-    known = [name for name in TYPES if name not in TENSORSTORE_ONLY]
+    names = [name for name in TYPES if name not in TENSORSTORE_ONLY]
     tensors = {
-        f"{dtype}.{name}": (dtype, shape) for dtype in known for name, shape in SHAPES.items()
+        f"{dtype}.{name}": (dtype, shape) for dtype in names for name, shape in SHAPES.items()
     }
     source, store = source_of(tensors)
     folder = written(source, store, zarr.FORMAT, tmp_path / "ours")
     for key, (dtype, shape) in tensors.items():
-        found: Any = zarr_python.open_array(folder / key, mode="r", zarr_format=2)
-        assert found.dtype == np.dtype(dtype)
-        assert as_bytes(found[...]).tobytes() == element_bytes(key, dtype, shape).tobytes(), key
+        array: Any = zarr_python.open_array(folder / key, mode="r", zarr_format=2)
+        assert array.dtype == np.dtype(dtype)
+        assert as_bytes(array[...]).tobytes() == element_bytes(key, dtype, shape).tobytes(), key
 
 
 def test_tensors_without_elements_are_kept(tmp_path: Path) -> None:
@@ -361,8 +361,8 @@ def test_keys_with_slashes_are_nested_directories(tmp_path: Path) -> None:
     assert (folder / "model" / "deep" / "w" / ".zarray").exists()
     catalog, store_of_ours = read(folder)
     assert set(catalog.tensors) == set(tensors)
-    found = tensor_bytes(catalog, store_of_ours, "model/deep/w")
-    assert found.tobytes() == element_bytes("model/deep/w", "int32", (4,)).tobytes()
+    values = tensor_bytes(catalog, store_of_ours, "model/deep/w")
+    assert values.tobytes() == element_bytes("model/deep/w", "int32", (4,)).tobytes()
 
 
 @pytest.mark.parametrize(
@@ -395,10 +395,10 @@ def test_pieces_that_are_no_grid_become_one_chunk(tmp_path: Path) -> None:
 
 def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
     source, store = read(folder_of(golden, "dense_gqa/tp2_pp2_optim"))
-    one, two = (
+    first, two = (
         files_of(written(source, store, zarr.FORMAT, tmp_path / name)) for name in ("one", "two")
     )
-    assert one == two
+    assert first == two
 
 
 # ---- reading what others wrote
@@ -426,9 +426,9 @@ def test_what_tensorstore_writes_is_read(
         }
         name = dtype.strip("<>|")
         spec = {"driver": "zarr", "kvstore": f"file://{tmp_path}/{name}/", "metadata": metadata}
-        made = ts.open(spec, create=True).result()
+        array = ts.open(spec, create=True).result()
         values = np.arange(7 * 5 * 6).reshape(7, 5, 6) % (2 if name == "b1" else 200)
-        made.write(values.astype(made.dtype.numpy_dtype)).result()
+        array.write(values.astype(array.dtype.numpy_dtype)).result()
     catalog, store = read(tmp_path)
     assert len(catalog.tensors) == 6
     for name in catalog.tensors:
@@ -738,16 +738,16 @@ def test_links_that_lead_in_a_circle_are_not_followed(tmp_path: Path) -> None:
 
 
 def test_edge_chunks_may_hold_anything_beyond_the_tensor(tmp_path: Path) -> None:
-    whole = np.arange(36, dtype="<f4").reshape(6, 6)
+    full = np.arange(36, dtype="<f4").reshape(6, 6)
     store = MemoryStore({".zgroup": b"{}", "w/.zarray": zarray_of(shape=[5, 4], chunks=[3, 3])})
     for row in range(2):
         for column in range(2):
-            block = whole[3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
+            block = full[3 * row : 3 * row + 3, 3 * column : 3 * column + 3]
             store.contents[f"w/{row}.{column}"] = bytearray(block.tobytes())
     catalog = zarr.FORMAT.read(store)
-    assert tensor_bytes(catalog, store, "w").tobytes() == whole[:5, :4].tobytes()
+    assert tensor_bytes(catalog, store, "w").tobytes() == full[:5, :4].tobytes()
     folder = written(catalog, store, zarr.FORMAT, tmp_path / "ours")
-    assert by_tensorstore(folder / "w", "zarr").tobytes() == whole[:5, :4].tobytes()
+    assert by_tensorstore(folder / "w", "zarr").tobytes() == full[:5, :4].tobytes()
 
 
 def test_an_array_of_an_unknown_kind_is_shown_and_the_others_are_read() -> None:
@@ -786,12 +786,12 @@ def test_an_array_of_pickles_is_unsafe_and_the_others_are_read(
         run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", fsync=False))
     run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", exclude=("names",), fsync=False))
     for level in Level:
-        found = [
+        findings = [
             item
             for item in validate(tmp_path / "src", level=level).findings
             if item.severity == Severity.ERROR
         ]
-        assert [(finding.code, finding.file, finding.key) for finding in found] == [
+        assert [(finding.code, finding.file, finding.key) for finding in findings] == [
             ("CK601", "names/.zarray", "names")
         ]
 

@@ -88,9 +88,9 @@ def test_zarr_python_reads_what_we_write_in_the_types_that_it_knows(tmp_path: Pa
     group = zarr_python.open_group(folder, mode="r", zarr_format=3)
     assert set(group.array_keys()) == set(tensors)
     for key, (dtype, shape) in tensors.items():
-        found: Any = group[key]
-        assert found.dtype == np.dtype(dtype)
-        assert as_bytes(found[...]).tobytes() == element_bytes(key, dtype, shape).tobytes(), key
+        array: Any = group[key]
+        assert array.dtype == np.dtype(dtype)
+        assert as_bytes(array[...]).tobytes() == element_bytes(key, dtype, shape).tobytes(), key
 
 
 SHARDED: dict[str, tuple[str, Shape]] = {
@@ -278,9 +278,9 @@ def made_by_tensorstore(folder: Path, dtype: str, metadata: dict[str, Any]) -> b
         "kvstore": f"file://{folder}/",
         "metadata": {"shape": [7, 5, 6], **metadata},
     }
-    made = ts.open(spec, create=True, dtype=ts.dtype(dtype)).result()
-    values = (np.arange(7 * 5 * 6).reshape(7, 5, 6) % 200 + 1).astype(made.dtype.numpy_dtype)
-    made.write(values).result()
+    array = ts.open(spec, create=True, dtype=ts.dtype(dtype)).result()
+    values = (np.arange(7 * 5 * 6).reshape(7, 5, 6) % 200 + 1).astype(array.dtype.numpy_dtype)
+    array.write(values).result()
     return values.tobytes()
 
 
@@ -363,10 +363,10 @@ def test_groups_that_zarr_python_writes_are_read(
     }
     root = zarr_python.open_group(tmp_path / "g", mode="w", zarr_format=3)
     for dtype, value in values.items():
-        made: Any = root.create_group(f"group.{dtype}").create_array(
+        array: Any = root.create_group(f"group.{dtype}").create_array(
             "w", shape=(7, 10), chunks=(2, 3), shards=shards, dtype=dtype, compressors=compressors
         )
-        made[...] = value
+        array[...] = value
     scalar: Any = root.create_array("scalar", shape=(), dtype="i8")
     scalar[...] = 7
     with pytest.warns(UserWarning, match="Consolidated"):
@@ -383,10 +383,10 @@ def test_groups_that_zarr_python_writes_are_read(
 
 
 def test_a_single_array_is_a_tensor_called_array(tmp_path: Path) -> None:
-    made: Any = zarr_python.create_array(
+    array: Any = zarr_python.create_array(
         tmp_path / "one", shape=(4,), chunks=(2,), dtype="i4", compressors=None
     )
-    made[:] = [1, 2, 3, 4]
+    array[:] = [1, 2, 3, 4]
     catalog, store = read(tmp_path / "one")
     assert list(catalog.tensors) == ["array"]
     assert tensor_bytes(catalog, store, "array").tobytes() == np.array([1, 2, 3, 4], "i4").tobytes()
@@ -444,9 +444,9 @@ GOOD: dict[str, Any] = {
 
 def parsed(**changes: object) -> ZarrArray:
     metadata = {name: value for name, value in {**GOOD, **changes}.items() if value != "absent"}
-    kind, found = node_of(json.dumps(metadata).encode(), file="w/zarr.json")
+    kind, node = node_of(json.dumps(metadata).encode(), file="w/zarr.json")
     assert kind == "array"
-    return parse_array(found, file="w/zarr.json", key="w")
+    return parse_array(node, file="w/zarr.json", key="w")
 
 
 def sharded(**changes: object) -> list[object]:

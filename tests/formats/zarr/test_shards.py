@@ -48,8 +48,10 @@ def shard(
     return (index + data if is_first else data + index), len(pairs)
 
 
-def indexed(made: tuple[bytes, int], *, start: int = 0, is_first: bool = False) -> ShardIndex:
-    data, n_inner = made
+def indexed(
+    data_and_count: tuple[bytes, int], *, start: int = 0, is_first: bool = False
+) -> ShardIndex:
+    data, n_inner = data_and_count
     sharding = Sharding(INNER, has_crc=True, is_index_first=is_first)
     store = MemoryStore({"s": bytes(start) + data})
     return read_shard_index(

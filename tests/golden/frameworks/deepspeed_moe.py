@@ -95,9 +95,9 @@ def main(case: str, folder: str) -> None:
         if EXPERTS in name:
             nn.init.normal_(parameter, std=0.2)
     decayed = {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1}
-    others = {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+    undecayed = {"params": [p for p in net.parameters() if p.ndim <= 1], "weight_decay": 0.0}
     param_groups = split_params_into_different_moe_groups_for_optimizer(
-        [decayed | {"name": "decay"}, others | {"name": "rest"}]
+        [decayed | {"name": "decay"}, undecayed | {"name": "rest"}]
     )
     config = {
         "train_micro_batch_size_per_gpu": 4,

@@ -85,8 +85,8 @@ class Module(lightning.LightningModule):
 
 def grouped(model: nn.Module) -> list[dict[str, object]]:
     decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    undecayed = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    return [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}]
 
 
 def samples() -> torch.utils.data.DataLoader[tuple[torch.Tensor, ...]]:

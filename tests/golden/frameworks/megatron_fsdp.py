@@ -151,13 +151,13 @@ def _truth(optimizer: Any) -> dict[str, torch.Tensor]:
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         for parameter, state in member.optimizer.state.items():
             name = member._param_name(parameter).replace("module.", "")
-            for what, tensor in {"fp32_param": parameter.detach(), **state}.items():
+            for kind, tensor in {"fp32_param": parameter.detach(), **state}.items():
                 chunk = gather_and_compute_chunk_metadata(tensor)
                 place = tuple(
                     slice(start, start + n)
                     for start, n in zip(chunk.offsets, chunk.sizes, strict=True)
                 )
-                shards.append((f"{what}.{name}", tensor.shape, place, tensor.to_local()))
+                shards.append((f"{kind}.{name}", tensor.shape, place, tensor.to_local()))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, shards)
     tensors: dict[str, torch.Tensor] = {}

@@ -109,9 +109,11 @@ def main(folder: str) -> None:
     dist_cp.save(state, checkpoint_id=f"{folder}/step-{N_SAVED}")
 
     # Gather the parameters and moments, and give them the names of transformers.
-    whole = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=WHOLE)["state"]
     values = {"fp32": {name: p.full_tensor().detach() for name, p in model.named_parameters()}}
-    values |= {kind: {name: whole[name][kind] for name in whole} for kind in STATES}
+    values |= {
+        kind: {name: optimizer_state[name][kind] for name in optimizer_state} for kind in STATES
+    }
     losses = trained(range(N_SAVED, N_SAVED + N_MORE))
     if dist.get_rank() == 0:
         named = {

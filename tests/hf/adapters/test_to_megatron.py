@@ -47,10 +47,10 @@ def test_every_rank_has_the_parameters_of_megatron_bridge(
         tp, pp = folder.removeprefix("mp_rank_").split("_")
         wanted = load_file(adapters / f"{form}_ranks" / f"tp{int(tp)}_pp{int(pp)}.safetensors")
         model = load_rank_file(path / MODEL_FILE)["model"]
-        found = {name: tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
-        assert found.keys() == wanted.keys()
+        tensors = {name: tensor for name, tensor in model.items() if torch.is_tensor(tensor)}
+        assert tensors.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            assert_same_bits(found[name], tensor, f"{folder}: {name}")
+            assert_same_bits(tensors[name], tensor, f"{folder}: {name}")
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_an_adapter_comes_back_with_its_configuration(
     # Megatron's script loads no adapter without its model.
     assert "--load" not in report.next
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="hf", fsync=False))
-    found, wanted = (load_file(path / WEIGHTS) for path in (tmp_path / "back", source))
-    assert found.keys() == wanted.keys()
+    weights, wanted = (load_file(path / WEIGHTS) for path in (tmp_path / "back", source))
+    assert weights.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert_same_bits(found[name], tensor, name)
+        assert_same_bits(weights[name], tensor, name)
     config = (tmp_path / "back" / "adapter_config.json").read_text()
     assert config == (source / "adapter_config.json").read_text()
 
@@ -128,8 +128,8 @@ def _partial(adapters: Path, tmp_path: Path) -> Path:
     source = tmp_path / "adapter"
     shutil.copytree(adapters / "lora_peft", source)
     tensors = load_file(source / WEIGHTS)
-    kept = {n: t for n, t in tensors.items() if "k_proj" not in n and "gate_proj" not in n}
-    save_file(kept, source / WEIGHTS, {"format": "pt"})
+    remaining = {n: t for n, t in tensors.items() if "k_proj" not in n and "gate_proj" not in n}
+    save_file(remaining, source / WEIGHTS, {"format": "pt"})
     return source
 
 

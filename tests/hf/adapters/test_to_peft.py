@@ -18,13 +18,13 @@ from tests.support.rank_files import assert_same_bits
 WEIGHTS = "adapter_model.safetensors"
 
 
-def assert_same_adapter(found: Path, wanted: Path) -> None:
+def assert_same_adapter(actual: Path, wanted: Path) -> None:
     """Equal tensors, and equal entries of the configuration except for empty ones."""
-    tensors, expected = load_file(found / WEIGHTS), load_file(wanted / WEIGHTS)
+    tensors, expected = load_file(actual / WEIGHTS), load_file(wanted / WEIGHTS)
     assert tensors.keys() == expected.keys()
     for name, tensor in expected.items():
         assert_same_bits(tensors[name], tensor, name)
-    configs = [json.loads((path / "adapter_config.json").read_text()) for path in (found, wanted)]
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in (actual, wanted)]
     first, second = ({name: value for name, value in c.items() if value} for c in configs)
     second.pop("init_lora_weights")  # true, which is peft's default
     assert {name: first[name] for name in second} == second

@@ -33,13 +33,13 @@ def _pieces(key: str, n_rows: int, columns: int, cuts: list[int]) -> list[Fragme
     leading axis.
     """
     bounds = sorted({0, n_rows, *(cut for cut in cuts if cut <= n_rows)})
-    found = []
+    fragments = []
     for start, stop in pairwise(bounds):
         array = StoredArray(
             f"{key}@{start}", "uint8", (1, stop - start + 2, columns), Extent(key, start)
         )
-        found.append(Fragment(Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
-    return found
+        fragments.append(Fragment(Box((start, 0), (stop - start, columns)), array, (0, 1, 0)))
+    return fragments
 
 
 def _stored(key: str, numbers: np.ndarray, columns: int, cuts: list[int]) -> Tensor:
@@ -49,19 +49,19 @@ def _stored(key: str, numbers: np.ndarray, columns: int, cuts: list[int]) -> Ten
 
 def _filled(tensor: Tensor, data: dict[str, np.ndarray]) -> np.ndarray:
     """Return the elements of a tensor, each of which is filled once."""
-    made = np.zeros(tensor.shape, np.int64)
+    filled_array = np.zeros(tensor.shape, np.int64)
     count = np.zeros(tensor.shape, int)
     for piece in tensor.fragments():
         assert piece.array is not None
         stored = data[piece.array.extent.file]  # the whole tensor that the array is cut from
         first = piece.array.extent.offset + piece.at[-2] - 1
         region = tuple(slice(o, e) for o, e in zip(piece.box.offset, piece.box.end, strict=True))
-        made[region] = stored[first : first + piece.box.shape[0], piece.at[-1] :][
+        filled_array[region] = stored[first : first + piece.box.shape[0], piece.at[-1] :][
             :, : piece.box.shape[1]
         ]
         count[region] += 1
     assert (count == 1).all()
-    return made
+    return filled_array
 
 
 @given(_sizes())
@@ -84,9 +84,9 @@ def test_parts_are_dealt_out_group_by_group_and_collected_again(sizes: Sizes) ->
     sources = [_stored(name, part, columns, cuts) for name, part in data.items()]
     fused = fuse.fuse_parts(strips, sources, wanted.shape)
     assert np.array_equal(_filled(fused, data), wanted)
-    whole = _stored("whole", wanted, columns, cuts)
+    projection = _stored("whole", wanted, columns, cuts)
     for number, part in enumerate(parts):
-        taken = fuse.take_apart(strips, number, whole, part.shape)
+        taken = fuse.take_apart(strips, number, projection, part.shape)
         assert np.array_equal(_filled(taken, {"whole": wanted}), part)
 
 
@@ -106,14 +106,14 @@ def entry_of(shape: tuple[int, ...], fragments: list[Fragment], number: int) -> 
     return fragment
 
 
-def test_one_of_a_stack_has_an_axis_less() -> None:
+def test_an_entry_of_a_stack_has_an_axis_less() -> None:
     array = StoredArray("a", "uint8", (4, 2, 3), Extent("f", 0))
     pieces = [Fragment(full_box((4, 2, 3)), array, (0, 0, 0))]
     entry = entry_of((4, 2, 3), pieces, 2)
     assert (entry.box, entry.at) == (full_box((2, 3)), (2, 0, 0))
 
 
-def test_one_of_a_stack_whose_entries_are_stored_alone() -> None:
+def test_an_entry_of_a_stack_may_be_stored_alone() -> None:
     arrays = [
         StoredArray(f"a{number}", "uint8", (2, 3), Extent("f", number)) for number in range(4)
     ]
@@ -146,20 +146,20 @@ def test_the_halves_of_the_columns_are_exchanged_however_the_matrix_is_cut(
     row_bounds = sorted({0, n_rows, *(row for row in rows if row <= n_rows)})
     column_bounds = sorted({0, 2 * half, *(column for column in columns if column <= 2 * half)})
     for top, bottom in pairwise(row_bounds):
-        for left, right in pairwise(column_bounds):
+        for start, right in pairwise(column_bounds):
             # Each piece has a margin of one column in its array.
             array = StoredArray(
-                f"{top},{left}", "uint8", (bottom - top, right - left + 1), Extent("f", 0)
+                f"{top},{start}", "uint8", (bottom - top, right - start + 1), Extent("f", 0)
             )
-            arrays[array.name] = np.pad(matrix[top:bottom, left:right], ((0, 0), (1, 0)))
-            box = Box((top, left), (bottom - top, right - left))
+            arrays[array.name] = np.pad(matrix[top:bottom, start:right], ((0, 0), (1, 0)))
+            box = Box((top, start), (bottom - top, right - start))
             pieces.append(Fragment(box, array, (0, 1)))
     result = np.full_like(matrix, 255)
     stored = Tensor("uint8", matrix.shape, lambda: pieces)
     for fragment in fuse.swap_halves(stored).fragments():
         assert fragment.array is not None
-        (top, left), (n, m), (row, column) = fragment.box.offset, fragment.box.shape, fragment.at
-        result[top : top + n, left : left + m] = arrays[fragment.array.name][
+        (top, start), (n, m), (row, column) = fragment.box.offset, fragment.box.shape, fragment.at
+        result[top : top + n, start : start + m] = arrays[fragment.array.name][
             row : row + n, column : column + m
         ]
     assert np.array_equal(result, np.concatenate((matrix[:, half:], matrix[:, :half]), axis=1))

@@ -54,8 +54,8 @@ def test_layers_are_those_of_the_interval_where_the_configuration_does_not_list_
     }
 
     def frequency(**changes: object) -> object:
-        made = build_arguments(config | changes, families()["qwen3_next"], **options)  # type: ignore[arg-type]
-        return made["linear_attention_freq"]
+        fields = build_arguments(config | changes, families()["qwen3_next"], **options)  # type: ignore[arg-type]
+        return fields["linear_attention_freq"]
 
     types = {"l": "linear_attention", "f": "full_attention"}
     assert frequency(layer_types=None) == 4
@@ -73,5 +73,5 @@ def test_a_run_of_a_later_megatron_calls_the_layers_gdn(tmp_path: Path) -> None:
     _, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder))
     fields = arguments(middle) | {"experimental_attention_variant": "gdn", ARGUMENT: None}
-    made = to_hf(replace(middle, args=make_namespace(fields)))
-    assert b'"qwen3_5_text"' in made.documents["config.json"]
+    model = to_hf(replace(middle, args=make_namespace(fields)))
+    assert b'"qwen3_5_text"' in model.documents["config.json"]

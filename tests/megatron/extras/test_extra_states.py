@@ -54,9 +54,9 @@ def test_a_tensor_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     source = with_state(golden, tmp_path / "a", both(as_tensor(data)))
     report = resharded(source, tmp_path / "out", tp=4)
     for folder in rank_dirs(tmp_path / "out"):
-        found = model_of(tmp_path / "out", folder)[STATE]
-        assert found.dtype == torch.uint8
-        assert bytes(found.numpy()) == data
+        state = model_of(tmp_path / "out", folder)[STATE]
+        assert state.dtype == torch.uint8
+        assert bytes(state.numpy()) == data
     assert not any(STATE in text for text in report.dropped)
 
 
@@ -66,9 +66,9 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     source = with_state(golden, tmp_path / "a", {folder: io.BytesIO(data) for folder in both(0)})
     resharded(source, tmp_path / "out", tp=4)
     for folder in rank_dirs(tmp_path / "out"):
-        found = model_of(tmp_path / "out", folder)[STATE]
-        assert isinstance(found, io.BytesIO)
-        assert found.getvalue() == data
+        stream = model_of(tmp_path / "out", folder)[STATE]
+        assert isinstance(stream, io.BytesIO)
+        assert stream.getvalue() == data
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     ids=["tensor", "stream"],
 )
 @pytest.mark.parametrize(
-    ("one", "other", "why"),
+    ("first", "other", "why"),
     [
         (delayed(1.5), delayed(2.5), "delayed FP8 scaling.*repeats the measurements"),
         (
@@ -90,10 +90,10 @@ def test_a_stream_that_all_ranks_share_is_kept(golden: Path, tmp_path: Path, dat
     ids=["delayed", "recipe", "one_empty"],
 )
 def test_states_that_differ_become_empty_with_a_note(
-    golden: Path, tmp_path: Path, kind: Any, one: bytes, other: bytes, why: str
+    golden: Path, tmp_path: Path, kind: Any, first: bytes, other: bytes, why: str
 ) -> None:
     source = with_state(
-        golden, tmp_path / "a", {"mp_rank_00": kind(one), "mp_rank_01": kind(other)}
+        golden, tmp_path / "a", {"mp_rank_00": kind(first), "mp_rank_01": kind(other)}
     )
     report = resharded(source, tmp_path / "out", tp=1)
     model = model_of(tmp_path / "out", "mp_rank_00")
@@ -127,8 +127,8 @@ def test_torch_dist_takes_what_is_kept(golden: Path, tmp_path: Path) -> None:
     source = with_state(golden, tmp_path / "a", both(io.BytesIO(RECIPE)))
     resharded(source, tmp_path / "dist", "torch_dist", tp=2)
     resharded(tmp_path / "dist", tmp_path / "out", tp=1)
-    found = model_of(tmp_path / "out", "mp_rank_00")[STATE]
-    assert found.getvalue() == RECIPE
+    stream = model_of(tmp_path / "out", "mp_rank_00")[STATE]
+    assert stream.getvalue() == RECIPE
 
 
 PACKED = "decoder.layers.1.mlp.experts.linear_fc1._extra_state"
@@ -151,17 +151,17 @@ def grouped(golden: Path, target: Path, case: str, state: Any) -> Path:
     for path in rank_dirs(source).values():
         file = path / "model_optim_rng.pt"
         loaded = torch.load(file, weights_only=False)
-        made: dict[str, Any] = {}
+        entries: dict[str, Any] = {}
         for name, value in loaded["model"].items():
-            before, found, rest = name.partition("local_experts.")
+            before, sep, rest = name.partition("local_experts.")
             number, _, field = rest.partition(".")
-            if not found:
-                made[name] = value
+            if not sep:
+                entries[name] = value
             elif field.endswith("_extra_state"):
-                made[f"{before}{field}"] = state if f"{before}{field}" == PACKED else None
+                entries[f"{before}{field}"] = state if f"{before}{field}" == PACKED else None
             else:
-                made[f"{before}{field}{number}"] = value
-        loaded["model"] = made
+                entries[f"{before}{field}{number}"] = value
+        loaded["model"] = entries
         torch.save(loaded, file)
     return source
 
@@ -229,7 +229,7 @@ def test_maxima_that_differ_are_found(golden: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "what"),
+    ("name", "value", "message"),
     [
         (AMAX, torch.ones(128, 1), "per-channel scales of a quantized model"),
         (AMAX.replace("_amax", "_scale"), torch.ones(()), r"quantized models \(ModelOpt\)"),
@@ -237,10 +237,10 @@ def test_maxima_that_differ_are_found(golden: Path, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_determined_is_refused_by_name(
-    golden: Path, tmp_path: Path, name: str, value: torch.Tensor, what: str
+    golden: Path, tmp_path: Path, name: str, value: torch.Tensor, message: str
 ) -> None:
     source = with_entry(golden, tmp_path / "a", name, value)
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         resharded(source, tmp_path / "out", tp=1)
 
 

@@ -166,8 +166,8 @@ def test_states_by_data_parallel_rank_are_those_of_their_expert_ranks() -> None:
         f"rng_state/shard_0.0.{dp}_1.1.8": replace(item, value=[states[topology.rank_of(dp, 0)]])
         for dp in range(8)
     }
-    found = with_facts(replace(source, objects=objects), MegatronModel, rng_states={})
-    target = shard(found, topology, rules=RULES, rng="keep")
+    changed = with_facts(replace(source, objects=objects), MegatronModel, rng_states={})
+    target = shard(changed, topology, rules=RULES, rng="keep")
     assert states_of(target) == {rank: [{"seed": str(rank)}] for rank in topology.ranks()}
     (dropped,) = target.dropped
     assert dropped.names == tuple(f"rng_state/shard_0.0.{dp}_1.1.8" for dp in range(4, 8))

@@ -68,8 +68,8 @@ def test_groups_of_buffers_tell_the_sizes_experts_included(topology: Topology) -
         "expert_model_parallel_size": topology.ep,
         "expert_tensor_parallel_size": topology.expert_tp,
     }
-    found = get_saved_sizes(stored(topology))
-    assert found == (sizes | of_experts if topology.ep > 1 else sizes)
+    sizes_per_buffer = get_saved_sizes(stored(topology))
+    assert sizes_per_buffer == (sizes | of_experts if topology.ep > 1 else sizes)
 
 
 def test_without_buffers_the_embedding_tells_tensor_parallelism_alone() -> None:

@@ -166,8 +166,11 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
     ) as caught:
         shard(source, Topology(tp=3), rules=RULES)
     assert "--vocab-size" in (caught.value.hint or "")
-    told = unshard(catalog, rules=RULES, vocab_size=38)
-    assert shard(told, Topology(tp=3), rules=RULES).tensors["output_layer.weight"].shape == (48, 12)
+    sized = unshard(catalog, rules=RULES, vocab_size=38)
+    assert shard(sized, Topology(tp=3), rules=RULES).tensors["output_layer.weight"].shape == (
+        48,
+        12,
+    )
 
 
 def test_a_vocabulary_above_the_stored_rows_is_refused() -> None:

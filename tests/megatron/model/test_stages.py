@@ -74,8 +74,8 @@ def test_layers_that_do_not_divide_name_the_sizes_and_the_options_that_do(n_mtp:
     assert "PP sizes that do: 1, 61;" in hint
     assert "--decoder-first-pipeline-num-layers" in hint
     example = hint.rpartition("such as ")[2].strip("'")
-    made = split_layers(61, pp=16, pipeline=Pipeline(layout=parse_layout(example)), n_mtp=n_mtp)
-    assert made.counts == ((3, *[4] * 13, 3, 3),)
+    split = split_layers(61, pp=16, pipeline=Pipeline(layout=parse_layout(example)), n_mtp=n_mtp)
+    assert split.counts == ((3, *[4] * 13, 3, 3),)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_arguments_of_a_new_distribution_replace_those_of_the_old_one() -> None:
 
 def configurations() -> list[Options]:
     """Distributions of all kinds, those that Megatron refuses among them."""
-    found: list[Options] = []
+    cases: list[Options] = []
     for n, pp, vpp in product((1, 2, 3, 4, 6, 8, 9, 12, 15), (1, 2, 3, 4), (None, 2, 3)):
         if pp == 1 and vpp is not None:
             continue
@@ -225,18 +225,18 @@ def configurations() -> list[Options]:
                 "account_for_embedding_in_pipeline_split": embedding,
                 "account_for_loss_in_pipeline_split": loss,
             }
-            found.append(base | more)
+            cases.append(base | more)
         if pp > 1 and n > 2:
             for first, last in product((None, 1, 2, 3, 4, 6), repeat=2):
                 if first is not None or last is not None:
-                    found.append(
+                    cases.append(
                         base
                         | {
                             "num_layers_in_first_pipeline_stage": first,
                             "num_layers_in_last_pipeline_stage": last,
                         }
                     )
-    return found + layouts()
+    return cases + layouts()
 
 
 def layouts() -> list[Options]:
@@ -244,7 +244,7 @@ def layouts() -> list[Options]:
     prediction.
     """
     random.seed(7)
-    found: list[Options] = []
+    cases: list[Options] = []
     for _ in range(300):
         n, n_mtp = random.randint(1, 9), random.choice((0, 0, 1, 2))
         pp, vpp = random.randint(1, 4), random.choice((1, 2, 3))
@@ -259,7 +259,7 @@ def layouts() -> list[Options]:
         )
         parts[where] += "m" * n_mtp
         parts[-1] += "L"
-        found.append(
+        cases.append(
             {
                 "num_layers": n + (random.random() < 0.05),
                 "mtp_num_layers": n_mtp or None,
@@ -269,7 +269,7 @@ def layouts() -> list[Options]:
                 ),
             }
         )
-    return found
+    return cases
 
 
 def ours(options: Mapping[str, object]) -> tuple[LayerSplit, list[int]]:
@@ -313,12 +313,12 @@ def test_counts_and_offsets_are_those_of_megatron_core() -> None:
             )
             n_ours += 1
             continue
-        made = [
+        splits = [
             [split.counts[v][p], split.offset(v, p)]
             for v in range(len(split.counts))
             for p in range(len(split.counts[0]))
         ]
-        assert made == [answer[:2] for answer in answer], options
+        assert splits == [answer[:2] for answer in answer], options
         if mtp:
             assert mtp == [n for _, _, n in answer], options
         n_equal += 1

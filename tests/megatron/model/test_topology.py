@@ -121,10 +121,10 @@ def test_missing_and_unexpected_directories_are_listed() -> None:
 
 def test_the_older_set_of_expert_writers_is_found() -> None:
     topology = Topology(tp=4, ep=2, etp=1)
-    found = matched_dirs(
+    folders = matched_dirs(
         ["mp_rank_00_000", "mp_rank_01_001"], rank_dirs(topology, world_size=8), topology=topology
     )
-    assert list(found) == ["mp_rank_00_000", "mp_rank_01_001"]
+    assert list(folders) == ["mp_rank_00_000", "mp_rank_01_001"]
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0])

@@ -47,24 +47,24 @@ def groups_for(
 def test_a_stage_lists_the_groups_that_the_version_lists(
     version: str | None, as_needed: list[int], norms_only: list[int]
 ) -> None:
-    found = groups_for(version, (NO_WD, ("norm",)), (WD, ("matrix",)))
-    number = {settings["wd_mult"]: i for i, settings in enumerate(found.settings)}
+    group_order = groups_for(version, (NO_WD, ("norm",)), (WD, ("matrix",)))
+    number = {settings["wd_mult"]: i for i, settings in enumerate(group_order.settings)}
     numbers = [number[0.0], number[1.0]]  # of norms, of matrices
-    assert found.order(["norm", "matrix"]) == [numbers[i] for i in as_needed]
-    assert found.order(["norm"]) == [numbers[i] for i in norms_only]
+    assert group_order.order(["norm", "matrix"]) == [numbers[i] for i in as_needed]
+    assert group_order.order(["norm"]) == [numbers[i] for i in norms_only]
     is_new = version == "0.16.1"
-    assert found.order(["matrix", "norm"]) == [numbers[1], numbers[0]]
-    assert [settings.get("default_config") for settings in found.settings] == [
+    assert group_order.order(["matrix", "norm"]) == [numbers[1], numbers[0]]
+    assert [settings.get("default_config") for settings in group_order.settings] == [
         True if is_new else None
     ] * 2
 
 
 def test_groups_of_new_files_lose_what_old_versions_do_not_have() -> None:
-    found = groups_for("0.12", (NEW_WD, ("matrix",)), (NEW_NO_WD, ("norm",)))
-    assert list(found.settings) == [WD, NO_WD]
-    assert found.order(["norm", "matrix"]) == [1, 0]
-    found = groups_for("0.16", (NEW_WD, ("matrix",)), (NEW_NO_WD, ("norm",)))
-    assert list(found.settings) == [NEW_WD, NEW_NO_WD]
+    group_order = groups_for("0.12", (NEW_WD, ("matrix",)), (NEW_NO_WD, ("norm",)))
+    assert list(group_order.settings) == [WD, NO_WD]
+    assert group_order.order(["norm", "matrix"]) == [1, 0]
+    group_order = groups_for("0.16", (NEW_WD, ("matrix",)), (NEW_NO_WD, ("norm",)))
+    assert list(group_order.settings) == [NEW_WD, NEW_NO_WD]
 
 
 def test_groups_that_a_version_describes_otherwise_are_refused() -> None:

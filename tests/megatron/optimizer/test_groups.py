@@ -98,10 +98,10 @@ def test_settings_and_arguments_tell_what_a_group_has(
         else [replace(param, is_expert=False) for param in PARAMS]
     )
     wanted = tuple(members for _, members in groups)
-    found = assign(
+    assignment = assign(
         params, [slots(*group) for group in groups], tuple(policies_of(args)), agrees=None
     )
-    assert found == wanted
+    assert assignment == wanted
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +109,10 @@ def megatron() -> dict[str, list[tuple[dict[str, object], list[str]]]]:
     """What megatron-core makes of ``PARAMS``, for each case of ``groups_oracle``."""
     params = json.dumps([(param.name, param.shape, param.is_expert) for param in PARAMS])
     script = Path(groups_oracle.__file__)
-    made = forked.run([script], input=params, check=True)
-    found = json.loads(made.stdout.splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+    process = forked.run([script], input=params, check=True)
+    answers = json.loads(process.stdout.splitlines()[-1])
+    assert isinstance(answers, dict)
+    return answers
 
 
 @pytest.mark.parametrize("case", groups_oracle.CASES)
@@ -130,22 +130,22 @@ def test_groups_are_those_that_megatron_makes(
     assert assign(PARAMS, groups, policies, agrees=None) == wanted
     shuffled = [groups[-1], *groups[:-1]]
     assert assign(PARAMS, shuffled, policies, agrees=None) == (wanted[-1], *wanted[:-1])
-    held = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
+    n_axes = {name: 2 - (len(PARAMS[i].shape) == 1) for name, i in place.items()}
     optimizer = Optimizer("float16", tuple(ParamGroup(settings) for settings, _ in megatron[case]))
     args = {**MOE.args(Topology(ep=2)), **groups_oracle.CASES[case]}
     target = target_of(
         optimizer, make_namespace(args), topology=Topology(ep=4), facts=parse_facts(args)
     )
-    found = target_groups(target, held)
+    assigned = target_groups(target, n_axes)
     for settings, names in megatron[case]:
-        assert all(found.settings[found.group_of[name]] == settings for name in names)
+        assert all(assigned.settings[assigned.group_of[name]] == settings for name in names)
     order = [
         settings
         for settings, _ in sorted(
-            megatron[case], key=lambda one: bool(one[0]["is_expert_parallel"])
+            megatron[case], key=lambda group: bool(group[0]["is_expert_parallel"])
         )
     ]
-    assert (list(found.settings), found.is_sorted) == (order, True)
+    assert (list(assigned.settings), assigned.is_sorted) == (order, True)
 
 
 def test_the_policy_of_the_arguments_is_the_first() -> None:
@@ -178,11 +178,11 @@ def test_muon_precedes_adam_and_its_experts_have_an_optimizer_with_expert_parall
         ParamGroup({**WD, **MUON}, ("router", EXPERT)),
         ParamGroup({**WD, **ADAM}, ("e",)),
     )
-    found = at(Topology(), Topology(ep=2), embedding, router)
-    assert found.group_of == {"router": 0, EXPERT: 1, "e": 2}
-    assert found.by_member([2, 1, 0]) == [[0], [1], [2]]
-    found = at(Topology(), Topology(), embedding, router)
-    assert found.by_member(range(2)) == [[0], [1]]
+    groups = at(Topology(), Topology(ep=2), embedding, router)
+    assert groups.group_of == {"router": 0, EXPERT: 1, "e": 2}
+    assert groups.by_member([2, 1, 0]) == [[0], [1], [2]]
+    groups = at(Topology(), Topology(), embedding, router)
+    assert groups.by_member(range(2)) == [[0], [1]]
 
 
 def test_rank_files_of_a_muon_distributed_by_layers_are_refused() -> None:
@@ -209,12 +209,12 @@ def test_groups_that_look_alike_are_told_by_their_masters() -> None:
     ]
     groups = [slots({**WD, "lr_mult": 0.5}, (1, 2), params), slots(WD, (0,), params)]
     true = {(1, 0, 0), (2, 0, 1), (0, 1, 0)}
-    found = assign(params, groups, tuple(policies_of({})), agrees=lambda *which: which in true)
-    assert found == ((1, 2), (0,))
+    assignment = assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: pair in true)
+    assert assignment == ((1, 2), (0,))
     with pytest.raises(UnsupportedError, match="several assignments"):
         assign(params, groups, tuple(policies_of({})), agrees=None)
     with pytest.raises(UnsupportedError, match="do not fit"):
-        assign(params, groups, tuple(policies_of({})), agrees=lambda *which: False)
+        assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: False)
 
 
 def test_a_policy_cannot_tell_groups_of_the_same_traits() -> None:
@@ -230,23 +230,23 @@ def test_an_identity_has_what_tells_groups_apart() -> None:
 
 
 def merged(*ranks: Sequence[tuple[dict[str, object], Sequence[str]]]) -> MergedGroups:
-    found = MergedGroups(lambda new, old: None)
+    merged_groups = MergedGroups(lambda new, old: None)
     for number, groups in enumerate(ranks):
-        found.add(f"mp_rank_{number:02d}", groups)
-    return found
+        merged_groups.add(f"mp_rank_{number:02d}", groups)
+    return merged_groups
 
 
 def test_ranks_may_list_groups_in_any_order_and_leave_empty_ones_out() -> None:
-    found = merged([(WD, "a")], [(EXPERTS, "c"), (NO_WD, "b"), (WD, "d")])
-    assert [group.params for group in found.groups()] == [("a", "d"), ("b",), ("c",)]
-    assert found.omits_empty is True
+    groups = merged([(WD, "a")], [(EXPERTS, "c"), (NO_WD, "b"), (WD, "d")])
+    assert [group.params for group in groups.groups()] == [("a", "d"), ("b",), ("c",)]
+    assert groups.omits_empty is True
     assert merged([(WD, "a"), (NO_WD, "")], [(WD, "a"), (NO_WD, "b")]).omits_empty is False
     assert merged([(WD, "a"), (NO_WD, "b")]).omits_empty is None
 
 
 def test_an_empty_group_may_miss_the_steps() -> None:
-    found = merged([(WD, "")], [({**WD, "step": 3}, "a")], [(WD, "")])
-    assert found.groups()[0].settings["step"] == 3
+    groups = merged([(WD, "")], [({**WD, "step": 3}, "a")], [(WD, "")])
+    assert groups.groups()[0].settings["step"] == 3
     with pytest.raises(
         CorruptError,
         match="step of the optimizer's param group 0 is 4 here, but 3 in mp_rank_00",
@@ -278,21 +278,21 @@ def at(source: Topology, target: Topology, *groups: ParamGroup) -> TargetGroups:
 
 
 def test_experts_have_groups_of_their_own_with_expert_parallelism_only() -> None:
-    found = at(Topology(), Topology(ep=2), ParamGroup(WD, ("router", EXPERT)))
-    assert [settings["is_expert_parallel"] for settings in found.settings] == [False, True]
-    assert found.group_of == {"router": 0, EXPERT: 1}
-    found = at(
+    groups = at(Topology(), Topology(ep=2), ParamGroup(WD, ("router", EXPERT)))
+    assert [settings["is_expert_parallel"] for settings in groups.settings] == [False, True]
+    assert groups.group_of == {"router": 0, EXPERT: 1}
+    groups = at(
         Topology(ep=2), Topology(), ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,))
     )
-    assert [settings["is_expert_parallel"] for settings in found.settings] == [False]
+    assert [settings["is_expert_parallel"] for settings in groups.settings] == [False]
     old = {"wd_mult": 1.0, "lr_mult": 1.0}
     assert len(at(Topology(), Topology(ep=2), ParamGroup(old, ("router", EXPERT))).settings) == 1
 
 
 def test_without_expert_parallelism_another_tp_of_experts_is_treated_as_the_source_does() -> None:
     a, b = Topology(tp=2, etp=1), Topology(tp=4, etp=2)
-    found = at(a, b, ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,)))
-    assert found.group_of == {"router": 0, EXPERT: 1}
+    groups = at(a, b, ParamGroup(WD, ("router",)), ParamGroup(EXPERTS, (EXPERT,)))
+    assert groups.group_of == {"router": 0, EXPERT: 1}
     assert (
         len(
             at(
@@ -316,8 +316,8 @@ def test_groups_without_names_go_by_the_arguments_or_are_refused() -> None:
     args = MOE.args(Topology())
     params = {"embedding.word_embeddings.weight": 2, "decoder.final_layernorm.weight": 1}
     by_decay = Optimizer("float16", (ParamGroup(NO_WD), ParamGroup(WD)))
-    found = target_groups(target_of(by_decay, args, topology=Topology()), params)
-    assert [found.settings[found.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
+    groups = target_groups(target_of(by_decay, args, topology=Topology()), params)
+    assert [groups.settings[groups.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
     unknown = Optimizer("float16", (ParamGroup(WD), ParamGroup({**WD, "lr_mult": 2.0})))
     with pytest.raises(UnsupportedError, match="do not follow from the groups.? settings"):
         target_groups(target_of(unknown, args, topology=Topology()), params)

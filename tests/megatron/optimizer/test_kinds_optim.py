@@ -43,8 +43,8 @@ class Built:
 
     def held(self, rank: Rank, topology: Topology) -> dict[str, dict[str, np.ndarray]]:
         sizes = (topology.tp, topology.pp, topology.ep)
-        held = files(self.folder, self.name, sizes)[rank_dir(topology, rank)]
-        return {"model": {name: array for name, array in held.items() if array is not None}}
+        arrays = files(self.folder, self.name, sizes)[rank_dir(topology, rank)]
+        return {"model": {name: array for name, array in arrays.items() if array is not None}}
 
     def args(self, topology: Topology) -> dict[str, object]:
         return KINDS[self.name].arguments(topology)
@@ -70,10 +70,15 @@ def test_the_optimizer_is_that_of_a_run_at_the_target(
     layouts = [Topology(tp=tp, pp=pp, ep=ep) for tp, pp, ep in KINDS[name].layouts if ep == 1]
     is_long = request.config.getoption("--long")
     layouts = layouts if is_long else [layouts[0], layouts[-1]]
-    roots = {one: save(model, one, tmp_path / f"saved {one}", STYLES[name]) for one in layouts}
+    roots = {
+        layout: save(model, layout, tmp_path / f"saved {layout}", STYLES[name])
+        for layout in layouts
+    }
     pairs = set(zip(layouts, [*layouts[1:], layouts[0]], strict=True))
     if is_long:
-        pairs |= {(layouts[0], one) for one in layouts} | {(one, layouts[0]) for one in layouts}
+        pairs |= {(layouts[0], layout) for layout in layouts} | {
+            (layout, layouts[0]) for layout in layouts
+        }
     for a, b in pairs:
         out = tmp_path / f"{a} to {b}"
         reshard(roots[a], out, b)

@@ -42,10 +42,10 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     for number, (source, theirs) in enumerate(OURS.items()):
         folder = golden / theirs / "iter_0000010"
         cases[theirs] = {"dir": str(folder), "objects": [], "has_common": False}
-        made = root / str(number)
+        dst = root / str(number)
         sizes = TopologyChange(tp=2, pp=2)
-        run(Job(src=golden / source, dst=made, to="torch_dist", topology=sizes, fsync=False))
-        folder = made / "iter_0000010"
+        run(Job(src=golden / source, dst=dst, to="torch_dist", topology=sizes, fsync=False))
+        folder = dst / "iter_0000010"
         has_common = (
             "mcore0121" in source
         )  # the arguments of HEAD name enums that 0.16.1 does not have
@@ -54,8 +54,8 @@ def answers(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
             "objects": sorted(catalog_of(folder).objects),
             "has_common": has_common,
         }
-    found: dict[str, dict[str, Any]] = asked("-c", SCRIPT, question=cases)
-    return found
+    answered: dict[str, dict[str, Any]] = asked("-c", SCRIPT, question=cases)
+    return answered
 
 
 @pytest.mark.parametrize("source", OURS)

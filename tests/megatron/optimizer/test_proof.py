@@ -55,8 +55,8 @@ def test_strides_are_honoured() -> None:
 
 def test_a_sample_is_from_the_beginning_the_middle_and_the_end() -> None:
     a, data = stored(torch.arange(1000, dtype=torch.float32), "a")
-    found = np.frombuffer(sample_array(MemoryStore({"a": data}), a), np.float32)
-    assert found.tolist() == [*range(16), *range(500, 516), *range(984, 1000)]
+    numbers = np.frombuffer(sample_array(MemoryStore({"a": data}), a), np.float32)
+    assert numbers.tolist() == [*range(16), *range(500, 516), *range(984, 1000)]
 
 
 def test_nans_equal_each_other_and_zeros_keep_their_sign() -> None:
@@ -85,13 +85,13 @@ def test_a_few_elements_are_rounded_as_numpy_rounds_them(target: str) -> None:
     data = edges()
     wanted = bytearray(len(data) // 2)
     find_cast("float32", target)(memoryview(data), memoryview(wanted))
-    found = few(data)
+    rounded = few(data)
     infinity = {"bfloat16": 0x7F80, "float16": 0x7C00}[target]
-    a, b = (np.frombuffer(bits, "<u2") & 0x7FFF for bits in (found, wanted))
+    a, b = (np.frombuffer(bits, "<u2") & 0x7FFF for bits in (rounded, wanted))
     is_number = b <= infinity
     assert np.array_equal(a > infinity, ~is_number)
     assert np.array_equal(
-        np.frombuffer(found, "<u2")[is_number], np.frombuffer(wanted, "<u2")[is_number]
+        np.frombuffer(rounded, "<u2")[is_number], np.frombuffer(wanted, "<u2")[is_number]
     )
 
 

@@ -34,11 +34,11 @@ def test_there_and_back_gives_the_first_files_again(
     _run(first, tmp_path / "te", TE)
     _run(tmp_path / "te", tmp_path / "local", "local")
     assert_same_weights(tmp_path / "local", first)
-    there = load_rank_file(next(iter(rank_dirs(tmp_path / "te").values())) / MODEL_FILE)
-    here = load_rank_file(next(iter(rank_dirs(first).values())) / MODEL_FILE)
-    assert there["args"].transformer_impl == TE
-    before = {name for name, value in here["model"].items() if isinstance(value, torch.Tensor)}
-    after = {name for name, value in there["model"].items() if isinstance(value, torch.Tensor)}
+    converted = load_rank_file(next(iter(rank_dirs(tmp_path / "te").values())) / MODEL_FILE)
+    original = load_rank_file(next(iter(rank_dirs(first).values())) / MODEL_FILE)
+    assert converted["args"].transformer_impl == TE
+    before = {name for name, value in original["model"].items() if isinstance(value, torch.Tensor)}
+    after = {name for name, value in converted["model"].items() if isinstance(value, torch.Tensor)}
     norm = "pre_mlp_layernorm" if model == "moe_seq" else "mlp.linear_fc1.layer_norm"
     assert sorted(
         name for name in after if ".layers.0." in name and "norm" in name and "weight" in name
@@ -93,11 +93,13 @@ def test_a_norm_before_experts_keeps_its_name_in_transformer_engines_torch_dist(
     golden: Path, tmp_path: Path
 ) -> None:
     _run(golden / "mcore_torch_dist/moe_seq/tp2_pp2_ep2", tmp_path / "te", TE)
-    found = open_checkpoint(tmp_path / "te")
-    assert "decoder.layers.pre_mlp_layernorm.weight" in found.catalog.tensors
-    assert "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in found.catalog.tensors
-    back = unshard(found.catalog, rules=RULES)
-    found.store.close()
+    checkpoint = open_checkpoint(tmp_path / "te")
+    assert "decoder.layers.pre_mlp_layernorm.weight" in checkpoint.catalog.tensors
+    assert (
+        "decoder.layers.self_attention.linear_qkv.layer_norm_weight" in checkpoint.catalog.tensors
+    )
+    back = unshard(checkpoint.catalog, rules=RULES)
+    checkpoint.store.close()
     assert "decoder.layers.0.pre_mlp_layernorm.weight" in back.tensors
 
 

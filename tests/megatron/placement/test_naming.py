@@ -35,17 +35,17 @@ def runs() -> list[dict[str, int | str]]:
     """Runs of all sizes at which every rank has a file of its own, with one, two and three
     copies.
     """
-    found: list[dict[str, int | str]] = []
+    listed: list[dict[str, int | str]] = []
     orders = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
     for tp, pp, ep, cp, copies, order in product(
         (1, 2, 4, 6), (1, 2), (1, 2, 4, 8), (1, 2), (1, 2, 3), orders
     ):
         for etp in (size for size in (1, 2, tp) if tp % size == 0):
             world = pp * lcm(tp * cp, etp * ep) * copies
-            found.append(
+            listed.append(
                 {"world": world, "tp": tp, "pp": pp, "ep": ep, "etp": etp, "cp": cp, "order": order}
             )
-    return found
+    return listed
 
 
 def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None:
@@ -66,12 +66,12 @@ def test_written_and_expected_directories_are_those_of_megatrons_ranks() -> None
             name for name, (*_, dp, edp) in zip(names, answer, strict=True) if dp == 0 or edp == 0
         }
         older = {name for name, (*_, edp) in zip(names, answer, strict=True) if edp == 0}
-        known = [
+        folders = [
             set(names)
             for names in rank_dirs(topology, world_size=int(run["world"]), cp=int(run["cp"]))
         ]
-        assert newer == known[0], run
-        assert older in known or ep == 1, run
+        assert newer == folders[0], run
+        assert older in folders or ep == 1, run
         n_runs += 1
         n_other_order += run["order"] == "tp-cp-ep-pp-dp" and ep > 1 and pp > 1
     assert n_runs > 500 and n_other_order > 20
@@ -84,8 +84,10 @@ def test_one_name_is_read_by_the_arguments(golden: Path, tmp_path: Path) -> None
     ):
         checkpoint = open_checkpoint(golden / source)
         ranks = ranks_of(checkpoint.catalog)
-        (found,) = (dict(where) for where, (name, _) in ranks.items() if name == "mp_rank_00_001")
-        assert found["pp"] == coords["pp"] and found.get("ep", 0) == coords["ep"]
+        (of_second_rank,) = (
+            dict(where) for where, (name, _) in ranks.items() if name == "mp_rank_00_001"
+        )
+        assert of_second_rank["pp"] == coords["pp"] and of_second_rank.get("ep", 0) == coords["ep"]
 
 
 def test_names_of_other_sizes_are_listed(
@@ -153,8 +155,8 @@ def test_only_pairs_of_ranks_that_exist_are_written(
 
 def test_a_world_that_nobody_tells_is_the_smallest(golden: Path) -> None:
     topology = Topology(tp=4, ep=2, etp=1)
-    told, untold = rank_dirs(topology, world_size=4), rank_dirs(topology)
-    assert told == untold
+    stated, untold = rank_dirs(topology, world_size=4), rank_dirs(topology)
+    assert stated == untold
     assert fields_of(open_checkpoint(golden / DENSE / "tp1_pp1").catalog.args)["world_size"] == 1
 
 

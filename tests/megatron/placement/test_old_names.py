@@ -120,14 +120,16 @@ def test_the_global_tensors_are_the_true_ones(golden: Path, tmp_path: Path, vers
         change=order,
     )
     store = LocalStore(tmp_path / "a" / "iter_0000010")
-    found = unshard(megatron.read(store), rules=RULES)
+    unsharded = unshard(megatron.read(store), rules=RULES)
     true = oracle(golden, "dense_gelu")
-    assert len(found.tensors) == len(true)
+    assert len(unsharded.tensors) == len(true)
     for layer in range(4):
         for field in ("weight", "bias"):
             name = f"layers.{layer}.self_attention.query_key_value.{field}"
             wanted = true[f"decoder.layers.{layer}.self_attention.linear_qkv.{field}"]
-            assert (tensor_bytes(found, store, f"language_model.encoder.{name}") == wanted).all()
+            assert (
+                tensor_bytes(unsharded, store, f"language_model.encoder.{name}") == wanted
+            ).all()
 
 
 def test_an_optimizer_follows_the_old_names(golden: Path, tmp_path: Path) -> None:
@@ -210,10 +212,10 @@ def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
         assert [group["params"] for group in ours["optimizer"]["param_groups"]] == [
             group["params"] for group in theirs["optimizer"]["param_groups"]
         ]
-        for mine, wanted in zip(
+        for master, wanted in zip(
             ours["fp32_from_fp16_params"], theirs["fp32_from_fp16_params"], strict=True
         ):
-            assert [torch.equal(a, b) for a, b in zip(mine, wanted, strict=True)] == [True] * len(
+            assert [torch.equal(a, b) for a, b in zip(master, wanted, strict=True)] == [True] * len(
                 wanted
             )
         for number, states in theirs["optimizer"]["state"].items():

@@ -277,7 +277,7 @@ def _functions(module: str) -> frozenset[str]:
     return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
 
 
-def test_there_are_seventy() -> None:
+def test_the_cases_are_seventy() -> None:
     assert list(CASES) == list(range(1, 71))
 
 

@@ -255,16 +255,16 @@ def test_copies_of_glm_s_keys_on_several_ranks_are_refused(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("level", [Level.METADATA, Level.HEADERS, Level.DEEP])
-@pytest.mark.parametrize("whole", ["dense_h_to_4h", "dense_4h_to_h"])
+@pytest.mark.parametrize("half", ["dense_h_to_4h", "dense_4h_to_h"])
 def test_a_complete_half_of_a_gated_mlp_does_not_blame_the_other(
-    tmp_path: Path, whole: str, level: Level
+    tmp_path: Path, half: str, level: Level
 ) -> None:
-    cut = {end: axis for end, axis in AXES.items() if not end.startswith(whole)}
+    cut = {end: axis for end, axis in AXES.items() if not end.startswith(half)}
     source = save(tmp_path / "a", complete(gated=True), gated=True, cut=cut, swiglu=True)
     findings = validate(source, level=level).findings
     errors = [item for item in findings if item.severity is not Severity.NOTE]
     assert {item.code for item in errors} == {"CK317"}
-    assert all(whole in (item.key or "") for item in errors)
+    assert all(half in (item.key or "") for item in errors)
     with pytest.raises(UnsupportedError) as caught:
         reshard(source, tmp_path / "b", 1)
     assert caught.value.message.startswith(errors[0].message)
@@ -280,10 +280,10 @@ WHOLE = [
 
 
 @pytest.mark.first(2)
-@pytest.mark.parametrize("whole", WHOLE)
-def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, whole: str) -> None:
+@pytest.mark.parametrize("matrix", WHOLE)
+def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, matrix: str) -> None:
     tensors = complete()
-    cut = {end: axis for end, axis in AXES.items() if not end.startswith(whole)}
+    cut = {end: axis for end, axis in AXES.items() if not end.startswith(matrix)}
     source = save(tmp_path / "a", tensors, cut=cut)
     with pytest.raises(UnsupportedError, match="all 2 TP ranks hold the same values") as caught:
         reshard(source, tmp_path / "b", 1)
@@ -306,8 +306,8 @@ def test_the_tables_that_hints_propose_lead_on_as_they_are(tmp_path: Path) -> No
         torch.save(content, path)
     rules = tmp_path / "rules.toml"
     rules.touch()
-    for what in ("no layout rule matches", "no rule assigns this tensor"):
-        with pytest.raises(UnsupportedError, match=what) as caught:
+    for message in ("no layout rule matches", "no rule assigns this tensor"):
+        with pytest.raises(UnsupportedError, match=message) as caught:
             reshard(source, tmp_path / "b", 1, rules)
         rules.write_text(rules.read_text() + read_rules(caught.value.hint) + "\n")
     assert_shards(reshard(source, tmp_path / "b", 1, rules), tensors)

@@ -70,11 +70,11 @@ DIST = [
 @pytest.mark.parametrize(("model", "case"), CASES)
 def test_every_piece_lies_where_megatron_recorded_it(golden: Path, model: str, case: str) -> None:
     _, catalog = global_form(golden, model, case, keep_padded_vocab=True)
-    found = set()
+    pieces = set()
     for key in catalog.tensors:
         for fragment in catalog.fragments(key):
             assert fragment.array is not None
-            found.add((fragment.array.name, fused(key), fragment.box, catalog.tensors[key].shape))
+            pieces.add((fragment.array.name, fused(key), fragment.box, catalog.tensors[key].shape))
     expected = set()
     for row in mapping(golden, f"{model}__{case}"):
         chunk = f"model{row['chunk']}" if "vpp" in case else "model"
@@ -86,7 +86,7 @@ def test_every_piece_lies_where_megatron_recorded_it(golden: Path, model: str, c
                 tuple(row["global_shape"]),  # type: ignore[arg-type]
             )
         )
-    assert found == _joined(expected)
+    assert pieces == _joined(expected)
 
 
 def _joined(
@@ -121,17 +121,17 @@ def test_stacked_keys_give_the_same_global_tensors(
     golden: Path, family: str, model: str, case: str
 ) -> None:
     store, catalog = dist_files(golden, family, model, case)
-    found = unshard(catalog, rules=RULES)
+    unsharded = unshard(catalog, rules=RULES)
     _, from_ranks = global_form(golden, model, "tp1_pp1")
-    assert list(found.tensors) == list(from_ranks.tensors)
-    assert {key for key in found.objects if key.endswith("_extra_state")} == {
+    assert list(unsharded.tensors) == list(from_ranks.tensors)
+    assert {key for key in unsharded.objects if key.endswith("_extra_state")} == {
         key
         for key in from_ranks.objects
         if key.endswith("_extra_state") and not key.startswith("output_layer")
     }
     true = oracle(golden, model)
-    for key in found.tensors:
-        assert (tensor_bytes(found, store, key) == true[fused(key)]).all(), key
+    for key in unsharded.tensors:
+        assert (tensor_bytes(unsharded, store, key) == true[fused(key)]).all(), key
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
     assert cut.tensors[key].shape == (300, 64)
     assert any("512 → 300 rows (vocabulary 300, padding removed)" in note for note in cut.notes)
     assert [fragment.box.offset[0] for fragment in cut.fragments(key)] == [0, 128, 256]
-    _, kept = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
-    assert kept.tensors[key].shape == (512, 64)
+    _, padded = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=4)
+    assert padded.tensors[key].shape == (512, 64)
     _, other = global_form(golden, "dense_gqa", "tp4_pp1", target_tp=2)
     assert other.tensors[key].shape == (300, 64)
 
@@ -236,11 +236,11 @@ def test_an_optimizer_is_refused_or_left_out_with_a_note(golden: Path, case: str
     kind = "distributed" if "distopt" in case else "float16"
     with pytest.raises(UnsupportedError, match=rf"\({kind}\).*--no-optim"):
         unshard(catalog, rules=RULES, optim="refuse")
-    found = unshard(catalog, rules=RULES, optim="drop")
-    listed = [str(entry) for entry in found.dropped if entry.is_listed]
+    unsharded = unshard(catalog, rules=RULES, optim="drop")
+    listed = [str(entry) for entry in unsharded.dropped if entry.is_listed]
     assert listed == [f"optimizer ({kind}; start Megatron with --no-load-optim)"]
-    assert set(found.tensors) == set(global_form(golden, "dense_gqa", "tp1_pp1")[1].tensors)
-    assert "opt_param_scheduler" in (found.common or {})
+    assert set(unsharded.tensors) == set(global_form(golden, "dense_gqa", "tp1_pp1")[1].tensors)
+    assert "opt_param_scheduler" in (unsharded.common or {})
 
 
 @pytest.mark.parametrize(
@@ -260,12 +260,12 @@ def test_an_optimizer_in_torch_dist_is_refused_or_left_out(
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     with pytest.raises(UnsupportedError, match="optimizer state"):
         unshard(catalog, rules=RULES, optim="refuse")
-    found = unshard(catalog, rules=RULES, optim="drop")
+    unsharded = unshard(catalog, rules=RULES, optim="drop")
     true = oracle(golden, "dense_gqa")
-    assert {fused(key) for key in found.tensors} == set(true)
-    for key in found.tensors:
-        assert (tensor_bytes(found, store, key) == true[fused(key)]).all(), key
-    assert not any("optim" in key for key in (*found.objects, *found.hidden))
+    assert {fused(key) for key in unsharded.tensors} == set(true)
+    for key in unsharded.tensors:
+        assert (tensor_bytes(unsharded, store, key) == true[fused(key)]).all(), key
+    assert not any("optim" in key for key in (*unsharded.objects, *unsharded.hidden))
 
 
 @pytest.mark.parametrize("case", GROUPED)
@@ -320,12 +320,12 @@ def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
     from core.megatron.model.args import replaced
 
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
-    for changes, what in (
+    for changes, message in (
         ({"num_query_groups": 2}, "make 96 rows, but there are 128"),
         ({"num_layers": 5}, "layers 4 of this stage's 5 are missing"),
         ({"num_layers": 3}, "layers 3 are beyond the 3"),
         ({"vocab_size": 5000}, "does not fit"),
     ):
         wrong = replace(catalog, args=replaced(catalog.args, changes))
-        with pytest.raises(CorruptError, match=what):
+        with pytest.raises(CorruptError, match=message):
             unshard(wrong, rules=RULES)

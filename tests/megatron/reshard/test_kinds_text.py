@@ -163,8 +163,8 @@ def test_models_of_megatron_legacy(
 def test_a_model_is_told_by_its_names(saved: Path) -> None:
     for model, kind in (("bert", "BERT"), ("t5", "T5")):
         for form in ("ranks", "dist"):
-            found = unshard(opened(saved, model, "tp2_pp1", form)[1], rules=RULES)
-            facts = parse_facts(found.args, names=RULES.model_of(found.tensors))
+            unsharded = unshard(opened(saved, model, "tp2_pp1", form)[1], rules=RULES)
+            facts = parse_facts(unsharded.args, names=RULES.model_of(unsharded.tensors))
             assert facts.kind.kind == kind
             assert facts.stacks == (
                 {"encoder.layers.": 4}
@@ -177,32 +177,32 @@ def test_the_decoders_count_may_be_that_of_either_argument(saved: Path) -> None:
     _, catalog = opened(saved, "t5", "tp1_pp1", "ranks")
     for changes in ({"num_layers": 2}, {"decoder_num_layers": None}, {"decoder_num_layers": 2}):
         args = replaced(catalog.args, changes)
-        found = unshard(replace(catalog, args=args), rules=RULES)
-        assert "decoder.layers.3.cross_attention.linear_kv.weight" in found.tensors
+        unsharded = unshard(replace(catalog, args=args), rules=RULES)
+        assert "decoder.layers.3.cross_attention.linear_kv.weight" in unsharded.tensors
     args = replaced(catalog.args, {"num_layers": 7, "decoder_num_layers": 5})
     with pytest.raises(CorruptError, match="layers 4 of this stage's 5 are missing"):
         unshard(replace(catalog, args=args), rules=RULES)
 
 
 def test_t5_has_no_pipeline(saved: Path) -> None:
-    found = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
+    unsharded = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
     with pytest.raises(UnsupportedError, match="T5 models cannot be cut into 2 pipeline stages"):
-        shard(found, Topology(pp=2), rules=RULES)
+        shard(unsharded, Topology(pp=2), rules=RULES)
     with pytest.raises(UnsupportedError, match="T5 models"):
-        to_torch_dist(found, Topology(pp=2), rules=RULES)
+        to_torch_dist(unsharded, Topology(pp=2), rules=RULES)
 
 
 def test_heads_that_do_not_divide_are_named(saved: Path) -> None:
-    found = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
+    unsharded = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
     with pytest.raises(UnsupportedError, match="4 attention heads do not divide over TP 8"):
-        shard(found, Topology(tp=8), rules=RULES)
+        shard(unsharded, Topology(tp=8), rules=RULES)
 
 
 def test_what_is_absent_is_named(saved: Path) -> None:
     _, catalog = opened(saved, "bert", "tp1_pp2", "ranks")
     fields = fields_of(catalog.args)
     assert fields["num_layers"] == 4
-    found = unshard(catalog, rules=RULES)
-    assert found.tensors["output_layer.bias"].shape == (60,)
+    unsharded = unshard(catalog, rules=RULES)
+    assert unsharded.tensors["output_layer.bias"].shape == (60,)
     with pytest.raises(MissingShardError, match=r"layers 2 of this stage's 3"):
         unshard(replace(catalog, args=replaced(catalog.args, {"num_layers": 6})), rules=RULES)

@@ -39,11 +39,11 @@ PATH = "decoder.layers.2.self_attention."
 @pytest.mark.parametrize("b", [1, 2, 3, 4, 6, 12])
 def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     model = MODELS[name]
-    one, other = (
+    source_sizes, other = (
         Topology(tp=tp, ep=2 if model.experts else 1, etp=1 if model.experts else None)
         for tp in (a, b)
     )
-    store, catalog = model.catalog(one)
+    store, catalog = model.catalog(source_sizes)
     source = unshard(catalog, rules=RULES)
     assert facet_of(source, MegatronModel).is_down_proj_cut is ("cut" in name)
     for key, array in model.tensors().items():
@@ -54,9 +54,9 @@ def test_any_size_to_any_other_that_divides(name: str, a: int, b: int) -> None:
     wanted: dict[str, np.ndarray] = {}
     for rank in other.ranks():
         folder = rank_dir(other, rank)
-        held = model.held(rank, other)["model"]
-        wanted |= {f"{folder}:model.{key}": array for key, array in held.items()}
-        assert list(as_mapping(ranks[other.coords(rank)][1]["model"]) or {}) == list(held)
+        expected = model.held(rank, other)["model"]
+        wanted |= {f"{folder}:model.{key}": array for key, array in expected.items()}
+        assert list(as_mapping(ranks[other.coords(rank)][1]["model"]) or {}) == list(expected)
     assert set(arrays) == set(wanted)
     assert all(arrays[key].tobytes() == array.tobytes() for key, array in wanted.items())
 
@@ -104,7 +104,7 @@ def test_query_groups_mean_nothing_here() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but there are 12"),
         ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but there are 12"),
@@ -114,10 +114,10 @@ def test_query_groups_mean_nothing_here() -> None:
 )
 @pytest.mark.parametrize("tp", [1, 2])
 def test_sizes_that_contradict_the_shapes_are_corrupt(
-    changes: dict[str, object], what: str, tp: int
+    changes: dict[str, object], message: str, tp: int
 ) -> None:
     _, catalog = FUSED.catalog(Topology(tp=tp))
-    with pytest.raises(CorruptError, match=what):
+    with pytest.raises(CorruptError, match=message):
         unshard(replace(catalog, args=replaced(catalog.args, changes)), rules=RULES)
 
 
@@ -153,8 +153,8 @@ def test_the_argument_for_one_down_projection_follows_the_names() -> None:
         replace(to_torch_dist(once, Topology(), rules=RULES).source, format="torch_dist"),
         rules=RULES,
     )
-    found = [
+    fusions = [
         fields_of(shard(form, Topology(), rules=RULES).args)["mla_down_proj_fusion"]
         for form in (once, apart)
     ]
-    assert found == [True, False]
+    assert fusions == [True, False]

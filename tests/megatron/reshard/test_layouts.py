@@ -30,8 +30,8 @@ TP = [1, 2, 3, 4, 6, 12]
 
 def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> TargetCatalog:
     """Reshards and compares with the plain cutting; returns the target catalog."""
-    made = shard(source, target, rules=RULES)
-    arrays = filled(made, source, store)  # type: ignore[arg-type]
+    sharded = shard(source, target, rules=RULES)
+    arrays = filled(sharded, source, store)  # type: ignore[arg-type]
     wanted = {
         f"{folder}:model.{name}": array
         for folder, arrays in model.files(target).items()
@@ -40,7 +40,7 @@ def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -
     assert set(arrays) == set(wanted)
     for name, array in wanted.items():
         assert arrays[name].tobytes() == array.tobytes(), name
-    return made
+    return sharded
 
 
 @pytest.mark.each_value
@@ -66,8 +66,8 @@ def test_any_size_to_any_other_that_divides(a: int, b: int) -> None:
     ("a", "b"), [("1.1", "4.2"), ("2.4", "1.1"), ("4.1", "2.2"), ("2.2", "4.4")]
 )
 def test_kinds_of_models(model: Model, a: str, b: str) -> None:
-    one, other = (Topology(tp=int(text[0]), pp=int(text[2])) for text in (a, b))
-    store, catalog = model.catalog(one)
+    first, other = (Topology(tp=int(text[0]), pp=int(text[2])) for text in (a, b))
+    store, catalog = model.catalog(first)
     check(model, store, unshard(catalog, rules=RULES), other)
 
 
@@ -80,8 +80,8 @@ def test_stages_of_uneven_length() -> None:
     store, catalog = uneven.catalog(Topology(tp=2, pp=3))
     source = unshard(catalog, rules=RULES)
     check(uneven, store, source, Topology(tp=1, pp=3))
-    made = check(replace(uneven, counts=None), store, source, Topology(tp=2, pp=5))
-    assert fields_of(made.args)["decoder_first_pipeline_num_layers"] is None
+    sharded = check(replace(uneven, counts=None), store, source, Topology(tp=2, pp=5))
+    assert fields_of(sharded.args)["decoder_first_pipeline_num_layers"] is None
 
 
 def test_stages_that_count_embedding_and_loss() -> None:
@@ -191,7 +191,7 @@ def broken(
 
 
 @pytest.mark.parametrize(
-    ("folder", "name", "array", "error", "what"),
+    ("folder", "name", "array", "error", "message"),
     [
         (
             "mp_rank_01",
@@ -225,9 +225,9 @@ def broken(
     ],
 )
 def test_ranks_that_disagree_are_reported(
-    folder: str, name: str, array: np.ndarray | None, error: type[Exception], what: str
+    folder: str, name: str, array: np.ndarray | None, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(broken(Model(), Topology(tp=2), folder, name, array), rules=RULES)
 
 
@@ -263,11 +263,11 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, "own": [1]})
-    found = unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
-    assert found.common is not None and found.common["shared"] == {"a": [1, (2, None)]}
-    assert "own" not in found.common
-    assert tuple(map(str, found.dropped)) == ("own (not the same on all ranks)",)
-    target = shard(found, Topology(), rules=RULES)
+    unsharded = unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
+    assert unsharded.common is not None and unsharded.common["shared"] == {"a": [1, (2, None)]}
+    assert "own" not in unsharded.common
+    assert tuple(map(str, unsharded.dropped)) == ("own (not the same on all ranks)",)
+    target = shard(unsharded, Topology(), rules=RULES)
     assert ranks_of(target)[(("tp", 0), ("pp", 0))][1]["shared"] == {"a": [1, (2, None)]}
 
 
@@ -284,7 +284,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"hybrid_layer_pattern": "[M-]*-E"}, "kind '\\['"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "only the path of their description"),
@@ -292,10 +292,10 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
         ({"num_layers": None}, "have no num_layers"),
     ],
 )
-def test_arguments_of_other_models_are_refused(changes: dict[str, object], what: str) -> None:
+def test_arguments_of_other_models_are_refused(changes: dict[str, object], message: str) -> None:
     model = Model(more_args=changes)
     _, catalog = model.catalog(Topology())
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         unshard(catalog, rules=RULES)
 
 
@@ -352,7 +352,7 @@ def test_namespaces_keep_their_class() -> None:
     from core.megatron.model.args import replaced
 
     args = make_namespace({"a": 1, "b": 2})
-    made = replaced(args, {"b": 3, "c": 4})
-    assert type(made) is type(args)
-    assert fields_of(made) == {"a": 1, "b": 3}
+    changed = replaced(args, {"b": 3, "c": 4})
+    assert type(changed) is type(args)
+    assert fields_of(changed) == {"a": 1, "b": 3}
     assert fields_of(args) == {"a": 1, "b": 2}

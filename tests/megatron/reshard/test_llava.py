@@ -230,10 +230,10 @@ def test_gate_and_up_rows_of_a_projection_are_cut_apart(to: str, models: Path) -
         bias = name.replace("weight", "bias")
         model[bias] = torch.cat([model[bias], model[bias]])
         torch.save(content, path)
-    one = reshard(models / "llava", models / "one", tp=1, to=to)
-    core.convert(one, models / "one.safetensors")
+    single = reshard(models / "llava", models / "one", tp=1, to=to)
+    core.convert(single, models / "one.safetensors")
     assert torch.equal(load_file(models / "one.safetensors")[name], torch.cat([*gates, *ups]))
-    back = reshard(one, models / "back", tp=2, to="megatron")
+    back = reshard(single, models / "back", tp=2, to="megatron")
     assert_same_weights(back, models / "llava")
 
 

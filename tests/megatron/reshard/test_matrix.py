@@ -63,8 +63,8 @@ _CASES = [
 
 def sizes(case: str) -> dict[str, int]:
     """The sizes of a layout by its name, those that it does not name at 1, and ETP at TP."""
-    found = {name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)}
-    return {"vpp": 1, "ep": 1, "etp": found["tp"], **found}
+    counts = {name: int(size) for name, size in re.findall(r"(?:^|_)(tp|pp|vpp|ep|etp)(\d+)", case)}
+    return {"vpp": 1, "ep": 1, "etp": counts["tp"], **counts}
 
 
 def reshard(
@@ -127,18 +127,19 @@ def test_resharded_experts_equal_megatrons_own_torch_dist(golden: Path, tmp_path
         ("mcore0121_legacy", "moe_grouped", "tp2_pp1_ep2"),
         ("mcore_torch_dist", "moe_seq", "tp1_pp1"),
     ):
-        made = tmp_path / f"{model}-{source}"
-        reshard(
-            golden / family / model / source, made, "torch_dist", tp=2, pp=2, vpp=1, ep=2, etp=2
-        )
-        ours, theirs = open_checkpoint(made), open_checkpoint(wanted)
+        dst = tmp_path / f"{model}-{source}"
+        reshard(golden / family / model / source, dst, "torch_dist", tp=2, pp=2, vpp=1, ep=2, etp=2)
+        ours, theirs = open_checkpoint(dst), open_checkpoint(wanted)
         assert dict(ours.catalog.tensors) == dict(theirs.catalog.tensors)
         for key in theirs.catalog.tensors:
             assert {piece.box for piece in ours.catalog.fragments(key)} == {
                 piece.box for piece in theirs.catalog.fragments(key)
             }
-            found, expected = (tensor_bytes(one.catalog, one.store, key) for one in (ours, theirs))
-            assert (found == expected).all(), key
+            values, expected = (
+                tensor_bytes(checkpoint.catalog, checkpoint.store, key)
+                for checkpoint in (ours, theirs)
+            )
+            assert (values == expected).all(), key
         ours.store.close()
         theirs.store.close()
 

@@ -64,9 +64,9 @@ class Made:
         arrays = self.arrays()
         counts = self.counts or (self.layers // topology.pp,) * topology.pp
         firsts = [0, *accumulate(counts)]
-        found: dict[str, dict[str, np.ndarray | None]] = {}
+        files: dict[str, dict[str, np.ndarray | None]] = {}
         for rank in topology.ranks():
-            held = found[rank_dir(topology, rank)] = {}
+            arrays_of_rank = files[rank_dir(topology, rank)] = {}
             for name, (_, place) in self.tensors.items():
                 local = name
                 if name.startswith("decoder.layers."):
@@ -77,8 +77,8 @@ class Made:
                 elif rank.pp != (0 if name.startswith("embedding") else topology.pp - 1):
                     if not self.has_predictions or rank.pp != topology.pp - 1:
                         continue  # multi-token prediction has a copy of the embedding
-                held[local] = cut(arrays[name], place, rank.tp, topology.tp)
-        return found
+                arrays_of_rank[local] = cut(arrays[name], place, rank.tp, topology.tp)
+        return files
 
     @property
     def has_predictions(self) -> bool:
@@ -108,10 +108,10 @@ class Made:
         for name, array in self.arrays().items():
             assert tensor_bytes(source, store, name).tobytes() == array.tobytes(), name
         target = shard(source, b, rules=rules)
-        found = filled(target, source, store)  # type: ignore[arg-type]
+        filled_arrays = filled(target, source, store)  # type: ignore[arg-type]
         wanted = replace(self, counts=None).files(b)
-        assert set(found) == {
-            f"{folder}:model.{name}" for folder, held in wanted.items() for name in held
+        assert set(filled_arrays) == {
+            f"{folder}:model.{name}" for folder, contents in wanted.items() for name in contents
         }
         ranks = ranks_of(target)
         for rank in b.ranks():
@@ -119,7 +119,10 @@ class Made:
             assert list(as_mapping(ranks[b.coords(rank)][1]["model"]) or {}) == list(wanted[folder])
             for name, array in wanted[folder].items():
                 assert array is not None
-                assert found[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
+                assert filled_arrays[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (
+                    folder,
+                    name,
+                )
 
 
 def cut(array: np.ndarray, place: Place, tp_rank: int, tp: int) -> np.ndarray:
@@ -139,7 +142,7 @@ def model(
         "embedding.word_embeddings.weight": ((16, 8), (0, ()))
     }
     for number, layer in enumerate(layers):
-        tensors |= {f"decoder.layers.{number}.{name}": found for name, found in layer.items()}
+        tensors |= {f"decoder.layers.{number}.{name}": entry for name, entry in layer.items()}
     tensors[f"decoder.{norm}.weight"] = ((8,), REPLICATED)
     tensors["output_layer.weight"] = ((16, 8), (0, ()))
     return Made(tensors, len(layers), args)
@@ -201,23 +204,23 @@ def among(
     base: dict[str, tuple[Shape, Place]], adapters: dict[str, tuple[Shape, Place]]
 ) -> dict[str, tuple[Shape, Place]]:
     """A layer in which every module's adapter stands behind it."""
-    found: dict[str, tuple[Shape, Place]] = {}
+    placed: dict[str, tuple[Shape, Place]] = {}
     for name, place in base.items():
-        found[name] = place
+        placed[name] = place
         module = name.rpartition(".")[0]
         if name.endswith(".weight"):
-            found |= {
+            placed |= {
                 other: at
                 for other, at in adapters.items()
                 if other.startswith(f"{module}.adapter.")
             }
-    return found
+    return placed
 
 
 BLOCK = ATTENTION | MLP
 
 
-def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
+def with_prediction(kind: Made, layers: dict[str, tuple[Shape, Place]], **args: object) -> Made:
     """A model with one multi-token prediction, whose own layers are in a layer called
     ``mtp_model_layer``.
     """
@@ -228,12 +231,12 @@ def with_prediction(made: Made, layers: dict[str, tuple[Shape, Place]], **args: 
         **{f"mtp_model_layer.{name}": place for name, place in layers.items()},
         "final_layernorm.weight": ((8,), REPLICATED),
     }
-    tensors = dict(made.tensors)
+    tensors = dict(kind.tensors)
     output = tensors.pop("output_layer.weight")
     tensors |= {f"mtp.layers.0.{name}": place for name, place in own.items()}
     more = {"mtp_num_layers": 1, "mtp_hybrid_override_pattern": None, **args}
     return replace(
-        made, tensors={**tensors, "output_layer.weight": output}, args={**made.args, **more}
+        kind, tensors={**tensors, "output_layer.weight": output}, args={**kind.args, **more}
     )
 
 
@@ -303,30 +306,30 @@ def test_any_layout_from_any_other(name: str, a: Topology, b: Topology) -> None:
 
 def test_torch_dist_has_the_parts_of_mamba_2_apart_and_mamba_1_whole() -> None:
     for name, parts in (("Mamba-1", []), ("Mamba-2 by shapes", ["B", "C", "dt", "x", "z"])):
-        made = MODELS[name]
+        model_kind = MODELS[name]
         store, catalog = catalog_of(
-            made.arguments(Topology(tp=2)), Topology(tp=2), made.files(Topology(tp=2))
+            model_kind.arguments(Topology(tp=2)), Topology(tp=2), model_kind.files(Topology(tp=2))
         )
         stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
         start = "decoder.layers.0.mixer.in_proj.weight"
-        found = sorted(key for key in stacked.target.tensors if key.startswith(start))
-        assert found == ([f"{start}.{part}" for part in parts] or [start])
+        keys = sorted(key for key in stacked.target.tensors if key.startswith(start))
+        assert keys == ([f"{start}.{part}" for part in parts] or [start])
         again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
-        for key, array in made.arrays().items():
+        for key, array in model_kind.arrays().items():
             assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
 
 
 def test_torch_dist_has_the_older_names_of_mamba_s_convolution() -> None:
     # As Megatron-LM d98e8a64 names it in rank files; its sharded_state_dict has the older names.
     newer = {name.replace("conv1d.", "conv1d_"): place for name, place in MAMBA_2.items()}
-    made = model([newer] * 2, norm="final_norm")
-    made.check(Topology(), Topology(tp=2))
-    store, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    mamba = model([newer] * 2, norm="final_norm")
+    mamba.check(Topology(), Topology(tp=2))
+    store, catalog = catalog_of(mamba.arguments(Topology()), Topology(), mamba.files(Topology()))
     stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(), rules=RULES)
     names = {key for key in stacked.target.tensors if "conv1d" in key}
     assert names and all(".mixer.conv1d." in key for key in names)
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
-    for key, array in made.arrays().items():
+    for key, array in mamba.arrays().items():
         older = key.replace("conv1d_", "conv1d.")
         assert tensor_bytes(again, store, older).tobytes() == array.tobytes(), key
 
@@ -339,8 +342,8 @@ def test_rank_files_whose_convolution_the_named_version_does_not_load_are_refuse
         name.replace("conv1d.", "conv1d_" if is_newer else "conv1d."): at
         for name, at in MAMBA_2.items()
     }
-    made = model([names] * 2, norm="final_norm")
-    _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    mamba = model([names] * 2, norm="final_norm")
+    _, catalog = catalog_of(mamba.arguments(Topology()), Topology(), mamba.files(Topology()))
     source = unshard(catalog, rules=RULES)
     fitting, other = ("0.19", "0.18") if is_newer else ("0.18", "0.19")
     shard(source, Topology(tp=2), rules=RULES, version=parse_version(fitting))
@@ -349,10 +352,10 @@ def test_rank_files_whose_convolution_the_named_version_does_not_load_are_refuse
 
 
 def test_arguments_of_a_newer_megatron_give_a_note_on_mamba_s_convolution() -> None:
-    made = model([MAMBA_2] * 2, norm="final_norm")
-    args = {**made.arguments(Topology()), "mamba_training_ssm_states_dtype": None}
-    for options, n_notes in ((args, 1), (made.arguments(Topology()), 0)):
-        _, catalog = catalog_of(options, Topology(), made.files(Topology()))
+    mamba = model([MAMBA_2] * 2, norm="final_norm")
+    args = {**mamba.arguments(Topology()), "mamba_training_ssm_states_dtype": None}
+    for options, n_notes in ((args, 1), (mamba.arguments(Topology()), 0)):
+        _, catalog = catalog_of(options, Topology(), mamba.files(Topology()))
         target = shard(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
         assert (
             sum("does not load Mamba's conv1d.weight" in note for note in target.notes) == n_notes
@@ -369,22 +372,22 @@ def test_arguments_of_a_newer_megatron_give_a_note_on_mamba_s_convolution() -> N
 def test_torch_dist_has_its_own_name_for_the_layer_of_a_prediction(
     name: str, inner: str, is_renamed: bool
 ) -> None:
-    made = MODELS[name]
+    kind = MODELS[name]
     store, catalog = catalog_of(
-        made.arguments(Topology(pp=2)), Topology(pp=2), made.files(Topology(pp=2))
+        kind.arguments(Topology(pp=2)), Topology(pp=2), kind.files(Topology(pp=2))
     )
     stacked = to_torch_dist(unshard(catalog, rules=RULES), Topology(pp=2), rules=RULES)
     assert any(key.startswith(f"mtp.layers.0.{inner}") for key in stacked.target.tensors)
     assert not is_renamed or not any("mtp_model_layer" in key for key in stacked.target.tensors)
     again = unshard(replace(stacked.source, format="torch_dist"), rules=RULES)
-    assert set(again.tensors) == set(made.tensors)
-    for key, array in made.arrays().items():
+    assert set(again.tensors) == set(kind.tensors)
+    for key, array in kind.arrays().items():
         assert tensor_bytes(again, store, key).tobytes() == array.tobytes(), key
 
 
 def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
-    made = MODELS["Mamba-2 by shapes"]
-    _, catalog = catalog_of(made.arguments(Topology()), Topology(), made.files(Topology()))
+    mamba = MODELS["Mamba-2 by shapes"]
+    _, catalog = catalog_of(mamba.arguments(Topology()), Topology(), mamba.files(Topology()))
     source = to_torch_dist(unshard(catalog, rules=RULES), Topology(), rules=RULES).source
     tensors = {
         key: meta
@@ -397,17 +400,17 @@ def test_a_part_that_is_missing_in_torch_dist_is_named() -> None:
 
 
 def refusal(
-    made: Made, a: Topology, b: Topology, *, rules: Rules = RULES
+    kind: Made, a: Topology, b: Topology, *, rules: Rules = RULES
 ) -> CheckpointingException:
     """The error of a change of layout."""
     with pytest.raises(CheckpointingException) as caught:
-        made.check(a, b, rules=rules)
+        kind.check(a, b, rules=rules)
     return caught.value
 
 
 def test_groups_of_mamba_limit_the_sizes() -> None:
-    made = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
-    error = refusal(made, Topology(tp=2), Topology(tp=4))
+    mamba = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
+    error = refusal(mamba, Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
     assert error.message == "2 mamba_num_groups do not divide over TP 4"
     assert error.hint == "TP sizes that do: 1, 2"
@@ -415,8 +418,8 @@ def test_groups_of_mamba_limit_the_sizes() -> None:
 
 def test_heads_of_linear_attention_limit_the_sizes() -> None:
     sizes = {"linear_num_key_heads": 2, "linear_key_head_dim": 2, "linear_value_head_dim": 4}
-    made = MODELS["linear attention by shapes, output gates"]
-    error = refusal(replace(made, args={**made.args, **sizes}), Topology(tp=2), Topology(tp=4))
+    kind = MODELS["linear attention by shapes, output gates"]
+    error = refusal(replace(kind, args={**kind.args, **sizes}), Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
     assert error.message == "2 linear_num_key_heads do not divide over TP 4"
     assert error.hint == "TP sizes that do: 1, 2"
@@ -431,17 +434,19 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "what"),
+    ("args", "message"),
     [
         ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
         ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 by the arguments"),
         ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 by the arguments"),
     ],
 )
-def test_sizes_that_contradict_the_shapes_are_corrupt(args: dict[str, object], what: str) -> None:
+def test_sizes_that_contradict_the_shapes_are_corrupt(
+    args: dict[str, object], message: str
+) -> None:
     error = refusal(replace(MODELS["Mamba-2 by shapes"], args=args), Topology(), Topology(tp=2))
     assert isinstance(error, CorruptError)
-    assert re.search(what, error.message), error.message
+    assert re.search(message, error.message), error.message
 
 
 def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
@@ -465,11 +470,11 @@ def test_a_pattern_cuts_the_stages_and_is_cut_anew() -> None:
     source = unshard(catalog, rules=RULES)
     for key, array in uneven.arrays().items():
         assert tensor_bytes(source, store, key).tobytes() == array.tobytes(), key
-    found = {
+    patterns = {
         str(b): fields_of(shard(source, b, rules=RULES).args)["hybrid_layer_pattern"]
         for b in (Topology(), a, Topology(tp=2, pp=2), Topology(pp=4))
     }
-    assert found == {
+    assert patterns == {
         "TP1 PP1": "M*-M",
         "TP1 PP2": "M|*-M",
         "TP2 PP2": "M|*-M",
@@ -484,7 +489,7 @@ def test_a_pattern_without_cuts_is_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "what"),
+    ("pattern", "message"),
     [
         (
             "M-*M",
@@ -494,11 +499,11 @@ def test_a_pattern_without_cuts_is_kept() -> None:
         ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
     ],
 )
-def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, what: str) -> None:
-    made = replace(PATTERN, args={"hybrid_override_pattern": pattern})
-    error = refusal(made, Topology(pp=2), Topology())
+def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, message: str) -> None:
+    changed = replace(PATTERN, args={"hybrid_override_pattern": pattern})
+    error = refusal(changed, Topology(pp=2), Topology())
     assert isinstance(error, CorruptError)
-    assert error.message == what
+    assert error.message == message
 
 
 def test_predictions_of_a_pattern_are_counted() -> None:
@@ -518,24 +523,24 @@ def test_experts_in_one_parameter_are_read_and_written_one_by_one() -> None:
     experts |= {f"mlp.experts.linear_fc2.weight{e}": ((8, 12), (1, ())) for e in range(4)}
     norm = {"pre_mlp_layernorm.weight": ((8,), REPLICATED)}
     args = {"num_experts": 4, "moe_grouped_gemm": True, "moe_single_grouped_weight": True}
-    made = model([ATTENTION | norm | experts] * 2, **args)
+    grouped = model([ATTENTION | norm | experts] * 2, **args)
     a, b = Topology(tp=2), Topology(tp=4)
-    files = made.files(a)
-    for held in files.values():
+    files = grouped.files(a)
+    for contents in files.values():
         for number in range(2):
             for linear in ("linear_fc1", "linear_fc2"):
                 start = f"decoder.layers.{number}.mlp.experts.{linear}.weight"
-                held[start] = np.stack(
-                    [array for e in range(4) if (array := held.pop(f"{start}{e}")) is not None]
+                contents[start] = np.stack(
+                    [array for e in range(4) if (array := contents.pop(f"{start}{e}")) is not None]
                 )
-    store, catalog = catalog_of(made.arguments(a), a, files)
+    store, catalog = catalog_of(grouped.arguments(a), a, files)
     source = unshard(catalog, rules=RULES)
     target = shard(source, b, rules=RULES)
-    found = filled(target, source, store)  # type: ignore[arg-type]
-    for folder, held in made.files(b).items():
-        for name, array in held.items():
+    arrays = filled(target, source, store)  # type: ignore[arg-type]
+    for folder, contents in grouped.files(b).items():
+        for name, array in contents.items():
             assert array is not None
-            assert found[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
+            assert arrays[f"{folder}:model.{name}"].tobytes() == array.tobytes(), (folder, name)
     assert fields_of(target.args)["moe_single_grouped_weight"] is False
 
 
@@ -553,11 +558,11 @@ def test_users_name_parts_by_numbers_arguments_and_what_is_left(tmp_path: Path, 
     file.write_text(
         f"[[rule]]\npattern = 'mlp.extra.weight$'\nrule = \"split\"\naxis = 0\nparts = {parts}\n"
     )
-    made = replace(MIXED, args={"my_heads": 4})
-    made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
-    error = refusal(made, Topology(tp=2), Topology(tp=8), rules=load_rules(file))
+    changed = replace(MIXED, args={"my_heads": 4})
+    changed.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
+    error = refusal(changed, Topology(tp=2), Topology(tp=8), rules=load_rules(file))
     assert error.hint == "TP sizes that do: 1, 2, 4"
-    assert isinstance(refusal(made, Topology(tp=2), Topology(tp=4)), UnknownTensorError)
+    assert isinstance(refusal(changed, Topology(tp=2), Topology(tp=4)), UnknownTensorError)
 
 
 def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
@@ -567,8 +572,8 @@ def test_users_take_sizes_from_shapes(tmp_path: Path) -> None:
         '[[rule]]\npattern = \'mlp.extra.weight$\'\nrule = "split"\naxis = 0\nparts = ["wide", '
         '"rest", "rest"]\n'
     )
-    made = model([ATTENTION | MLP | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2)
-    made.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
+    sized = model([ATTENTION | MLP | {"mlp.extra.weight": ((20, 3), (0, (12, 4, 4)))}] * 2)
+    sized.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
 
 
 def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:

@@ -92,18 +92,18 @@ def test_views_are_read_by_their_strides(
 
 
 def test_one_storage_for_all_parameters_of_a_rank(golden: Path, tmp_path: Path) -> None:
-    made: dict[str, torch.Tensor] = {}
+    storages: dict[str, torch.Tensor] = {}
 
     def change(folder: str, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if folder not in made:
-            made[folder] = torch.zeros(1 << 20, dtype=value.dtype)
-            made[folder + " end"] = torch.zeros((), dtype=torch.int64)
-        start = int(made[folder + " end"])
-        made[folder + " end"] += value.numel() + 64
-        made[folder][start : start + value.numel()] = value.flatten()
-        return made[folder][start : start + value.numel()].view(value.shape)
+        if folder not in storages:
+            storages[folder] = torch.zeros(1 << 20, dtype=value.dtype)
+            storages[folder + " end"] = torch.zeros((), dtype=torch.int64)
+        start = int(storages[folder + " end"])
+        storages[folder + " end"] += value.numel() + 64
+        storages[folder][start : start + value.numel()] = value.flatten()
+        return storages[folder][start : start + value.numel()].view(value.shape)
 
     source = rewritten(sources(golden) / "tp2_pp2", tmp_path / "a", change)
     for path in rank_dirs(source).values():
@@ -246,12 +246,12 @@ def test_tensors_that_share_a_storage_get_their_own(golden: Path, tmp_path: Path
     entries.
     """
     first, second = (f"decoder.layers.{layer}.mlp.linear_fc2.weight" for layer in (0, 1))
-    held: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
     def change(folder: str, name: str, value: Any) -> Any:
         if name == first:
-            held[folder] = value
-        return held[folder] if name == second else value
+            tensors[folder] = value
+        return tensors[folder] if name == second else value
 
     source = rewritten(sources(golden) / "tp2_pp1", tmp_path / "a", change)
     out = resharded(source, tmp_path / "out", tp=4)

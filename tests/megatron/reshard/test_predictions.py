@@ -48,11 +48,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     The states of the output layer that Megatron does not use are left out: those of the last
     parameter with weight decay in the last stage. Its weight is returned.
     """
-    found: dict[str, torch.Tensor] = {}
+    flat: dict[str, torch.Tensor] = {}
 
     def add(path: str, node: object) -> None:
         if isinstance(node, torch.Tensor):
-            found[path] = node
+            flat[path] = node
         elif isinstance(node, dict | list):
             items = node.items() if isinstance(node, dict) else enumerate(node)
             for name, value in items:
@@ -69,7 +69,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
             del optimizer["fp32_from_fp16_params"][0][-1]
         add(f"{file.parent.name}: model", root["model"])
         add(f"{file.parent.name}: optimizer", optimizer)
-    return found
+    return flat
 
 
 def differences(result: Path, expected: Path) -> set[str]:

@@ -56,13 +56,13 @@ def test_resharded_tensors_equal_those_that_megatron_saved(
 ) -> None:
     store, source = global_form(golden, model, a)
     target = shard(source, topology(b), rules=RULES)
-    made = model_arrays(filled(target, source, store))
+    arrays_made = model_arrays(filled(target, source, store))
     wanted_store, wanted = rank_files(golden, model, b)
     expected = model_arrays(stored(wanted, wanted_store))
-    assert set(made) == set(expected)
+    assert set(arrays_made) == set(expected)
     for name, data in expected.items():
-        assert made[name].shape == data.shape  # type: ignore[attr-defined]
-        assert (made[name] == data).all(), name  # type: ignore[attr-defined]
+        assert arrays_made[name].shape == data.shape  # type: ignore[attr-defined]
+        assert (arrays_made[name] == data).all(), name  # type: ignore[attr-defined]
 
 
 @pytest.mark.each_value
@@ -72,14 +72,14 @@ def test_files_have_the_entries_of_those_that_megatron_saved(
 ) -> None:
     _, source = global_form(golden, model, a)
     target = shard(source, topology(b), rules=RULES)
-    made, wanted = ranks_of(target), ranks_of(rank_files(golden, model, b)[1])
-    assert {coords: folder for coords, (folder, _) in made.items()} == {
+    ranks, wanted = ranks_of(target), ranks_of(rank_files(golden, model, b)[1])
+    assert {coords: folder for coords, (folder, _) in ranks.items()} == {
         coords: folder for coords, (folder, _) in wanted.items()
     }
     same_grid = topology(a).tp == topology(b).tp and topology(a).pp == topology(b).pp
     keeps_rng = same_grid and set(topology(b).ranks()) <= set(topology(a).ranks())
-    for coords in made:
-        ours, theirs = as_mapping(made[coords][1]), as_mapping(wanted[coords][1])
+    for coords in ranks:
+        ours, theirs = as_mapping(ranks[coords][1]), as_mapping(wanted[coords][1])
         assert ours is not None and theirs is not None
         assert list(ours) == [name for name in theirs if keeps_rng or name != "rng_state"]
         for name in ours:
@@ -95,9 +95,9 @@ def test_files_have_the_entries_of_those_that_megatron_saved(
 @pytest.mark.parametrize(("model", "a", "b"), PAIRS)
 def test_arguments_equal_those_of_megatron(golden: Path, model: str, a: str, b: str) -> None:
     _, source = global_form(golden, model, a)
-    made = shard(source, topology(b), rules=RULES).args
+    args = shard(source, topology(b), rules=RULES).args
     wanted = rank_files(golden, model, b)[1].args
-    ours, theirs = fields_of(made), fields_of(wanted)
+    ours, theirs = fields_of(args), fields_of(wanted)
     assert list(ours) == list(theirs)
     assert [
         name for name in ours if name not in RUN_FIELDS and not are_same(ours[name], theirs[name])
@@ -127,11 +127,11 @@ def test_torch_dist_gives_the_rank_files_that_megatron_saved(
     store, catalog = dist_files(golden, family, model, case)
     source = unshard(catalog, rules=RULES)
     target = shard(source, topology(b), rules=RULES)
-    made = model_arrays(filled(target, source, store))
+    values = model_arrays(filled(target, source, store))
     wanted_store, wanted = rank_files(golden, model, b)
     expected = model_arrays(stored(wanted, wanted_store))
-    assert set(made) == set(expected)
-    assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
+    assert set(values) == set(expected)
+    assert all((values[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
     ours, theirs = ranks_of(target), ranks_of(wanted)
     for coords in ours:
         a_root, b_root = as_mapping(ours[coords][1]) or {}, as_mapping(theirs[coords][1]) or {}
@@ -178,11 +178,11 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
     store, source = global_form(golden, "moe_grouped", a)
     source = with_expert_kind(source, "sequential", rules=RULES)
     target = shard(source, topology(b), rules=RULES)
-    made = model_arrays(filled(target, source, store))
+    values = model_arrays(filled(target, source, store))
     wanted_store, wanted = rank_files(golden, "moe_seq", b)
     expected = model_arrays(stored(wanted, wanted_store))
-    assert set(made) == set(expected)
-    assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
+    assert set(values) == set(expected)
+    assert all((values[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
     ours, theirs = ranks_of(target), ranks_of(wanted)
     for coords in theirs:
         a_model, b_model = (
@@ -194,7 +194,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "what"),
+    ("wanted", "message"),
     [
         (Topology(ep=3), r"4 experts do not divide over EP 3.*EP sizes that do: 1, 2, 4$"),
         (Topology(etp=2), r"ETP 2 does not divide TP 1: several ranks of Megatron write one file"),
@@ -203,10 +203,10 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
     ],
 )
 def test_sizes_that_experts_cannot_have_are_refused(
-    golden: Path, wanted: Topology, what: str
+    golden: Path, wanted: Topology, message: str
 ) -> None:
     _, source = global_form(golden, "moe_seq", "tp2_pp1_ep2")
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         shard(source, wanted, rules=RULES)
 
 
@@ -241,10 +241,10 @@ def test_padding_rows_move_unchanged_where_the_destination_has_as_many(golden: P
     store, source = global_form(golden, "dense_gqa", "tp2_pp1", target_tp=2)
     target = shard(source, Topology(tp=2, pp=2), rules=RULES)
     assert not any(tensor.flexible for tensor in target.tensors.values())
-    made = filled(target, source, store)
+    values = filled(target, source, store)
     wanted_store, wanted = rank_files(golden, "dense_gqa", "tp2_pp2")
     expected = model_arrays(stored(wanted, wanted_store))
-    assert all((made[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
+    assert all((values[name] == data).all() for name, data in expected.items())  # type: ignore[attr-defined]
 
 
 def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
@@ -258,19 +258,19 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     )
     with pytest.raises(UnsupportedError, match=r"--vocab-size"):
         shard(source, Topology(tp=2), rules=RULES)
-    told = unshard(silent, rules=RULES, vocab_size=300)
-    assert shard(told, Topology(tp=2), rules=RULES).tensors["output_layer.weight"].shape == (
+    sized = unshard(silent, rules=RULES, vocab_size=300)
+    assert shard(sized, Topology(tp=2), rules=RULES).tensors["output_layer.weight"].shape == (
         384,
         64,
     )
-    kept = unshard(silent, rules=RULES, keep_padded_vocab=True)
-    target = shard(kept, Topology(tp=2), rules=RULES)
+    padded = unshard(silent, rules=RULES, keep_padded_vocab=True)
+    target = shard(padded, Topology(tp=2), rules=RULES)
     assert target.tensors["output_layer.weight"].shape == (512, 64)
     assert fields_of(target.args)["padded_vocab_size"] == 512
 
 
 @pytest.mark.parametrize(
-    ("wanted", "what"),
+    ("wanted", "message"),
     [
         (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
@@ -288,10 +288,10 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
     ],
 )
 def test_sizes_that_do_not_work_are_refused_with_those_that_do(
-    golden: Path, wanted: Topology, what: str
+    golden: Path, wanted: Topology, message: str
 ) -> None:
     _, source = global_form(golden, "dense_gqa", "tp2_pp1")
-    with pytest.raises(UnsupportedError, match=what):
+    with pytest.raises(UnsupportedError, match=message):
         shard(source, wanted, rules=RULES)
 
 
@@ -315,12 +315,14 @@ def test_laid_out_files_read_back(golden: Path, tmp_path: Path, model: str, a: s
     files = {}
     images = megatron.lay_out(target)
     for image in images:
-        made = bytearray(image.size)
+        content = bytearray(image.size)
         for placed in image.arrays:
-            made[placed.offset : placed.offset + placed.array.n_bytes] = arrays[placed.array.name]
+            content[placed.offset : placed.offset + placed.array.n_bytes] = arrays[
+                placed.array.name
+            ]
         for offset, data in image.literals(lambda name: zlib.crc32(arrays[name])):
-            made[offset : offset + len(data)] = data
-        files[image.path] = bytes(made)
+            content[offset : offset + len(data)] = data
+        files[image.path] = bytes(content)
     assert files["latest_checkpointed_iteration.txt"] == b"10"
     assert [image.path for image in images if image.is_metadata] == [
         "latest_checkpointed_iteration.txt"

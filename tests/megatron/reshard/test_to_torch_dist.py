@@ -123,13 +123,13 @@ def test_chunks_hold_what_megatron_saved(golden: Path, model: str, a: str, b: st
         golden, "mcore_torch_dist", model.replace("grouped", "seq"), b
     )
     for key in stacked.target.tensors:
-        whole = tensor_bytes(wanted, wanted_store, key)
+        values = tensor_bytes(wanted, wanted_store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
             region = tuple(
                 slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
             )
-            assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
+            assert (arrays[fragment.array.name] == values[region]).all(), fragment.array.name
 
 
 def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) -> None:
@@ -161,7 +161,7 @@ def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path
             fsync=False,
         )
     )
-    each, one, first = (
+    each, stacked, first = (
         open_checkpoint(path) for path in (tmp_path / "each", tmp_path / "one", src)
     )
     name = "mlp.linear_fc2.weight"
@@ -171,17 +171,17 @@ def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path
     )
     assert f"decoder.layers.{name}" not in each.catalog.tensors
     assert "decoder.layers.3.mlp.linear_fc2._extra_state/shard_0_1" in each.catalog.objects
-    assert dict(one.catalog.tensors) == {
-        key: first.catalog.tensors[key] for key in one.catalog.tensors
+    assert dict(stacked.catalog.tensors) == {
+        key: first.catalog.tensors[key] for key in stacked.catalog.tensors
     }
-    assert set(one.catalog.tensors) == set(first.catalog.tensors)
+    assert set(stacked.catalog.tensors) == set(first.catalog.tensors)
     for key in first.catalog.tensors:
         assert (
-            tensor_bytes(one.catalog, one.store, key)
+            tensor_bytes(stacked.catalog, stacked.store, key)
             == tensor_bytes(first.catalog, first.store, key)
         ).all(), key
-    for found in (each, one, first):
-        found.store.close()
+    for checkpoint in (each, stacked, first):
+        checkpoint.store.close()
 
 
 def test_layers_that_differ_are_not_stacked(golden: Path, tmp_path: Path) -> None:

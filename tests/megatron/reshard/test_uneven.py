@@ -40,14 +40,14 @@ def layers_in(entries: dict[str, Any]) -> list[int]:
 
 def chunks_of(root: Path) -> dict[tuple[int, str], dict[str, Any]]:
     """(stage, chunk) → entries, of the first TP and EP rank of every stage."""
-    found: dict[tuple[int, str], dict[str, Any]] = {}
+    chunks: dict[tuple[int, str], dict[str, Any]] = {}
     for path in rank_dirs(root).values():
         loaded = load_rank_file(path / MODEL_FILE)
         stage = int(path.name.split("_")[3])
         for name in loaded:
             if name.startswith("model"):
-                found.setdefault((stage, name), loaded[name])
-    return found
+                chunks.setdefault((stage, name), loaded[name])
+    return chunks
 
 
 COUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
@@ -164,13 +164,13 @@ def test_uneven_layouts_of_golden_weights(
     args: dict[str, object],
 ) -> None:
     reshard(golden / source, tmp_path / "a", *options)
-    found = chunks_of(tmp_path / "a")
+    chunks = chunks_of(tmp_path / "a")
     vpp, pp = len(counts), len(counts[0])
     names = ["model"] if vpp == 1 else [f"model{v}" for v in range(vpp)]
-    assert set(found) == {(p, name) for p in range(pp) for name in names}
+    assert set(chunks) == {(p, name) for p in range(pp) for name in names}
     for v, row in enumerate(counts):
         for p, count in enumerate(row):
-            entries = found[p, names[v]]
+            entries = chunks[p, names[v]]
             assert layers_in(entries) == list(range(count))
             assert ("embedding.word_embeddings.weight" in entries) == ((v, p) == (0, 0))
             assert ("decoder.final_layernorm.weight" in entries) == ((v, p) == (vpp - 1, pp - 1))
@@ -203,14 +203,14 @@ def test_tied_embeddings_stand_in_the_last_chunk_of_an_uneven_pipeline(
         "--pipeline-model-parallel-layout",
         "E|t*4|L",
     )
-    found = chunks_of(tmp_path / "a")
+    chunks = chunks_of(tmp_path / "a")
     copy, embedding = (
-        found[2, "model"]["output_layer.weight"],
-        found[0, "model"]["embedding.word_embeddings.weight"],
+        chunks[2, "model"]["output_layer.weight"],
+        chunks[0, "model"]["embedding.word_embeddings.weight"],
     )
     assert isinstance(copy, torch.Tensor)
     assert_same_bits(copy, embedding, "output_layer.weight")
-    assert "output_layer.weight" not in found[1, "model"]
+    assert "output_layer.weight" not in chunks[1, "model"]
 
 
 def test_an_uneven_source_keeps_its_way_until_the_stages_change(
@@ -259,12 +259,12 @@ def test_weights_of_hugging_face_become_an_uneven_layout(golden: Path, tmp_path:
     assert len(ranks) == 6
     assert [layers_in(load_rank_file(path)["model"]) for path in ranks[:3]] == [[], [0, 1, 2], []]
     reshard(tmp_path / "a", tmp_path / "c", "--tp-new", 1, "--pp-new", 1)
-    one, other = (
+    first, other = (
         load_rank_file(tmp_path / name / "iter_0000001/mp_rank_00" / MODEL_FILE)["model"]
         for name in "bc"
     )
-    assert list(one) == list(other)
-    for name, tensor in one.items():
+    assert list(first) == list(other)
+    for name, tensor in first.items():
         if isinstance(tensor, torch.Tensor):
             assert_same_bits(other[name], tensor, name)
 

@@ -98,9 +98,9 @@ NAMES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("uneven")
-    built(found, NAMES, kinds=NAMES)
-    return found
+    root = tmp_path_factory.mktemp("uneven")
+    built(root, NAMES, kinds=NAMES)
+    return root
 
 
 def at(sizes: Sizes, pipeline: Pipeline | None = None) -> Topology:
@@ -147,7 +147,7 @@ def test_what_is_written_is_read_by_its_own_arguments(
 
 
 def test_layers_that_stand_elsewhere_than_the_arguments_say_are_reported(folder: Path) -> None:
-    held = files(folder, "first", (1, 2, 1))
+    contents = files(folder, "first", (1, 2, 1))
     for options, error in (
         ({"num_layers_in_first_pipeline_stage": 3}, MissingShardError),
         ({}, MissingShardError),
@@ -159,4 +159,4 @@ def test_layers_that_stand_elsewhere_than_the_arguments_say_are_reported(folder:
     ):
         args = Kind(options).arguments(at((1, 2, 1)))
         with pytest.raises(error):
-            unshard(catalog_of(args, at((1, 2, 1)), held)[1], rules=RULES)
+            unshard(catalog_of(args, at((1, 2, 1)), contents)[1], rules=RULES)

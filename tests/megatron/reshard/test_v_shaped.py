@@ -129,8 +129,8 @@ def make_uneven(golden: Path, root: Path, counts: list[list[int]], **arguments: 
                 file["model"][f"{start}.{number}.{rest}"] = tensor + number if is_tensor else tensor
 
     edit_rank(rank_dirs(single)["mp_rank_00"], lengthen)
-    (whole,) = rank_dirs(shutil.copytree(single, root)).values()
-    model, numbers = load_rank_file(whole / MODEL_FILE)["model"], iter(range(n_layers))
+    (rank_path,) = rank_dirs(shutil.copytree(single, root)).values()
+    model, numbers = load_rank_file(rank_path / MODEL_FILE)["model"], iter(range(n_layers))
     layers = {chunk: [*islice(numbers, counts[chunk[0]][chunk[1]])] for chunk in V_OF_TWO}
     assert not [*numbers]
     fields = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
@@ -146,7 +146,7 @@ def make_uneven(golden: Path, root: Path, counts: list[list[int]], **arguments: 
         for chunk in V_OF_TWO
     }
     for stage in range(2):
-        path = shutil.copytree(whole, whole.parent / f"mp_rank_00_{stage:03d}")
+        path = shutil.copytree(rank_path, rank_path.parent / f"mp_rank_00_{stage:03d}")
 
         def change(file: dict[str, Any], stage: int = stage) -> None:
             del file["model"]
@@ -154,7 +154,7 @@ def make_uneven(golden: Path, root: Path, counts: list[list[int]], **arguments: 
             vars(file["args"]).update({**fields, "schedules_method": "dualpipev", **arguments})
 
         edit_rank(path, change)
-    shutil.rmtree(whole)
+    shutil.rmtree(rank_path)
     return root
 
 
@@ -212,9 +212,9 @@ def test_a_v_with_a_layout_is_refused_with_the_way_out(
 def test_multi_token_prediction_is_at_the_end_of_a_v(
     megatron_predictions: Path, tmp_path: Path, has_copy: bool
 ) -> None:
-    whole, source = megatron_predictions / "one/rank_files", tmp_path / "v"
+    complete, source = megatron_predictions / "one/rank_files", tmp_path / "v"
     sizes = TopologyChange(tp=1, pp=2, vpp=2, pipeline=Pipeline())
-    convert(whole, source, to="megatron", topology=sizes, optim="drop")
+    convert(complete, source, to="megatron", topology=sizes, optim="drop")
     for manifest in source.rglob("ckpt-manifest.json"):
         manifest.unlink()
     paths = [*rank_dirs(source).values()]
@@ -230,7 +230,7 @@ def test_multi_token_prediction_is_at_the_end_of_a_v(
         edit_rank(path, change)
     assert any(name.startswith("mtp.") for name in chunks[1])
     assert not [finding for finding in findings_of(source) if finding.severity > Severity.NOTE]
-    convert(whole, tmp_path / "whole", to="megatron", optim="drop")
+    convert(complete, tmp_path / "whole", to="megatron", optim="drop")
     assert as_tensors(source, tmp_path / "out") == as_tensors(tmp_path / "whole", tmp_path / "all")
 
 

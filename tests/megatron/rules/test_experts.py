@@ -41,22 +41,22 @@ TOPOLOGIES = [
 
 def check(model: Model, store: MemoryStore, source: Catalog, target: Topology) -> TargetCatalog:
     """Reshards and compares with the plain cutting, order included; returns the target catalog."""
-    made = shard(source, target, rules=RULES)
-    arrays = filled(made, source, store)  # type: ignore[arg-type]
+    sharded = shard(source, target, rules=RULES)
+    arrays = filled(sharded, source, store)  # type: ignore[arg-type]
     wanted: dict[str, np.ndarray] = {}
-    ranks = ranks_of(made)
+    ranks = ranks_of(sharded)
     for rank in target.ranks():
         folder = rank_dir(target, rank)
         root = as_mapping(ranks[target.coords(rank)][1]) or {}
-        held = model.held(rank, target)
-        assert [name for name in root if str(name).startswith("model")] == list(held)
-        for chunk, entries in held.items():
+        chunks = model.held(rank, target)
+        assert [name for name in root if str(name).startswith("model")] == list(chunks)
+        for chunk, entries in chunks.items():
             assert list(as_mapping(root[chunk]) or {}) == list(entries), folder
             wanted |= {f"{folder}:{chunk}.{name}": array for name, array in entries.items()}
     assert set(arrays) == set(wanted)
     for name, array in wanted.items():
         assert arrays[name].tobytes() == array.tobytes(), name
-    return made
+    return sharded
 
 
 @pytest.mark.each_value
@@ -182,15 +182,15 @@ def test_packed_extra_states_stay_only_with_their_experts() -> None:
     name = "decoder.layers.1.mlp.experts.linear_fc1._extra_state"
     store, catalog = with_states(Topology(ep=2), 5)
     source = unshard(catalog, rules=RULES)
-    kept = shard(source, Topology(tp=2, ep=2), rules=RULES)
-    arrays = filled(kept, source, store)  # type: ignore[arg-type]
+    sharded = shard(source, Topology(tp=2, ep=2), rules=RULES)
+    arrays = filled(sharded, source, store)  # type: ignore[arg-type]
     assert arrays[f"mp_rank_01_001:model.{name}"].tobytes() == bytes(range(5))
-    for made in (
+    for result in (
         shard(source, Topology(ep=4), rules=RULES),
         to_torch_dist(source, Topology(ep=2), rules=RULES).target,
     ):
-        assert name not in made.tensors
-        assert any(name in text and "packed" in text for text in map(str, made.dropped))
+        assert name not in result.tensors
+        assert any(name in text and "packed" in text for text in map(str, result.dropped))
     _, catalog = with_states(Topology(ep=2), 0)
     empty = unshard(catalog, rules=RULES)
     assert name in shard(empty, Topology(ep=4), rules=RULES).tensors
@@ -202,8 +202,8 @@ def test_packed_extra_states_stay_only_with_their_experts() -> None:
 def test_older_checkpoints_without_all_dense_shards_are_refused() -> None:
     topology = Topology(tp=4, ep=2, etp=1)
     _, catalog = MIXED.catalog(topology)
-    kept = ("mp_rank_00_000", "mp_rank_01_001")
-    written = {coords: found for coords, found in ranks_of(catalog).items() if found[0] in kept}
+    present = ("mp_rank_00_000", "mp_rank_01_001")
+    written = {coords: entry for coords, entry in ranks_of(catalog).items() if entry[0] in present}
     with pytest.raises(
         MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"
     ):
@@ -224,7 +224,7 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
 
 
 @pytest.mark.parametrize(
-    ("name", "array", "folder", "error", "what"),
+    ("name", "array", "folder", "error", "message"),
     [
         (
             f"{LOCAL}1.linear_fc2.weight",
@@ -285,14 +285,14 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
     ],
 )
 def test_experts_that_contradict_each_other_are_reported(
-    name: str, array: np.ndarray | None, folder: str, error: type[Exception], what: str
+    name: str, array: np.ndarray | None, folder: str, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(broken(name, array, folder), rules=RULES)
 
 
 @pytest.mark.parametrize(
-    ("changes", "error", "what"),
+    ("changes", "error", "message"),
     [
         (
             {"num_experts": 16},
@@ -308,11 +308,11 @@ def test_experts_that_contradict_each_other_are_reported(
     ],
 )
 def test_arguments_that_contradict_the_experts_are_refused(
-    changes: dict[str, object], error: type[Exception], what: str
+    changes: dict[str, object], error: type[Exception], message: str
 ) -> None:
     _, catalog = MIXED.catalog(Topology(tp=2, ep=2))
     wrong = replace(catalog, args=replaced(catalog.args, changes))
-    with pytest.raises(error, match=what):
+    with pytest.raises(error, match=message):
         unshard(wrong, rules=RULES)
 
 
@@ -355,10 +355,10 @@ def test_the_arguments_follow_the_sizes() -> None:
 def test_the_files_are_those_that_the_written_arguments_announce(topology: Topology) -> None:
     model = replace(MIXED, more_args={"world_size": 2, "data_parallel_size": 2})
     _, catalog = model.catalog(Topology())
-    made = shard(unshard(catalog, rules=RULES), topology, rules=RULES)
-    ranks = ranks_of(made)
-    world_size = fields_of(made.args)["world_size"]
+    sharded = shard(unshard(catalog, rules=RULES), topology, rules=RULES)
+    ranks = ranks_of(sharded)
+    world_size = fields_of(sharded.args)["world_size"]
     assert isinstance(world_size, int)
-    found = [folder for folder, _ in ranks.values()]
-    coords_of = matched_dirs(found, rank_dirs(topology, world_size=world_size), topology=topology)
+    folders = [folder for folder, _ in ranks.values()]
+    coords_of = matched_dirs(folders, rank_dirs(topology, world_size=world_size), topology=topology)
     assert {folder: coords for coords, (folder, _) in ranks.items()} == coords_of

@@ -75,13 +75,15 @@ def check_files(
     expected = {}
     for rank in topology.ranks():
         folder = rank_dir(topology, rank)
-        held = {
+        entries = {
             name: array for name, array in wanted[folder].items() if states or array is not None
         }
-        found = list(as_mapping(ranks[topology.coords(rank)][1]["model"]) or {})
-        assert [name for name in found if states or "_extra_state" not in str(name)] == list(held)
+        names = list(as_mapping(ranks[topology.coords(rank)][1]["model"]) or {})
+        assert [name for name in names if states or "_extra_state" not in str(name)] == list(
+            entries
+        )
         expected |= {
-            f"{folder}:model.{name}": array for name, array in held.items() if array is not None
+            f"{folder}:model.{name}": array for name, array in entries.items() if array is not None
         }
     assert set(arrays) == set(expected)
     for name, array in expected.items():

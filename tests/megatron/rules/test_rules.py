@@ -86,9 +86,9 @@ def test_experts_have_the_names_of_their_implementation(names: str, rest: str, n
         rest,
         "sequential",
     )
-    made = RULES.expert_name(expert, names=names, number=12)
-    assert made == f"decoder.layers.3.mlp.experts.{name}"
-    again = RULES.expert_of(made)
+    full_name = RULES.expert_name(expert, names=names, number=12)
+    assert full_name == f"decoder.layers.3.mlp.experts.{name}"
+    again = RULES.expert_of(full_name)
     assert again is not None and (again.before, again.rest, again.names) == (
         expert.before,
         rest,
@@ -117,7 +117,7 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "what"),
+    ("name", "message"),
     [
         (
             "decoder.layers.0.mlp.experts.linear_fc1.adapter.linear_in.weight",
@@ -130,8 +130,8 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
         ),
     ],
 )
-def test_what_is_not_handled_yet_is_refused_by_name(name: str, what: str) -> None:
-    with pytest.raises(UnsupportedError, match=what) as caught:
+def test_what_is_not_handled_yet_is_refused_by_name(name: str, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message) as caught:
         RULES.rule_of(name)
     assert not isinstance(caught.value, UnknownTensorError)
     assert caught.value.key == name
@@ -259,7 +259,7 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what"),
+    ("text", "message"),
     [
         ("[[rule]\n", "not TOML"),
         ("[[rule]]\nrule = 'split'\naxis = 0\n", "has no pattern"),
@@ -283,11 +283,11 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
     ],
 )
 def test_rows_that_make_no_sense_name_the_file_and_the_fault(
-    tmp_path: Path, text: str, what: str
+    tmp_path: Path, text: str, message: str
 ) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(text)
-    with pytest.raises(UsageError, match=what) as caught:
+    with pytest.raises(UsageError, match=message) as caught:
         load_rules(path)
     assert caught.value.file == str(path)
 

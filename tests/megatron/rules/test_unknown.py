@@ -62,9 +62,9 @@ def test_equal_shards_are_replicated_on_request(golden: Path, tmp_path: Path) ->
     report = resharded(source, tmp_path / "out", unknown="replicate", tp=4, pp=2)
     for folder in rank_dirs(tmp_path / "out"):
         model = model_of(tmp_path / "out", folder)
-        found = model.get("decoder.layers.0.gadget.weight")
-        assert (found is not None) == folder.endswith("_001")
-        assert found is None or found.equal(value)
+        gadget = model.get("decoder.layers.0.gadget.weight")
+        assert (gadget is not None) == folder.endswith("_001")
+        assert gadget is None or gadget.equal(value)
     assert any(NAME in note and "--unknown replicate" in note for note in report.notes)
 
 

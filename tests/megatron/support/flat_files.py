@@ -84,24 +84,24 @@ def flat(
 
 def members(model: Model, rank: Rank, topology: Topology, run: Run) -> list[list[list[np.ndarray]]]:
     """Optimizer → buffer → buckets of the masters."""
-    found: list[list[list[np.ndarray]]] = []
+    members_of_chunks: list[list[list[np.ndarray]]] = []
     chunks = list(enumerate(model.held(rank, topology).values()))
     dense = [(False, chunks[:1]), (False, chunks[1:])] if run.is_chunk_alone else [(False, chunks)]
     for is_expert, part in [*dense, *([(True, chunks)] if topology.ep > 1 else [])]:
         buffers = []
         for vp_rank, chunk in part:
-            kept = [
+            params = [
                 (array, _is_shared(name, model, topology))
                 for name, array in chunk.items()
                 if not name.endswith(("_extra_state", "expert_bias"))
                 and (topology.ep > 1 and ".experts." in name) == is_expert
             ]
-            if kept:
+            if params:
                 is_cut = rank.pp == 0 and vp_rank == 0 and not run.is_chunk_alone
                 size = run.bucket_size if is_cut else None
-                buffers.append(flat(kept, run, bucket_size=size))
-        found.append(buffers)
-    return found
+                buffers.append(flat(params, run, bucket_size=size))
+        members_of_chunks.append(buffers)
+    return members_of_chunks
 
 
 def _is_shared(name: str, model: Model, topology: Topology) -> bool:
@@ -142,12 +142,13 @@ def with_optimizer(
     for rank in topology.ranks():
         folder, coords = rank_dir(topology, rank), topology.coords(rank)
         root: dict[object, object] = {"args": settings, "checkpoint_version": 3.0, "iteration": 7}
-        for chunk, held in model.held(rank, topology).items():
+        for chunk, params in model.held(rank, topology).items():
             names = {
-                name: leaf(f"{folder}:{chunk}.{name}", array, rank) for name, array in held.items()
+                name: leaf(f"{folder}:{chunk}.{name}", array, rank)
+                for name, array in params.items()
             }
             root[chunk] = make_ordered_dict(dict(names))
-        made: list[object] = []
+        optimizers: list[object] = []
         entries: list[object] = []
         for number, buffers in enumerate(members(model, rank, topology, run)):
             is_expert = topology.ep > 1 and number > 0
@@ -160,7 +161,7 @@ def with_optimizer(
             scaler = {"scale": scale, "growth_tracker": 3}
             entries.append({"optimizer": {"param_groups": groups}, "grad_scaler": scaler})
             if number in (absent or {}).get(folder, ()):
-                made.append(None)
+                optimizers.append(None)
                 continue
             entry: dict[object, object] = {} if run.is_listed else {"buckets_coalesced": True}
             for n, buckets in enumerate(buffers):
@@ -180,8 +181,8 @@ def with_optimizer(
                 if not run.is_listed:
                     states["numel_unpadded"] = sum(bucket.size for bucket in buckets)
                 entry[n] = {dtype if run.is_listed else (dtype, dtype): states}
-            made.append(entry)
-        optim_files[coords] = made[0] if len(made) == 1 else made
+            optimizers.append(entry)
+        optim_files[coords] = optimizers[0] if len(optimizers) == 1 else optimizers
         root["optimizer"] = entries[0] if len(entries) == 1 else entries
         ranks[coords] = (folder, root)
     catalog = replace(

@@ -65,13 +65,13 @@ def main() -> None:
         torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         chunk = Chunk(json.load(sys.stdin))
         name_of = {id(param): name for name, param in chunk.params.items()}
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         for case, options in CASES.items():
-            found[case] = []
+            answers[case] = []
             for group in groups_of(chunk, options):
                 settings = {name: value for name, value in group.items() if name != "params"}
-                found[case].append((settings, [name_of[id(param)] for param in group["params"]]))
-        sys.stdout.write(json.dumps(found))
+                answers[case].append((settings, [name_of[id(param)] for param in group["params"]]))
+        sys.stdout.write(json.dumps(answers))
         torch.distributed.destroy_process_group()
 
 

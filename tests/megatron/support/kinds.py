@@ -193,14 +193,14 @@ def files(
 
     case = f"{name}.{'.'.join(map(str, sizes))}"
     topology = topology_of(sizes)
-    found = {}
+    files_of_ranks = {}
     for number, rank in enumerate(json.loads((folder / f"{case}.json").read_text())):
         arrays = load_file(folder / f"{case}.{number}.safetensors")
         coords = tuple((key, rank[key]) for key in ("tp", "pp", "ep"))
-        found[rank_dir(topology, topology.rank_at(coords))] = {
+        files_of_ranks[rank_dir(topology, topology.rank_at(coords))] = {
             key: arrays[key] if has_value else None for key, has_value in rank["names"]
         }
-    return found
+    return files_of_ranks
 
 
 @cache
@@ -214,7 +214,7 @@ def dist_tensors(folder: Path, name: str, sizes: tuple[int, int, int]) -> Arrays
 def catalog_of(
     args: Mapping[str, object],
     topology: Topology,
-    held: Mapping[str, Mapping[str, np.ndarray | None]],
+    arrays_of_ranks: Mapping[str, Mapping[str, np.ndarray | None]],
 ) -> tuple[MemoryStore, Catalog]:
     """The catalog of rank files, and the store that holds their bytes."""
     contents: dict[str, bytes | bytearray] = {}
@@ -224,7 +224,7 @@ def catalog_of(
     for rank in topology.ranks():
         coords, folder = topology.coords(rank), rank_dir(topology, rank)
         entries: dict[object, object] = {}
-        for name, array in held[folder].items():
+        for name, array in arrays_of_ranks[folder].items():
             key = f"{folder}:model.{name}"
             entries[name] = None
             if array is not None:

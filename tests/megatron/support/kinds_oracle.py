@@ -238,7 +238,7 @@ def mamba_model(args, config, *, is_first, is_last):
 
 def run(case, folder):
     args, (tp, pp, ep) = case["args"], case["sizes"]
-    every: dict[str, torch.Tensor] = {}
+    global_tensors: dict[str, torch.Tensor] = {}
     ranks = []
     for rank in range(tp * pp * ep if tp < ep else tp * pp):
         world = tp * pp * ep if tp < ep else tp * pp
@@ -260,13 +260,13 @@ def run(case, folder):
         )
         apply_factories(sharded)
         for tensor in tensors_of(sharded):
-            filled(tensor, every)
-        held, names = {}, []
+            filled(tensor, global_tensors)
+        tensors, names = {}, []
         for name, value in model.state_dict().items():
             names.append([name, value is not None])
             if value is not None:
-                held[name] = value.detach().clone().contiguous()
-        save_file(held, folder / f"{case['name']}.{rank}.safetensors")
+                tensors[name] = value.detach().clone().contiguous()
+        save_file(tensors, folder / f"{case['name']}.{rank}.safetensors")
         ranks.append(
             {
                 "tp": parallel_state.get_tensor_model_parallel_rank(),
@@ -277,7 +277,7 @@ def run(case, folder):
         )
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
-    save_file(every, folder / f"{case['name']}.dist.safetensors")
+    save_file(global_tensors, folder / f"{case['name']}.dist.safetensors")
     (folder / f"{case['name']}.json").write_text(json.dumps(ranks))
 
 
@@ -292,20 +292,22 @@ def tensors_of(value):
             yield from tensors_of(item)
 
 
-def filled(tensor, every):
+def filled(tensor, global_tensors):
     """Gives a shard the values of its place in the global tensor."""
     shape = tensor.global_shape
-    whole = every.get(tensor.key)
-    if whole is None:
+    values = global_tensors.get(tensor.key)
+    if values is None:
         n = 1
         for extent in shape:
             n *= extent
         assert n <= 4096, (tensor.key, shape)
         start = zlib.crc32(tensor.key.encode()) % 4096 * 4096
-        whole = every[tensor.key] = (torch.arange(n) + start).reshape(shape).to(tensor.data.dtype)
+        values = global_tensors[tensor.key] = (
+            (torch.arange(n) + start).reshape(shape).to(tensor.data.dtype)
+        )
     at = tuple(slice(o, o + n) for o, n in zip(tensor.global_offset, shape_of(tensor), strict=True))
     with torch.no_grad():
-        tensor.data.copy_(whole[at].reshape(tensor.data.shape))
+        tensor.data.copy_(values[at].reshape(tensor.data.shape))
 
 
 def shape_of(tensor):

@@ -79,10 +79,10 @@ def global_form(
 
 def mapping(golden: Path, case: str) -> list[dict[str, object]]:
     """What Megatron recorded of every rank's tensors, one row per piece."""
-    found = json.loads((golden / "oracle" / "mapping" / f"mcore_legacy__{case}.json").read_text())
+    record = json.loads((golden / "oracle" / "mapping" / f"mcore_legacy__{case}.json").read_text())
     return [
         {**row, "dir": str(rank["file"]).split("/")[1], "tp": rank["tp"]}
-        for rank in found["ranks"]
+        for rank in record["ranks"]
         for row in rank["tensors"]
     ]
 
@@ -98,17 +98,17 @@ def _bytes(tensor: object) -> Bytes:
     import torch
 
     assert isinstance(tensor, torch.Tensor)
-    found: Bytes = (
+    data: Bytes = (
         tensor.contiguous().view(torch.uint8).numpy().reshape(*tensor.shape, tensor.element_size())
     )
-    return found
+    return data
 
 
 def fused(name: str) -> str:
     """A global name as the oracle has it."""
     layer = RULES.layer_of(name)
-    whole = name if layer is None else str(replace(layer, sub=RULES.fused(layer.sub)))
-    return whole.replace(".local_experts.", ".")
+    fused_name = name if layer is None else str(replace(layer, sub=RULES.fused(layer.sub)))
+    return fused_name.replace(".local_experts.", ".")
 
 
 def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[str, Bytes]:
@@ -116,35 +116,35 @@ def filled(target: TargetCatalog, source: Catalog, store: LocalStore) -> dict[st
     zero by rule.
     """
     arrays: dict[str, Bytes] = {}
-    known: dict[str, np.ndarray] = {}
+    masks: dict[str, np.ndarray] = {}
     for key, tensor in target.all_tensors():
         have = tensor_bytes(source, store, key)
-        whole = np.zeros((*tensor.shape, have.shape[-1]), np.uint8)
+        values = np.zeros((*tensor.shape, have.shape[-1]), np.uint8)
         covered = np.zeros(tensor.shape, bool)
         common = tuple(slice(0, min(a, b)) for a, b in zip(tensor.shape, have.shape, strict=False))
-        whole[common] = have[common]
+        values[common] = have[common]
         covered[common] = True
         assert covered.all() != tensor.flexible, f"{key} has elements without a source, or padding"
         for fragment in target.fragments(key):
             array = fragment.array
             assert array is not None
             data = arrays.setdefault(array.name, np.zeros((*array.shape, have.shape[-1]), np.uint8))
-            mask = known.setdefault(array.name, np.zeros(array.shape, bool))
+            mask = masks.setdefault(array.name, np.zeros(array.shape, bool))
             box = fragment.box
             region = tuple(slice(o, e) for o, e in zip(box.offset, box.end, strict=True))
             place = tuple(slice(o, o + n) for o, n in zip(fragment.at, box.shape, strict=True))
             assert not mask[place].any(), f"{array.name} is written twice"
-            data[place] = whole[region]
+            data[place] = values[region]
             mask[place] = True
-    for name, mask in known.items():
+    for name, mask in masks.items():
         assert mask.all(), f"{name} is not filled"
     return arrays
 
 
 def stored(catalog: Catalog, store: LocalStore) -> dict[str, Bytes]:
     """Every array of a checkpoint."""
-    found = {}
+    arrays = {}
     for fragment in catalog.all_fragments():
         assert fragment.array is not None
-        found[fragment.array.name] = array_bytes(catalog, store, fragment.array)
-    return found
+        arrays[fragment.array.name] = array_bytes(catalog, store, fragment.array)
+    return arrays

@@ -17,11 +17,11 @@ from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 
 def places(generator: RankGenerator, token: str, world: int) -> list[int]:
-    found = [0] * world
+    group_ranks = [0] * world
     for group in generator.get_ranks(token):
         for place, rank in enumerate(group):
-            found[rank] = place
-    return found
+            group_ranks[rank] = place
+    return group_ranks
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def chunks(options: dict[str, Any]) -> list[list[int]]:
     )
     pp, vpp = config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size
     parallel_state.get_virtual_pipeline_model_parallel_world_size = lambda: vpp
-    found = []
+    counts = []
     for v in range(vpp or 1):
         for p in range(pp):
             parallel_state.get_pipeline_model_parallel_rank = lambda p=p: p
@@ -39,9 +39,9 @@ def chunks(options: dict[str, Any]) -> list[list[int]]:
             layout = config.pipeline_model_parallel_layout
             n_mtp = 0
             if isinstance(layout, PipelineParallelLayerLayout):
-                n_mtp = sum(one.name == "mtp" for one in layout.layout[p][v])
-            found.append([count, offset, n_mtp])
-    return found
+                n_mtp = sum(part.name == "mtp" for part in layout.layout[p][v])
+            counts.append([count, offset, n_mtp])
+    return counts
 
 
 def main() -> None:

@@ -82,30 +82,30 @@ def held_by(
     model: Model, rank: Rank, topology: Topology, style: Style
 ) -> dict[str, dict[str, np.ndarray]]:
     """Model chunk → what a rank's file holds of it."""
-    found = model.held(rank, topology)
+    chunks = model.held(rank, topology)
     return (
-        {chunk: grouped(arrays) for chunk, arrays in found.items()} if style.is_grouped else found
+        {chunk: grouped(arrays) for chunk, arrays in chunks.items()} if style.is_grouped else chunks
     )
 
 
 def grouped(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Single experts as legacy grouped ones: each transposed, then one after the other."""
-    made: dict[str, np.ndarray] = {}
+    entries: dict[str, np.ndarray] = {}
     packed: dict[str, list[np.ndarray]] = {}
     for name, array in arrays.items():
         before, dot, rest = name.partition("local_experts.")
         if not dot:
-            made[name] = array
+            entries[name] = array
             continue
         weight = before + ("weight1" if "linear_fc1" in rest else "weight2")
         packed.setdefault(weight, []).append(array.T)
-        made.setdefault(before + "weight1", array)
-        made.setdefault(before + "weight2", array)
+        entries.setdefault(before + "weight1", array)
+        entries.setdefault(before + "weight2", array)
     for name, parts in packed.items():
         rows, columns = parts[0].shape
         shape = (rows, -1) if name.endswith("1") else (-1, columns)
-        made[name] = np.stack(parts).reshape(shape)
-    return made
+        entries[name] = np.stack(parts).reshape(shape)
+    return entries
 
 
 def trained(
@@ -138,22 +138,22 @@ def keys_of(model: Model, rank: Rank, topology: Topology, style: Style) -> list[
 def optimizer(model: Model, rank: Rank, topology: Topology, style: Style) -> Any:
     """The entry of a rank's file."""
     keys = keys_of(model, rank, topology, style)
-    held = trained(model, rank, topology, style)
+    trained_params = trained(model, rank, topology, style)
     members = []
     for is_expert in (False, True):
-        mine = [key for key in keys if key[1] == is_expert]
-        if not mine:
+        own_keys = [key for key in keys if key[1] == is_expert]
+        if not own_keys:
             continue
         state: dict[int, Any] = {}
         groups, masters = [], []
-        for key in mine:
-            params = [param for param in held if key_of(*param, topology, style) == key]
+        for key in own_keys:
+            params = [param for param in trained_params if key_of(*param, topology, style) == key]
             first = len(state)
             half = []
             for name, array in params:
-                one = {"step": torch.tensor(5.0)} if style.steps else {}
+                entry = {"step": torch.tensor(5.0)} if style.steps else {}
                 state[len(state)] = {
-                    **one,
+                    **entry,
                     **{state: master(array) * factor for state, factor in MOMENTS.items()},
                 }
                 if weight(name, array, style).dtype == torch.bfloat16:
@@ -207,9 +207,9 @@ def save(model: Model, topology: Topology, root: Path, style: Style | None = Non
             "checkpoint_version": 3.0,
             "iteration": 7,
         }
-        for chunk, held in held_by(model, rank, topology, style).items():
+        for chunk, arrays in held_by(model, rank, topology, style).items():
             content[chunk] = OrderedDict(
-                (name, weight(name, array, style)) for name, array in held.items()
+                (name, weight(name, array, style)) for name, array in arrays.items()
             )
         content["optimizer"] = optimizer(model, rank, topology, style)
         folder = root / "iter_0000007" / rank_dir(topology, rank)
@@ -235,11 +235,11 @@ def assert_same_optimizer(found_root: Path, wanted_root: Path) -> None:
     """Every rank's optimizer is the same tree: keys, order, numbers, settings, and every tensor bit
     for bit.
     """
-    found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
-    assert list(found) == list(wanted)
+    our_dirs, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
+    assert list(our_dirs) == list(wanted)
     for name in wanted:
         ours, theirs = (
-            load_rank_file(root[name] / MODEL_FILE)["optimizer"] for root in (found, wanted)
+            load_rank_file(root[name] / MODEL_FILE)["optimizer"] for root in (our_dirs, wanted)
         )
         assert_same_tree(ours, theirs, name)
 
@@ -257,7 +257,7 @@ def assert_same_tree(ours: Any, theirs: Any, path: str) -> None:
             assert_same_tree(ours[key], theirs[key], f"{path}.{key}")
     elif isinstance(theirs, (list, tuple)):
         assert len(ours) == len(theirs), path
-        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            assert_same_tree(one, other, f"{path}.{number}")
+        for number, (item, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_tree(item, other, f"{path}.{number}")
     else:
         assert ours == theirs, path

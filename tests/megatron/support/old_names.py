@@ -76,12 +76,12 @@ PLAIN = ("language_model", "language_model.embedding")
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
     """A name of megatron-core's as megatron.legacy has it; empty for what it does not have."""
-    found = name
+    new_name = name
     for pattern, new in reversed(names.items()):
-        found, n = re.subn(pattern, new, found)
+        new_name, n = re.subn(pattern, new, new_name)
         if pattern.startswith(("^", r"(?<=decoder")) and n and not new:
             return ""
-    return found
+    return new_name
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,10 +128,10 @@ def old_order(
     """
 
     def reordered(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        found = re.search(r"\.(query_)?key_value\.(weight|bias)$", name)
-        if found is None or version >= 2:
+        match = re.search(r"\.(query_)?key_value\.(weight|bias)$", name)
+        if match is None or version >= 2:
             return tensor
-        rows = tensor.view(heads, 3 if found[1] else 2, channels, *tensor.shape[1:])
+        rows = tensor.view(heads, 3 if match[1] else 2, channels, *tensor.shape[1:])
         return (rows.transpose(0, 1) if version == 0 else rows.transpose(1, 2)).reshape(
             tensor.shape
         )
@@ -162,9 +162,9 @@ def rewrite(
     (target / "latest_checkpointed_iteration.txt").write_text("10")
     for folder, path in rank_dirs(source).items():
         loaded = load_rank_file(path / MODEL_FILE)
-        known = {name: value for name, value in vars(loaded["args"]).items() if _is_plain(value)}
+        plain = {name: value for name, value in vars(loaded["args"]).items() if _is_plain(value)}
         root: dict[str, Any] = {
-            "args": argparse.Namespace(**{**known, **(more_args or {})}),
+            "args": argparse.Namespace(**{**plain, **(more_args or {})}),
             "iteration": 10,
         }
         if version is not None:
@@ -197,11 +197,11 @@ def assert_same_nested(found_root: Path, wanted_root: Path) -> None:
     """Every rank file holds the same nested model, in the same order, with the same bits, types and
     versions.
     """
-    found, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
-    assert list(found) == list(wanted)
+    our_dirs, wanted = rank_dirs(found_root), rank_dirs(wanted_root)
+    assert list(our_dirs) == list(wanted)
     for folder in wanted:
         ours, theirs = (
-            load_rank_file(found[folder] / MODEL_FILE),
+            load_rank_file(our_dirs[folder] / MODEL_FILE),
             load_rank_file(wanted[folder] / MODEL_FILE),
         )
         chunks = [name for name in theirs if name.startswith("model")]

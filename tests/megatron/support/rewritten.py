@@ -34,14 +34,14 @@ def rewritten(
     (target / "latest_checkpointed_iteration.txt").write_text("10")
     for folder, path in rank_dirs(source).items():
         loaded = load_rank_file(path / MODEL_FILE)
-        known = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}
+        plain = {name: value for name, value in vars(loaded["args"]).items() if is_plain(value)}
         model = loaded["model"]
         for name, value in model.items():
             model[name] = change(folder, name, value)
         model.update(more or {})
         out = target / "iter_0000010" / folder
         out.mkdir(parents=True)
-        settings = argparse.Namespace(**{**known, **(args or {})})
+        settings = argparse.Namespace(**{**plain, **(args or {})})
         torch.save(
             {"args": settings, "checkpoint_version": 3.0, "iteration": 10, "model": model},
             out / MODEL_FILE,
@@ -60,6 +60,6 @@ def is_plain(value: object) -> bool:
 
 def model_of(root: Path, folder: str) -> dict[str, Any]:
     """The model of a rank."""
-    found = load_rank_file(rank_dirs(root)[folder] / MODEL_FILE)["model"]
-    assert isinstance(found, dict)
-    return found
+    model = load_rank_file(rank_dirs(root)[folder] / MODEL_FILE)["model"]
+    assert isinstance(model, dict)
+    return model

@@ -144,13 +144,13 @@ class Model:
         shapes["decoder.final_layernorm.weight"] = (h,)
         if not self.is_tied:
             shapes["output_layer.weight"] = (self.vocab, h)
-        found: Arrays = {}
+        arrays: Arrays = {}
         first = 1
         for name, shape in shapes.items():
             n = int(np.prod(shape))
-            found[name] = np.arange(first, first + n, dtype=np.float32).reshape(shape)
+            arrays[name] = np.arange(first, first + n, dtype=np.float32).reshape(shape)
             first += n
-        return found
+        return arrays
 
     def attention(self, h: int) -> dict[str, tuple[int, ...]]:
         qkv = (self.heads + 2 * self.groups) * self.head_dim
@@ -204,9 +204,10 @@ class Model:
             "router.expert_bias": (self.experts,),
         }
         for expert in range(self.experts):
-            one = self.mlp(h, self.expert_ffn)
+            expert_mlp = self.mlp(h, self.expert_ffn)
             shapes |= {
-                f"experts.local_experts.{expert}.{name}": shape for name, shape in one.items()
+                f"experts.local_experts.{expert}.{name}": shape
+                for name, shape in expert_mlp.items()
             }
         if self.shared:
             shapes["shared_experts.gate_weight"] = (1, h)
@@ -232,8 +233,8 @@ class Model:
         ):
             return array
         if name.endswith("linear_qkv_down_proj.weight") and self.latent and self.latent.q:
-            queries, others = np.split(array, [self.latent.q])
-            return np.concatenate([np.split(queries, tp)[tp_rank], np.split(others, tp)[tp_rank]])
+            queries, rest = np.split(array, [self.latent.q])
+            return np.concatenate([np.split(queries, tp)[tp_rank], np.split(rest, tp)[tp_rank]])
         if name.endswith("linear_fc1.weight") and self.is_gated:
             gate, up = np.split(array, 2)
             return np.concatenate([np.split(gate, tp)[tp_rank], np.split(up, tp)[tp_rank]])
@@ -257,10 +258,10 @@ class Model:
     def held(self, rank: Rank, topology: Topology) -> dict[str, Arrays]:
         """Model chunk → name in the file of a rank → array, in the order of the file."""
         n_local = max(1, self.experts // topology.ep)
-        found: dict[str, Arrays] = {
+        arrays_by_chunk: dict[str, Arrays] = {
             "model" if topology.vpp == 1 else f"model{v}": {} for v in range(topology.vpp)
         }
-        chunks = list(found.values())
+        chunks = list(arrays_by_chunk.values())
         grouped: dict[str, Arrays] = {}
         into = chunks[0]
         for name, array in self.tensors().items():
@@ -291,7 +292,7 @@ class Model:
             chunks[-1]["output_layer.weight"] = self.local(
                 name, self.tensors()[name], tp_rank=rank.tp, tp=topology.tp
             )
-        return found
+        return arrays_by_chunk
 
     def files(self, topology: Topology) -> dict[str, Arrays]:
         """Rank directory → name in the file (without ``model.``) → array."""

@@ -136,23 +136,23 @@ def _built(case: dict[str, Any]) -> torch.nn.Module:
 def _fill(model: torch.nn.Module, sharded: dict[str, Any]) -> None:
     """Gives every element a value of its place in the global tensor; padding rows are zeros."""
     own = model.state_dict(keep_vars=True)
-    for name, found in sharded.items():
+    for name, sharded_tensor in sharded.items():
         if not isinstance(own.get(name), torch.Tensor):
             continue
-        shape = found.global_shape
-        start = zlib.crc32(found.key.encode()) % 1000
-        whole = ((torch.arange(torch.Size(shape).numel()) + start) % 1021).reshape(shape)
-        if "word_embeddings" in found.key or "output_layer" in found.key:
-            whole[VOCAB:] = 0
-        for axis, offset in enumerate(found.global_offset):
+        shape = sharded_tensor.global_shape
+        start = zlib.crc32(sharded_tensor.key.encode()) % 1000
+        values = ((torch.arange(torch.Size(shape).numel()) + start) % 1021).reshape(shape)
+        if "word_embeddings" in sharded_tensor.key or "output_layer" in sharded_tensor.key:
+            values[VOCAB:] = 0
+        for axis, offset in enumerate(sharded_tensor.global_offset):
             local = (
                 1
-                if axis < found.prepend_axis_num
-                else found.local_shape[axis - found.prepend_axis_num]
+                if axis < sharded_tensor.prepend_axis_num
+                else sharded_tensor.local_shape[axis - sharded_tensor.prepend_axis_num]
             )
-            whole = whole.narrow(axis, offset, local)
+            values = values.narrow(axis, offset, local)
         with torch.no_grad():
-            own[name].copy_(whole.reshape(own[name].shape))
+            own[name].copy_(values.reshape(own[name].shape))
 
 
 def _args(case: dict[str, Any]) -> argparse.Namespace:

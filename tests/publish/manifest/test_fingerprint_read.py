@@ -68,7 +68,7 @@ def fingerprints(path: Path) -> dict[str, Fingerprint]:
         opened.store.close()
 
 
-def made(path: Path) -> Inventory:
+def make_inventory(path: Path) -> Inventory:
     """What ``ckpt manifest`` would write."""
     return read_inventory(path, threads=2)
 
@@ -77,21 +77,26 @@ def made(path: Path) -> Inventory:
 def test_all_layouts_and_formats_of_a_model_have_equal_fingerprints(
     golden: Path, model: str, request: pytest.FixtureRequest
 ) -> None:
-    seen: dict[str, dict[Fingerprint, str]] = {}
+    cases_by_key: dict[str, dict[Fingerprint, str]] = {}
     step = 1 if request.config.getoption("--long") else 2
     for case in MODELS[model][::step]:
-        found = made(golden / case).fingerprints
-        assert found == fingerprints(golden / case), (
+        stated = make_inventory(golden / case).fingerprints
+        assert stated == fingerprints(golden / case), (
             f"{case}: passing by and reading through the engine differ"
         )
-        for key, one in (found or {}).items():
-            seen.setdefault(key, {}).setdefault(one, case)
-    assert {key: cases for key, cases in seen.items() if len(cases) > 1} == {}
-    texts = [one.text for found in seen.values() for one in found if any(one.shape)]
+        for key, fingerprint in (stated or {}).items():
+            cases_by_key.setdefault(key, {}).setdefault(fingerprint, case)
+    assert {key: cases for key, cases in cases_by_key.items() if len(cases) > 1} == {}
+    texts = [
+        item.text
+        for by_fingerprint in cases_by_key.values()
+        for item in by_fingerprint
+        if any(item.shape)
+    ]
     distinct = {text for text in texts if set(text) != {"0"}}
     assert len(distinct) > len(texts) // 2, "the tensors of the model can be told apart"
     if model == "dense_gqa":
-        assert sum(key.startswith("optimizer.state.") for key in seen) == 93, (
+        assert sum(key.startswith("optimizer.state.") for key in cases_by_key) == 93, (
             "states of the optimizer are there too"
         )
 
@@ -155,10 +160,10 @@ def test_a_cast_gives_the_fingerprints_of_what_is_written(golden: Path, tmp_path
         )
     )
     manifest = read_manifest(LocalStore(tmp_path / "out"))
-    found = fingerprints(tmp_path / "out")
-    assert manifest.fingerprints == found
+    expected = fingerprints(tmp_path / "out")
+    assert manifest.fingerprints == expected
     before = fingerprints(source)
-    assert all(found[key].dtype == "float32" and found[key] != before[key] for key in before)
+    assert all(expected[key].dtype == "float32" and expected[key] != before[key] for key in before)
 
 
 def test_what_cannot_be_seen_in_the_pass_is_read_back(golden: Path, tmp_path: Path) -> None:
@@ -179,8 +184,8 @@ def test_a_resumed_copy_has_the_same_manifest(golden: Path, tmp_path: Path) -> N
     from core.errors import CheckpointingException, StorageError
 
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
-    whole = Job(src=source, dst=tmp_path / "whole", to="dcp", fingerprint=True)
-    run(whole)
+    uninterrupted = Job(src=source, dst=tmp_path / "whole", to="dcp", fingerprint=True)
+    run(uninterrupted)
 
     def fail(done: int, total: int) -> None:
         if done > total // 2:

@@ -71,8 +71,8 @@ def test_a_second_run_is_refused_while_the_first_works_and_not_after_it_was_kill
         uploads = store.uploads()
         for more in ([], ["--force"], ["--resume"]):
             assert run(*WORDS, *more) == 6
-            told = capsys.readouterr().err
-            assert f"another run is writing to this destination: process {first.pid} on " in told
+            err = capsys.readouterr().err
+            assert f"another run is writing to this destination: process {first.pid} on " in err
         assert store.uploads() == uploads != []
     finally:
         first.kill()
@@ -86,9 +86,9 @@ def test_the_lock_of_another_host_is_respected_until_it_is_silent(
 ) -> None:
     put_lock(store)
     assert run(*WORDS) == 6
-    told = capsys.readouterr().err
-    assert "process 7 on elsewhere, since 2026-01-01" in told
-    assert f"run again in 3 minutes, or delete s3://runs/{LOCK}" in told
+    err = capsys.readouterr().err
+    assert "process 7 on elsewhere, since 2026-01-01" in err
+    assert f"run again in 3 minutes, or delete s3://runs/{LOCK}" in err
     assert (notes(store), store.objects("runs", "out/")) == (["lock"], {})
 
     monkeypatch.setattr(destination_lock, "_SILENT_S", -1.0)

@@ -85,9 +85,9 @@ def test_the_stage_of_a_run_that_had_finished_is_cleared_away(tmp_path: Path, na
     is_file = name.endswith(".pt")
     dst.write_text("") if is_file else dst.mkdir()
     stage_of(dst, "journal.jsonl", *(["data/manifest"] if is_file else []))
-    with pytest.raises(UsageError) as found, Stage(dst, is_file=is_file):
+    with pytest.raises(UsageError) as caught, Stage(dst, is_file=is_file):
         pass
-    assert os.listdir(tmp_path) == [name] and "earlier run" not in str(found.value)
+    assert os.listdir(tmp_path) == [name] and "earlier run" not in str(caught.value)
 
 
 def test_a_stage_with_work_in_it_is_named_where_the_destination_exists(tmp_path: Path) -> None:

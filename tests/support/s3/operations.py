@@ -166,11 +166,11 @@ class Operations:
             check_sums(writer, sums)
             operation = request.operation
             if operation in ("PutObject", "UploadPart"):
-                kept = _kept(request.headers) | {
+                stored_headers = _kept(request.headers) | {
                     name: value for name, value in sums.items() if name.startswith("x-amz")
                 }
                 put = self._put_object if operation == "PutObject" else self._put_part
-                return put(request, StoredObject(new.blobs, new.e_tag, kept))
+                return put(request, StoredObject(new.blobs, new.e_tag, stored_headers))
             if operation not in self._small:
                 raise S3Error(501, "NotImplemented", f"{request.method} {dict(request.query)}")
             return self._small[operation](request, b"".join(writer.blob.reader()))
@@ -345,8 +345,8 @@ class Operations:
         position = 0
         for blob in source.blobs:
             for data in blob.reader():
-                kept = data[max(0, first - position) : max(0, stop - position)]
-                writer.write(memoryview(kept))
+                part = data[max(0, first - position) : max(0, stop - position)]
+                writer.write(memoryview(part))
                 position += len(data)
         new = self._objects.finish(writer, {})
         self._put_part(request, new)
@@ -427,10 +427,12 @@ class Operations:
 
 def _kept(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that are told to readers, without the coding of the request itself."""
-    kept = {name: value for name, value in headers.items() if name.startswith(_KEPT_HEADERS)}
-    codings = [part.strip() for part in kept.pop("content-encoding", "").split(",")]
+    stored_headers = {
+        name: value for name, value in headers.items() if name.startswith(_KEPT_HEADERS)
+    }
+    codings = [part.strip() for part in stored_headers.pop("content-encoding", "").split(",")]
     codings = [coding for coding in codings if coding not in ("", "aws-chunked")]
-    return kept | ({"content-encoding": ",".join(codings)} if codings else {})
+    return stored_headers | ({"content-encoding": ",".join(codings)} if codings else {})
 
 
 def _checksums(entry: StoredObject) -> dict[str, str]:

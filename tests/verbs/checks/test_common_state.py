@@ -31,10 +31,10 @@ def test_ranks_of_another_step_are_named_and_the_others_are_not(
         del loaded["rng_state"]
 
     edit_rank(folder / "mp_rank_01_001", change)
-    found = {
+    findings = {
         (finding.code, finding.rank, finding.key) for finding in found_in(folder, Level.HEADERS)
     }
-    assert found == {
+    assert findings == {
         ("CK503", "mp_rank_00_000", "iteration"),
         ("CK503", "mp_rank_01_001", "checkpoint_version"),
         ("CK503", "mp_rank_01_001", "opt_param_scheduler"),
@@ -140,8 +140,8 @@ def test_rank_directories_that_were_exchanged_are_found_by_the_numbers_in_them(
     for number, (name, (a, b)) in enumerate(ranks.items()):
         folder = copied(golden, name, tmp_path / str(number))
         _exchange(folder / a, folder / b)
-        found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
-        assert {("CK507", a), ("CK507", b)} <= found
+        findings = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+        assert {("CK507", a), ("CK507", b)} <= findings
         with pytest.raises(CorruptError, match=r"global rank \d wrote this file"):
             run(Job(src=folder, dst=tmp_path / "out", to="torch_dist", fsync=False))
 
@@ -150,8 +150,8 @@ def test_a_file_copied_over_another_ranks_is_found(golden: Path, tmp_path: Path)
     folder = copied(golden, "mcore_legacy/moe_seq/tp2_pp1_ep2", tmp_path)
     file = "model_optim_rng.pt"
     (folder / "mp_rank_00_001" / file).write_bytes((folder / "mp_rank_00_000" / file).read_bytes())
-    found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
-    assert found == {("CK507", "mp_rank_00_000"), ("CK507", "mp_rank_00_001")}
+    findings = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+    assert findings == {("CK507", "mp_rank_00_000"), ("CK507", "mp_rank_00_001")}
     with pytest.raises(CorruptError, match="wrote the files of mp_rank_00_000, mp_rank_00_001"):
         run(Job(src=folder, dst=tmp_path / "out", to="hf", fsync=False))
     assert not (tmp_path / "out").exists()

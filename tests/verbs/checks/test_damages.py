@@ -69,8 +69,8 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     """Code and file of what these checks found, and of what no check explained."""
-    known = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, *items.CODES)}
-    known |= {
+    codes = {code.code for code in (*file_codes.ALL, *tracker.CODES, *index.CODES, *items.CODES)}
+    codes |= {
         code.code
         for code in (common_state.BACKEND, copied_files.COPIED, unsafe.DANGEROUS, unsafe.UNKNOWN)
     }
@@ -78,9 +78,9 @@ def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
         {
             (f.code, f.file)
             for f in findings
-            if f.code in known | {"CK100"} and f.severity > Severity.NOTE
+            if f.code in codes | {"CK100"} and f.severity > Severity.NOTE
         },
-        key=lambda found: (found[0], found[1] or ""),
+        key=lambda damage: (damage[0], damage[1] or ""),
     )
 
 
@@ -98,11 +98,13 @@ def test_a_damage_is_found_and_named(
     levels = (Level.METADATA, Level.HEADERS)
     is_long = request.config.getoption("--long") or row.level not in levels
     for level in levels if is_long else (row.level,):
-        found = validate(path, level=level).findings
-        assert own(found) == (
-            sorted(row.found, key=lambda one: (one[0], one[1] or "")) if level >= row.level else []
+        findings = validate(path, level=level).findings
+        assert own(findings) == (
+            sorted(row.found, key=lambda damage: (damage[0], damage[1] or ""))
+            if level >= row.level
+            else []
         )
-        for finding in found:
+        for finding in findings:
             assert finding.hint and finding.message and (finding.file or finding.key), finding
 
 
@@ -179,11 +181,11 @@ def test_a_tensor_in_two_shards_is_found(golden: Path, tmp_path: Path) -> None:
 def test_a_newer_iteration_is_a_note(golden: Path, tmp_path: Path) -> None:
     path = copied(golden / RANKS, tmp_path)
     (path / "iter_0000020").mkdir()
-    found = validate(path).findings
-    assert own(found) == []
-    assert [(finding.code, finding.severity) for finding in found if finding.code == "CK513"] == [
-        ("CK513", Severity.NOTE)
-    ]
+    findings = validate(path).findings
+    assert own(findings) == []
+    assert [
+        (finding.code, finding.severity) for finding in findings if finding.code == "CK513"
+    ] == [("CK513", Severity.NOTE)]
 
 
 def test_items_that_share_bytes_are_found(golden: Path, tmp_path: Path) -> None:
@@ -208,8 +210,8 @@ def test_items_that_share_bytes_are_found(golden: Path, tmp_path: Path) -> None:
             [first, second._replace(chunks=[moved, *rest]), *rows[2:]], planner_data=None
         )
     )
-    found = own(validate(path, level=Level.HEADERS).findings)
-    assert {("CK151", chunk.file), ("CK152", chunk.file)} <= set(found)
+    damages = own(validate(path, level=Level.HEADERS).findings)
+    assert {("CK151", chunk.file), ("CK152", chunk.file)} <= set(damages)
 
 
 def box_and_place(
@@ -237,11 +239,11 @@ def test_items_that_no_entry_refers_to_are_a_note(golden: Path) -> None:
 def test_weights_without_a_configuration_are_a_note(golden: Path, tmp_path: Path) -> None:
     path = copied(golden / SHARDS, tmp_path)
     (path / "config.json").unlink()
-    found = validate(path).findings
-    assert own(found) == []
-    assert [(finding.code, finding.severity) for finding in found if finding.code == "CK527"] == [
-        ("CK527", Severity.NOTE)
-    ]
+    findings = validate(path).findings
+    assert own(findings) == []
+    assert [
+        (finding.code, finding.severity) for finding in findings if finding.code == "CK527"
+    ] == [("CK527", Severity.NOTE)]
 
 
 def test_what_the_system_refuses_is_a_finding() -> None:

@@ -86,29 +86,29 @@ def test_a_flipped_bit_in_any_kind_of_record_is_found(copied: Copied, name: str)
     path = copied(name)
     opened = open_checkpoint(path)
     stated = StatedCrcReader(opened.store, opened.format.name)
-    seen: set[tuple[str, str]] = set()
+    kinds: set[tuple[str, str]] = set()
     most = rounds(40)
     tried = n_named = 0
     for file in sorted(validated_files(opened)):
-        for one in stated(file, opened.store.size(file), report=fail):
+        for record in stated(file, opened.store.size(file), report=fail):
             kind = (
                 "".join(c for c in file if not c.isdigit()),
-                "".join(c for c in one.name if not c.isdigit()),
+                "".join(c for c in record.name if not c.isdigit()),
             )
-            if kind in seen or tried >= most:
+            if kind in kinds or tried >= most:
                 continue
-            seen.add(kind)
+            kinds.add(kind)
             tried += 1
-            at = (one.start + one.stop) // 2
+            at = (record.start + record.stop) // 2
             flip(opened.store.root / file, at, bit=tried % 8)
-            found = [finding for finding in errors(path) if finding.file == file]
+            findings = [finding for finding in errors(path) if finding.file == file]
             flip(opened.store.root / file, at, bit=tried % 8)
-            assert found, (file, one)
-            if one.name.startswith("record data/"):
-                wrong = next(finding for finding in found if finding.code == "CK701")
+            assert findings, (file, record)
+            if record.name.startswith("record data/"):
+                wrong = next(finding for finding in findings if finding.code == "CK701")
                 assert (
-                    wrong.span == (one.start, one.stop)
-                    and wrong.expected == f"CRC-32 {one.crc:08x}"
+                    wrong.span == (record.start, record.stop)
+                    and wrong.expected == f"CRC-32 {record.crc:08x}"
                 )
                 n_named += wrong.key is not None
     opened.store.close()
@@ -143,8 +143,8 @@ def test_every_byte_of_a_torch_file_is_covered_or_means_nothing(tmp_path: Path) 
         flip(file, at, bit=at % 8)
         n_tried += 1
         if not errors(file):
-            found = torch.load(file, weights_only=True)
-            assert found["step"] == 3 and torch.equal(found["w"], state["w"]), at
+            loaded = torch.load(file, weights_only=True)
+            assert loaded["step"] == 3 and torch.equal(loaded["w"], state["w"]), at
             n_harmless += 1
         file.write_bytes(data)
     assert n_harmless < n_tried * 2 // 3
@@ -241,11 +241,11 @@ def test_a_flipped_bit_of_a_zarr_chunk_is_found_where_its_codec_has_a_checksum(
     size = chunk.stat().st_size
     for at in (size // 5, size // 2, size - 3):
         flip(chunk, at, bit=5)
-        found = errors(path)
+        findings = errors(path)
         flip(chunk, at, bit=5)
-        assert bool(found) is is_checked
-        if found:
-            assert {(finding.code, finding.file, finding.key) for finding in found} == {
+        assert bool(findings) is is_checked
+        if findings:
+            assert {(finding.code, finding.file, finding.key) for finding in findings} == {
                 ("CK702", "w/c/1/0", "w")
             }
 
@@ -258,11 +258,17 @@ def test_nan_and_infinities_are_counted_in_the_global_tensor(copied: Copied) -> 
     put(path, key, (40, 50), b"\xc0\xff")
     put(path, key, (40, 51), b"\xc1\x7f")
     put(path, key, (63, 63), b"\x80\xff")
-    found = {finding.code: finding for finding in deep(path) if finding.code in ("CK710", "CK711")}
-    assert set(found) == {"CK710", "CK711"} and {finding.key for finding in found.values()} == {key}
-    assert "2 of 4096 elements" in found["CK710"].message and "(40, 50)" in found["CK710"].message
-    assert found["CK710"].rank and found["CK710"].rank.endswith("mp_rank_01")
-    assert "2 of 4096 elements" in found["CK711"].message and "(5, 3)" in found["CK711"].message
+    by_code = {
+        finding.code: finding for finding in deep(path) if finding.code in ("CK710", "CK711")
+    }
+    assert set(by_code) == {"CK710", "CK711"} and {finding.key for finding in by_code.values()} == {
+        key
+    }
+    assert (
+        "2 of 4096 elements" in by_code["CK710"].message and "(40, 50)" in by_code["CK710"].message
+    )
+    assert by_code["CK710"].rank and by_code["CK710"].rank.endswith("mp_rank_01")
+    assert "2 of 4096 elements" in by_code["CK711"].message and "(5, 3)" in by_code["CK711"].message
 
 
 @pytest.mark.parametrize("name", ["torch_dcp/tp2_only", "mcore_torch_dist/dense_gqa/tp2_pp2"])
@@ -360,31 +366,31 @@ def test_padding_rows_may_differ_and_hold_anything(golden: Path) -> None:
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)
     return {
-        "layers.0.weight": torch.randn(8, 16, generator=made).to(torch.bfloat16),
+        "layers.0.weight": torch.randn(8, 16, generator=generator).to(torch.bfloat16),
         "layers.0.bias": torch.zeros(8),
         "norm.weight": torch.ones(16),
         "layers.0.lora_B.weight": torch.zeros(8, 2),
         "attn.mask": torch.full((4, 4), float("-inf")).triu(1),
-        "fp8": torch.randn(4, 4, generator=made).to(torch.float8_e4m3fn),
+        "fp8": torch.randn(4, 4, generator=generator).to(torch.float8_e4m3fn),
         "ids": torch.zeros(4, 4, dtype=torch.int64),
     }
 
 
 def found_in(folder: Path, state: dict[str, torch.Tensor]) -> dict[tuple[str, str | None], Finding]:
     save_file(state, folder / "model.safetensors")
-    found = [
+    findings = [
         finding for finding in deep(folder / "model.safetensors") if finding.code not in ("CK704",)
     ]
-    return {(finding.code, finding.key): finding for finding in found}
+    return {(finding.code, finding.key): finding for finding in findings}
 
 
 def test_what_is_usual_in_a_new_model_is_no_finding(tmp_path: Path) -> None:
-    found = found_in(tmp_path, tensors())
+    by_place = found_in(tmp_path, tensors())
     assert (
-        set(found) == {("CK711", "attn.mask")}
-        and found["CK711", "attn.mask"].severity == Severity.NOTE
+        set(by_place) == {("CK711", "attn.mask")}
+        and by_place["CK711", "attn.mask"].severity == Severity.NOTE
     )
 
 
@@ -397,8 +403,8 @@ def test_what_is_not_usual_is_one(tmp_path: Path) -> None:
     state["fp8"].view(torch.uint8)[1, 2] = 0xFF
     state["optimizer.state.exp_avg.layers.0.weight"] = torch.zeros(8, 16)
     del state["attn.mask"]
-    found = found_in(tmp_path, state)
-    assert {place: finding.severity.label for place, finding in found.items()} == {
+    by_place = found_in(tmp_path, state)
+    assert {place: finding.severity.label for place, finding in by_place.items()} == {
         ("CK712", "layers.0.weight"): "warning",
         ("CK713", "layers.1.weight"): "note",
         ("CK715", "layers.2.weight"): "warning",
@@ -406,8 +412,8 @@ def test_what_is_not_usual_is_one(tmp_path: Path) -> None:
         ("CK714", "optimizer.state.exp_avg.layers.0.weight"): "note",
     }
     assert (
-        "(3, 4)" in found["CK715", "layers.2.weight"].message
-        and "(1, 2)" in found["CK710", "fp8"].message
+        "(3, 4)" in by_place["CK715", "layers.2.weight"].message
+        and "(1, 2)" in by_place["CK710", "fp8"].message
     )
 
 

@@ -167,9 +167,9 @@ REPEATED = {
 """What is spelled out once, and what copies it."""
 
 
-@pytest.mark.parametrize("what", REPEATED)
-def test_what_is_copied_over_and_over_is_refused(what: str) -> None:
-    spelled, copied = REPEATED[what]
+@pytest.mark.parametrize("case", REPEATED)
+def test_what_is_copied_over_and_over_is_refused(case: str) -> None:
+    spelled, copied = REPEATED[case]
     n = 2 * (1_000_000 + 2 * len(spelled)) // 3000
     with pytest.raises(UnsafeError, match="more objects than a genuine pickle of its length"):
         load(b"\x80\x02(" + spelled + copied * n + b"l.", label="x")

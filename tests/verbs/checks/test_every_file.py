@@ -60,10 +60,10 @@ def _zeroed_behind(path: Path) -> None:
 
 
 def _files(root: Path) -> list[Path]:
-    found = [
+    paths = [
         path for path in sorted(root.rglob("*")) if path.is_file() and path.name not in NO_PART
     ]
-    shown = [path for path in found if not any(part.endswith(".sync") for part in path.parts)]
+    shown = [path for path in paths if not any(part.endswith(".sync") for part in path.parts)]
     return shown[:: max(1, len(shown) // MOST)]
 
 
@@ -81,8 +81,10 @@ def test_a_damaged_file_is_noticed(
     for path in _files(root):
         data = path.read_bytes()
         damage(path)
-        found = [finding for finding in validate(root).findings if finding.severity > Severity.NOTE]
-        assert found, path.relative_to(root)
+        findings = [
+            finding for finding in validate(root).findings if finding.severity > Severity.NOTE
+        ]
+        assert findings, path.relative_to(root)
         path.write_bytes(data)
     assert [
         finding for finding in validate(root).findings if finding.severity > Severity.NOTE

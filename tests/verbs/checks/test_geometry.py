@@ -103,9 +103,9 @@ def test_an_object_without_an_item_and_a_shape_that_is_none_are_named(
         object.__setattr__(entries[names[1]], "size", torch.Size([130]))
 
     edit_pickle(folder, damage)
-    found = {(finding.code, finding.key) for finding in found_in(folder)}
-    assert ("CK205", names[0]) in found
-    assert ("CK203", names[1]) in found
+    findings = {(finding.code, finding.key) for finding in found_in(folder)}
+    assert ("CK205", names[0]) in findings
+    assert ("CK203", names[1]) in findings
 
 
 @pytest.mark.parametrize("change", ["dtype", "shape"])
@@ -136,9 +136,9 @@ def test_items_of_another_dtype_or_shape_are_found_when_they_are_opened(
     assert {finding.code for finding in found_in(folder)} <= {
         "CK403"
     }  # states have not that shape, either
-    found = {
+    findings = {
         (finding.code, finding.key)
         for finding in found_in(folder, Level.HEADERS)
         if finding.code == "CK207"
     }
-    assert found == {("CK207", key) for key in keys}
+    assert findings == {("CK207", key) for key in keys}

@@ -35,8 +35,8 @@ def copied(source: Path, tmp_path: Path) -> Path:
 
 def own(findings: tuple[Finding, ...]) -> list[tuple[str, str | None]]:
     """Code and file of what these checks found."""
-    known = {code.code for code in hf_model.CODES}
-    return sorted({(finding.code, finding.file) for finding in findings if finding.code in known})
+    codes = {code.code for code in hf_model.CODES}
+    return sorted({(finding.code, finding.file) for finding in findings if finding.code in codes})
 
 
 def config_of_two_layers(golden: Path, folder: Path) -> Path:
@@ -200,7 +200,9 @@ def test_what_was_written_under_a_prefix_is_found_and_the_prefix_named(
     path = copied(golden / ONE, tmp_path)
     tensors_changed(path, prefixed)
     config_changed(path, num_hidden_layers=2)
-    (finding,) = [found for found in validate(path).findings if found.severity == Severity.ERROR]
+    (finding,) = [
+        problem for problem in validate(path).findings if problem.severity == Severity.ERROR
+    ]
     assert (finding.code, finding.key) == ("CK530", "model.embed_tokens.weight")
     assert finding.hint == "convert it again with --strip-prefix app.model."
 

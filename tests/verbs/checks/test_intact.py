@@ -70,11 +70,11 @@ def alarms(path: Path, level: Level) -> list[tuple[str, str | None, str]]:
 def test_intact_checkpoints_have_no_findings(
     golden: Path, family: str, level: Level, request: pytest.FixtureRequest
 ) -> None:
-    found = checkpoints(golden / family)
-    assert found
+    paths = checkpoints(golden / family)
+    assert paths
     if not request.config.getoption("--long"):  # two at each level
-        found = found[Level.DEEP - level :: len(Level)][:2]
-    for path in found:
+        paths = paths[Level.DEEP - level :: len(Level)][:2]
+    for path in paths:
         assert alarms(path, level) == [], path
 
 

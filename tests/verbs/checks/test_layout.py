@@ -81,9 +81,9 @@ def test_tensors_that_some_ranks_lack_or_hold_otherwise_are_named_with_the_rank(
 
     edit_rank(folder / "mp_rank_01_000", lose)
     edit_rank(folder / "mp_rank_01_001", widen)
-    found = {(finding.code, finding.rank) for finding in found_in(folder)}
-    assert ("CK303", "mp_rank_01_000") in found
-    assert ("CK305", "mp_rank_01_001") in found
+    findings = {(finding.code, finding.rank) for finding in found_in(folder)}
+    assert ("CK303", "mp_rank_01_000") in findings
+    assert ("CK305", "mp_rank_01_001") in findings
     differing = [finding.key for finding in found_in(folder) if finding.code == "CK305"]
     assert len(differing) == 2
 
@@ -185,8 +185,8 @@ def test_a_rank_file_that_cannot_be_read_hides_no_damage_to_others(
         loaded["model"][FC2] = torch.zeros(3, 3, dtype=torch.bfloat16)
 
     edit_rank(folder / "mp_rank_01_001", change)
-    found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
-    assert any(code == "CK305" and rank == "mp_rank_01_001" for code, rank in found)
+    findings = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+    assert any(code == "CK305" and rank == "mp_rank_01_001" for code, rank in findings)
 
 
 def test_an_unknown_tensor_is_a_note(golden: Path, tmp_path: Path) -> None:

@@ -31,17 +31,19 @@ def checkpoint(golden: Path, tmp_path: Path) -> Path:
     return copied
 
 
-def found(path: Path, *, level: Level = Level.DEEP, against: Path | None = None) -> list[Finding]:
+def list_findings(
+    path: Path, *, level: Level = Level.DEEP, against: Path | None = None
+) -> list[Finding]:
     """Findings of the codes of this file."""
     return [
-        one
-        for one in validate(path, level=level, against=against).findings
-        if one.code.startswith("CK8")
+        finding
+        for finding in validate(path, level=level, against=against).findings
+        if finding.code.startswith("CK8")
     ]
 
 
 def codes(path: Path, *, level: Level = Level.DEEP, against: Path | None = None) -> list[str]:
-    return [one.code for one in found(path, level=level, against=against)]
+    return [finding.code for finding in list_findings(path, level=level, against=against)]
 
 
 def flip(path: Path, at: int, bit: int = 1) -> None:
@@ -78,7 +80,9 @@ def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data
     (folder / "more.txt").write_text("new")
     with (folder / "mp_rank_00_000/model_optim_rng.pt").open("ab") as file:
         file.write(b"more")
-    got = {(one.code, one.file) for one in found(checkpoint, level=Level.METADATA)}
+    got = {
+        (finding.code, finding.file) for finding in list_findings(checkpoint, level=Level.METADATA)
+    }
     size = ("CK803", "mp_rank_00_000/model_optim_rng.pt")
     assert (
         {("CK802", "notes.txt"), ("CK804", "more.txt")}
@@ -89,15 +93,15 @@ def test_a_missing_and_a_shortened_and_a_new_file_are_found_without_reading_data
 
 def test_a_flipped_bit_in_a_tensor_is_found_and_the_tensor_named(checkpoint: Path) -> None:
     manifest = read_manifest(LocalStore(checkpoint / "iter_0000010"))
-    array = next(one for one in manifest.arrays if one.key == "embedding.word_embeddings.weight")
+    array = next(item for item in manifest.arrays if item.key == "embedding.word_embeddings.weight")
     flip(checkpoint / "iter_0000010" / array.file, array.offset + 77)
-    (finding,) = found(checkpoint)
+    (finding,) = list_findings(checkpoint)
     assert (finding.code, finding.file, finding.key) == (
         "CK806",
         array.file,
         "embedding.word_embeddings.weight",
     )
-    assert found(checkpoint, level=Level.HEADERS) == []
+    assert list_findings(checkpoint, level=Level.HEADERS) == []
 
 
 def test_a_flipped_bit_between_the_tensors_is_found(checkpoint: Path) -> None:
@@ -105,7 +109,7 @@ def test_a_flipped_bit_between_the_tensors_is_found(checkpoint: Path) -> None:
     file.write_text("lr 0.1")
     write_inventory(read_inventory(checkpoint), force=True)
     flip(file, 4)
-    (finding,) = found(checkpoint)
+    (finding,) = list_findings(checkpoint)
     assert (finding.code, finding.file) == ("CK805", "notes.txt")
 
 
@@ -116,11 +120,13 @@ def test_the_manifest_of_a_conversion_is_found_beside_the_tracker(
     run(Job(src=golden / CASE, dst=root, to="megatron", fsync=False))
     assert (root / MANIFEST).exists() and codes(root) == codes(root / "iter_0000010") == []
     manifest = read_manifest(LocalStore(root))
-    array = max(manifest.arrays, key=lambda one: one.offset)
+    array = max(manifest.arrays, key=lambda entry: entry.offset)
     flip(root / array.file, array.offset)
-    assert [(one.code, one.key) for one in found(root)] == [("CK806", array.key)]
+    assert [(finding.code, finding.key) for finding in list_findings(root)] == [
+        ("CK806", array.key)
+    ]
     shutil.rmtree(root / "iter_0000010" / Path(array.file).parent.name)
-    assert {one.code for one in validate(root).findings} & {"CK802", "CK302", "CK101"}
+    assert {finding.code for finding in validate(root).findings} & {"CK802", "CK302", "CK101"}
 
 
 def test_arrays_are_checked_where_the_files_have_no_crc(golden: Path, tmp_path: Path) -> None:
@@ -137,7 +143,9 @@ def test_arrays_are_checked_where_the_files_have_no_crc(golden: Path, tmp_path: 
     manifest = read_manifest(LocalStore(out))
     assert manifest.files[0].crc is None and codes(out) == []
     flip(out / manifest.arrays[3].file, manifest.arrays[3].offset)
-    assert [(one.code, one.key) for one in found(out)] == [("CK806", manifest.arrays[3].key)]
+    assert [(finding.code, finding.key) for finding in list_findings(out)] == [
+        ("CK806", manifest.arrays[3].key)
+    ]
 
 
 @pytest.mark.first(2)
@@ -161,7 +169,7 @@ def test_a_hostile_manifest_leads_nowhere(checkpoint: Path) -> None:
     manifest["arrays"][1] |= {"shape": [1 << 60, 1 << 60]}
     manifest["arrays"][2] |= {"dtype": "float7"}
     path.write_text(json.dumps(manifest))
-    assert {one.code for one in found(checkpoint)} == {"CK801", "CK802"}
+    assert {finding.code for finding in list_findings(checkpoint)} == {"CK801", "CK802"}
     manifest["files"][0]["size"] = float("inf")
     path.write_text(json.dumps(manifest))
     assert codes(checkpoint, level=Level.METADATA) == ["CK801"]
@@ -175,11 +183,11 @@ def test_no_manifest_is_made_of_a_damaged_checkpoint(checkpoint: Path) -> None:
 
 
 def test_a_manifest_is_not_replaced_without_force(checkpoint: Path) -> None:
-    made = read_inventory(checkpoint)
+    inventory = read_inventory(checkpoint)
     with pytest.raises(UsageError, match="exists"):
-        write_inventory(made)
+        write_inventory(inventory)
     before = (checkpoint / "iter_0000010" / MANIFEST).read_bytes()
-    write_inventory(made, force=True)
+    write_inventory(inventory, force=True)
     assert (checkpoint / "iter_0000010" / MANIFEST).read_bytes() == before
     assert sorted(
         path.name for path in (checkpoint / "iter_0000010").iterdir() if path.is_file()
@@ -208,12 +216,14 @@ def test_megatrons_integrity_json_is_checked(golden: Path, tmp_path: Path) -> No
         assert codes(copied, level=level) == []
     data = max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(data, data.stat().st_size // 2)
-    assert [(one.code, one.file) for one in found(copied)] == [("CK812", data.name)]
+    assert [(finding.code, finding.file) for finding in list_findings(copied)] == [
+        ("CK812", data.name)
+    ]
     assert codes(copied, level=Level.HEADERS) == []
     (folder / "notes.txt").unlink()
-    assert [(one.code, one.file) for one in found(copied, level=Level.METADATA)] == [
-        ("CK811", "notes.txt")
-    ]
+    assert [
+        (finding.code, finding.file) for finding in list_findings(copied, level=Level.METADATA)
+    ] == [("CK811", "notes.txt")]
 
 
 @pytest.mark.parametrize(
@@ -236,7 +246,7 @@ def test_a_broken_integrity_json_is_a_finding(golden: Path, tmp_path: Path, text
 
 @pytest.mark.parametrize(
     "level",
-    [pytest.param(one, marks=pytest.mark.long if one < Level.DEEP else ()) for one in Level],
+    [pytest.param(level, marks=pytest.mark.long if level < Level.DEEP else ()) for level in Level],
 )
 def test_other_layouts_of_the_same_weights_are_equal_to_a_manifest(
     golden: Path, checkpoint: Path, level: Level
@@ -255,14 +265,18 @@ def test_any_change_is_seen_against_another_layout(
     other = golden / "mcore_legacy/dense_gelu/tp1_pp1"
     arrays = list(read_manifest(LocalStore(checkpoint / "iter_0000010")).arrays)
     arrays = [
-        one for one in arrays if ":" not in one.key and "word_embeddings" not in one.name
+        item for item in arrays if ":" not in item.key and "word_embeddings" not in item.name
     ]  # no random states
     chance = random.Random(int(level))
     for array in chance.sample(arrays, 4):
         file = checkpoint / "iter_0000010" / array.file
         at = array.offset + chance.randrange(64)
         flip(file, at, 1 << chance.randrange(8))
-        got = [one for one in found(checkpoint, level=level, against=other) if one.code == "CK824"]
+        got = [
+            finding
+            for finding in list_findings(checkpoint, level=level, against=other)
+            if finding.code == "CK824"
+        ]
         assert len(got) <= 1, "one tensor at most"
         if got:
             assert got[0].key == array.key
@@ -284,14 +298,14 @@ def test_missing_extra_and_other_tensors_are_told_apart(golden: Path, tmp_path: 
             fsync=False,
         )
     )
-    findings = found(out, against=source)
-    assert {one.code for one in findings} == {"CK821", "CK823"}
-    assert {one.hint for one in findings} == {f"see what differs: ckpt diff {source} {out}"}
-    assert {one.code for one in found(source, against=out)} == {"CK822", "CK823"}
+    findings = list_findings(out, against=source)
+    assert {finding.code for finding in findings} == {"CK821", "CK823"}
+    assert {finding.hint for finding in findings} == {f"see what differs: ckpt diff {source} {out}"}
+    assert {finding.code for finding in list_findings(source, against=out)} == {"CK822", "CK823"}
 
 
 def test_names_that_have_nothing_in_common_are_one_finding(golden: Path) -> None:
-    (finding,) = found(
+    (finding,) = list_findings(
         golden / CASE, level=Level.METADATA, against=golden / "hf/llama/safetensors_single"
     )
     assert finding.code == "CK821" and finding.hint is not None and "Hugging Face" in finding.hint

@@ -93,8 +93,8 @@ def test_hashes_of_parts() -> None:
         for start in range(0, len(data), 999):
             hashes.feed_file("a", start, memoryview(data)[start : start + 999])
         hashes.finish_file("a")
-        found = hashes.first_difference("a")
-        assert (None if found is None else parts.index(found[0])) == difference
+        place = hashes.first_difference("a")
+        assert (None if place is None else parts.index(place[0])) == difference
 
 
 def test_the_fastest_checksum_that_can_be_compared_is_taken() -> None:

@@ -22,9 +22,9 @@ DCP = "torch_dcp/fsdp2_dp2"
 
 def torch_optimizer(loaded: dict[str, Any]) -> dict[str, Any]:
     """The inner state dict of a Float16 optimizer."""
-    found = loaded["optimizer"]["optimizer"]
-    assert isinstance(found, dict)
-    return found
+    optimizer = loaded["optimizer"]["optimizer"]
+    assert isinstance(optimizer, dict)
+    return optimizer
 
 
 def test_numbers_states_and_shapes_are_compared_on_every_rank(golden: Path, tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_numbers_states_and_shapes_are_compared_on_every_rank(golden: Path, tmp_
     edit_rank(folder / "mp_rank_00_000", no_parameter)
     edit_rank(folder / "mp_rank_01_000", no_state)
     edit_rank(folder / "mp_rank_01_001", other_shape)
-    found = [(finding.code, finding.rank) for finding in found_in(folder)]
-    assert found.count(("CK401", "mp_rank_00_000")) == 2
-    assert found.count(("CK404", "mp_rank_01_000")) == 2
-    assert ("CK403", "mp_rank_01_001") in found
+    findings = [(finding.code, finding.rank) for finding in found_in(folder)]
+    assert findings.count(("CK401", "mp_rank_00_000")) == 2
+    assert findings.count(("CK404", "mp_rank_01_000")) == 2
+    assert ("CK403", "mp_rank_01_001") in findings
 
 
 def test_groups_settings_and_steps_are_compared(golden: Path, tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_groups_settings_and_steps_are_compared(golden: Path, tmp_path: Path) ->
         folder / "mp_rank_01_000",
         lambda loaded: torch_optimizer(loaded)["param_groups"][0].update(betas=(0.5, 0.5)),
     )
-    found = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
-    assert ("CK404", "mp_rank_00_001") in found
-    assert ("CK405", "mp_rank_01_000") in found
+    findings = {(finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)}
+    assert ("CK404", "mp_rank_00_001") in findings
+    assert ("CK405", "mp_rank_01_000") in findings
     edit_rank(folder / "mp_rank_01_001", no_master)
     assert ("CK402", "mp_rank_01_001") in {
         (finding.code, finding.rank) for finding in found_in(folder, Level.HEADERS)
@@ -154,15 +154,15 @@ def test_named_states_are_compared_with_their_parameters(
         rows[state.format(third)] = row._replace(shape=(1, *row.shape[1:]), chunks=chunks)  # type: ignore[union-attr, call-arg]
 
     edit_rows(folder, change)
-    found = {
+    findings = {
         (finding.code, finding.key)
         for finding in found_in(folder)
         if finding.code.startswith("CK4")
     }
-    codes = {code for code, _ in found}
+    codes = {code for code, _ in findings}
     assert codes == {"CK403", "CK404", "CK409"}
-    assert ("CK404", weight.format(second)) in found
-    assert ("CK403", state.format(third)) in found
+    assert ("CK404", weight.format(second)) in findings
+    assert ("CK403", state.format(third)) in findings
 
 
 def test_masters_of_global_checkpoints_are_compared_with_their_weights(

@@ -15,11 +15,11 @@ from core.verbs.validate.run import validate
 
 def asked(path: Path, text: str) -> dict[str, list[Finding]]:
     """The findings of ``--plan-for``, by code."""
-    found: dict[str, list[Finding]] = {}
+    by_code: dict[str, list[Finding]] = {}
     for finding in validate(path, plan_for=parse_plan_request(text)).findings:
         if finding.code.startswith("CK9"):
-            found.setdefault(finding.code, []).append(finding)
-    return found
+            by_code.setdefault(finding.code, []).append(finding)
+    return by_code
 
 
 def test_a_request_names_sizes_and_a_format() -> None:
@@ -53,8 +53,8 @@ def test_what_is_no_request_is_refused(text: str) -> None:
 
 
 def test_nothing_is_said_without_a_request(golden: Path) -> None:
-    found = validate(golden / "mcore_legacy/dense_gqa/tp2_pp2").findings
-    assert not [finding for finding in found if finding.code.startswith("CK9")]
+    findings = validate(golden / "mcore_legacy/dense_gqa/tp2_pp2").findings
+    assert not [finding for finding in findings if finding.code.startswith("CK9")]
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
         ("mcore_legacy/dense_gqa/tp2_pp2", "format=hf", "ckpt writes it as safetensors"),
     ],
 )
-def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
-    found = asked(golden / name, text)
-    (how,) = found["CK902"]
+def test_a_plan_that_is_possible_says_how(name: str, text: str, says: str, golden: Path) -> None:
+    by_code = asked(golden / name, text)
+    (how,) = by_code["CK902"]
     assert says in how.message
-    assert "CK901" not in found
+    assert "CK901" not in by_code
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_it_says_how(name: str, text: str, says: str, golden: Path) -> None:
         ("torch_dcp/fsdp2_dp2", "tp=2", "neither Megatron's names and training arguments"),
     ],
 )
-def test_it_says_why_not(name: str, text: str, says: str, golden: Path) -> None:
+def test_a_plan_that_is_impossible_says_why(name: str, text: str, says: str, golden: Path) -> None:
     (why,) = asked(golden / name, text)["CK901"]
     assert why.severity == Severity.ERROR
     assert says in why.message
@@ -107,8 +107,8 @@ def test_it_says_why_not(name: str, text: str, says: str, golden: Path) -> None:
 
 
 def test_what_would_not_be_carried_is_named(golden: Path) -> None:
-    found = asked(golden / "mcore_legacy/dense_gqa/tp2_pp2", "tp=1,pp=1")
-    assert ["rng_state" in one.message for one in found["CK903"]] == [True]
+    by_code = asked(golden / "mcore_legacy/dense_gqa/tp2_pp2", "tp=1,pp=1")
+    assert ["rng_state" in finding.message for finding in by_code["CK903"]] == [True]
 
 
 def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def damaged(path: Path, record: str, write: Callable[[bytes], bytes]) -> None:
     path.write_bytes(data[:start] + write(data[start : start + 4]) + data[start + 4 :])
 
 
-def found(path: Path, code: str) -> Finding:
+def only_finding(path: Path, code: str) -> Finding:
     (finding,) = [
         finding for finding in validate(path, level=Level.DEEP).findings if finding.code == code
     ]
@@ -46,7 +46,7 @@ def test_the_weight_of_a_numbered_optimizer_state_is_named(
 ) -> None:
     path = copied(golden / OPTIM, tmp_path)
     damaged(path / "iter_0000010/mp_rank_00_000/model_optim_rng.pt", "data/28", lambda old: NAN)
-    assert found(path, code).key == STATE
+    assert only_finding(path, code).key == STATE
 
 
 @pytest.mark.parametrize("code", ["CK701", "CK710"])
@@ -58,7 +58,7 @@ def test_the_weight_at_a_place_of_a_flat_buffer_is_named(
     """
     path = copied(golden / DISTOPT, tmp_path)
     damaged(path / "iter_0000010/mp_rank_01/distrib_optim.pt", "data/0", lambda old: NAN)
-    damage = found(path, code)
+    damage = only_finding(path, code)
     assert damage.key == "optimizer.state.fp32_param.output_layer.weight"
     if code == "CK701":
         assert len(damage.keys) == 31 and damage.keys[0] == damage.key
@@ -71,7 +71,9 @@ def test_a_tensor_is_named_where_another_damage_keeps_the_metadata_from_being_re
     path = copied(golden / "deepspeed/zero1_dp2_bf16", tmp_path)
     name = "global_step10/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     damaged(path / name, "data/3", lambda old: NAN)
-    assert found(path, "CK701").key == "optimizer_state_dict.base_optimizer_state.state.1.step"
+    assert (
+        only_finding(path, "CK701").key == "optimizer_state_dict.base_optimizer_state.state.1.step"
+    )
 
 
 def test_the_tensor_of_a_descriptor_is_named(golden: Path, tmp_path: Path) -> None:
@@ -80,7 +82,7 @@ def test_the_tensor_of_a_descriptor_is_named(golden: Path, tmp_path: Path) -> No
     data = bytearray(path.read_bytes())
     data[at] ^= 0xFF
     path.write_bytes(data)
-    assert found(path, "CK126").key == "model.layers.0.mlp.down_proj.weight"
+    assert only_finding(path, "CK126").key == "model.layers.0.mlp.down_proj.weight"
 
 
 def test_every_name_can_be_reached(tmp_path: Path) -> None:

@@ -71,10 +71,10 @@ def job(**options: Any) -> Job:
 
 def test_a_job_without_changes_changes_nothing() -> None:
     catalog, _ = stored({"a": numbered("a", (2, 3))}, config={"dtype": "float32"})
-    made = apply_changes(catalog, job(), config={"dtype": "float32"})
-    assert made.catalog.tensors == catalog.tensors
-    assert made.catalog.files == catalog.files
-    assert (made.renamed, made.excluded, made.notes) == ((), (), ())
+    result = apply_changes(catalog, job(), config={"dtype": "float32"})
+    assert result.catalog.tensors == catalog.tensors
+    assert result.catalog.files == catalog.files
+    assert (result.renamed, result.excluded, result.notes) == ((), (), ())
 
 
 def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() -> None:
@@ -88,7 +88,7 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
         tensors[f"model.layers.{n}.up.weight"] = numbered(f"u{n}", (200, 256)).to(E4M3)
         tensors[f"model.layers.{n}.up.weight_scale_inv"] = numbered(f"s{n}", (2, 2)).abs() + 1
     catalog, store = stored(tensors)
-    made = apply_changes(
+    result = apply_changes(
         catalog,
         job(
             dequantize="fp32",
@@ -103,22 +103,24 @@ def test_all_changes_apply_in_their_order_and_each_sees_the_names_before_it() ->
             quantize=(("m.emb.*", "block"),),
         ),
     )
-    assert {key: (tensor.dtype, tensor.shape) for key, tensor in made.catalog.tensors.items()} == {
+    assert {
+        key: (tensor.dtype, tensor.shape) for key, tensor in result.catalog.tensors.items()
+    } == {
         "m.emb.weight": ("float8_e4m3fn", (40, 256)),
         "m.emb.weight_scale_inv": ("float32", (1, 2)),
         "m.norm.weight": ("float32", (256,)),
         "m.layers.up.weight": ("bfloat16", (3, 200, 256)),
         "m.tail.weight": ("bfloat16", (256,)),
     }
-    assert made.renamed == (
+    assert result.renamed == (
         ("model.embed_tokens.weight", "m.emb.weight"),
         ("lm_head.weight", "m.head.weight"),
         ("model.norm.weight", "m.norm.weight"),
         *((f"model.layers.{n}.up.weight", f"m.layers.{n}.up.weight") for n in range(3)),
     )
-    assert made.excluded == ("model.vision.weight", "m.head.weight")
-    assert len(made.notes) == 6
-    files = moved(made.catalog, store)
+    assert result.excluded == ("model.vision.weight", "m.head.weight")
+    assert len(result.notes) == 6
+    files = moved(result.catalog, store)
     layers = []
     for n in range(3):
         scale = (
@@ -147,8 +149,8 @@ def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
         "d.layers.1.a",
         "v.h.b",
     ]
-    made = apply_changes(catalog, job(unstack_layers=("v.*",))).catalog
-    assert list(made.tensors) == ["d.layers.a", "v.h.0.b", "v.h.1.b", "v.h.2.b"]
+    changed = apply_changes(catalog, job(unstack_layers=("v.*",))).catalog
+    assert list(changed.tensors) == ["d.layers.a", "v.h.0.b", "v.h.1.b", "v.h.2.b"]
     with pytest.raises(UsageError, match="contradict"):
         apply_changes(catalog, job(unstack_layers=(), stack_layers=True))
 
@@ -157,7 +159,7 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
     weight = numbered("w", (700, 600), torch.bfloat16)
     catalog, store = stored({"a.weight": weight})
     plain = apply_changes(catalog, job(quantize=((None, "block"),))).catalog
-    left, right = (
+    first_array, right = (
         StoredArray(f"c{n}", "bfloat16", (700, 300), Extent(f"c{n}", 0)) for n in range(2)
     )
     cut = Catalog(
@@ -166,7 +168,7 @@ def test_the_same_bytes_come_out_whatever_the_threads_and_the_cut() -> None:
         with_fragments(
             catalog.tensors,
             lambda key: [
-                Fragment(Box((0, 0), (700, 300)), left, (0, 0)),
+                Fragment(Box((0, 0), (700, 300)), first_array, (0, 0)),
                 Fragment(Box((0, 300), (700, 300)), right, (0, 0)),
             ],
         ),
@@ -186,8 +188,8 @@ def test_a_configuration_loses_its_scales_when_they_are_multiplied_in() -> None:
     }
     weight = torch.ones(2, 2).to(E4M3)
     catalog, _ = stored({"a.weight": weight, "a.weight_scale_inv": torch.ones(1, 1)}, config=config)
-    made = apply_changes(catalog, job(dequantize="bf16"), config=config).catalog
-    assert json.loads(made.documents["config.json"]) == {
+    changed = apply_changes(catalog, job(dequantize="bf16"), config=config).catalog
+    assert json.loads(changed.documents["config.json"]) == {
         "model_type": "deepseek_v3",
         "torch_dtype": "bfloat16",
         "note": None,
@@ -218,13 +220,13 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
     tensors = {key: torch.ones(2, 2) for key in ("model.l.up_proj.weight", "lm_head.weight")}
     catalog, _ = stored({**tensors, "norm.weight": torch.ones(2)}, config=config)
     wanted = job(dtype=((None, "bf16"),), quantize=((None, "block"),))
-    made = apply_changes(catalog, wanted, config=config)
-    assert json.loads(made.catalog.documents["config.json"]) == {
+    result = apply_changes(catalog, wanted, config=config)
+    assert json.loads(result.catalog.documents["config.json"]) == {
         "model_type": "llama",
         "dtype": "bfloat16",
         "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head"]},
     }
-    assert made.config_notes == ("config.json: dtype is now bfloat16, quantization_config added",)
+    assert result.config_notes == ("config.json: dtype is now bfloat16, quantization_config added",)
     per_tensor = apply_changes(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
     stated = json.loads(per_tensor.documents["config.json"])["quantization_config"]
     assert stated["weight_block_size"] is None
@@ -233,27 +235,31 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
     catalog = replace(catalog, files={"config.json": b'{"dtype": "float32", "new": 2}', "x": b"y"})
-    made = apply_changes(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
-    documents = made.documents
+    changed = apply_changes(catalog, job(dtype=((None, "fp16"),)), config={"old": 1}).catalog
+    documents = changed.documents
     assert json.loads(documents["config.json"]) == {"dtype": "float16", "new": 2}
     assert documents["x"] == b"y"
 
 
 def test_a_configuration_that_nobody_read_is_told_of() -> None:
     catalog, _ = stored({"a.weight": torch.ones(2, 2)}, config={"old": 1})
-    made = apply_changes(catalog, job(quantize=((None, "block"),)))
-    assert made.config_notes == ("config.json is unchanged, although quantization_config changed",)
-    assert made.catalog.files == catalog.files
+    result = apply_changes(catalog, job(quantize=((None, "block"),)))
+    assert result.config_notes == (
+        "config.json is unchanged, although quantization_config changed",
+    )
+    assert result.catalog.files == catalog.files
 
 
 def test_float8_without_scales_stays_and_is_told_of() -> None:
     catalog, _ = stored({"a": torch.ones(2).to(E4M3), "b": torch.ones(2)})
-    made = apply_changes(catalog, job(dtype=((None, "bf16"),)))
-    assert {key: tensor.dtype for key, tensor in made.catalog.tensors.items()} == {
+    result = apply_changes(catalog, job(dtype=((None, "bf16"),)))
+    assert {key: tensor.dtype for key, tensor in result.catalog.tensors.items()} == {
         "a": "float8_e4m3fn",
         "b": "bfloat16",
     }
-    assert made.notes == ("1 float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them",)
+    assert result.notes == (
+        "1 float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them",
+    )
     assert apply_changes(catalog, job(dtype=(("*", "bf16"),))).notes == ()
 
 
@@ -263,7 +269,9 @@ def test_a_configuration_says_whether_the_output_layer_is_tied(option: str, is_t
     pair = ("lm_head.weight", "model.embed_tokens.weight")
     tensors = dict.fromkeys(pair if is_tied else pair[1:], torch.ones(2, 2))
     catalog, _ = stored({**tensors, "a": torch.ones(2), "b": torch.ones(2)}, config=config)
-    made = apply_changes(catalog, job(**{option: (pair,)}), config=config)
-    assert json.loads(made.catalog.documents["config.json"])["tie_word_embeddings"] is is_tied
-    assert made.config_notes == (f"config.json: tie_word_embeddings is now {str(is_tied).lower()}",)
+    result = apply_changes(catalog, job(**{option: (pair,)}), config=config)
+    assert json.loads(result.catalog.documents["config.json"])["tie_word_embeddings"] is is_tied
+    assert result.config_notes == (
+        f"config.json: tie_word_embeddings is now {str(is_tied).lower()}",
+    )
     assert apply_changes(catalog, job(tie=(("a", "b"),)), config=config).config_notes == ()

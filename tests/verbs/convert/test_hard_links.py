@@ -20,8 +20,8 @@ DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
 DCP = "torch_dcp/fsdp2_dp4"
 
 
-def _same_file(one: Path, other: Path) -> bool:
-    return one.stat().st_ino == other.stat().st_ino
+def _same_file(path: Path, other: Path) -> bool:
+    return path.stat().st_ino == other.stat().st_ino
 
 
 def test_another_layout_of_torch_dist_is_links_alone(golden: Path, tmp_path: Path) -> None:
@@ -36,16 +36,16 @@ def test_another_layout_of_torch_dist_is_links_alone(golden: Path, tmp_path: Pat
     with prepare(job := Job(**{**_fields(job), "metadata_only": True})) as prepared:
         assert prepared.plan.read_bytes == 0
     report = run(job)
-    made = tmp_path / "out" / "iter_0000010"
-    assert sorted(path.name for path in made.iterdir()) == sorted(
+    folder = tmp_path / "out" / "iter_0000010"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
         path.name for path in src.iterdir()
     )
-    assert all(_same_file(path, src / path.name) for path in made.iterdir())
+    assert all(_same_file(path, src / path.name) for path in folder.iterdir())
     assert (report.bytes_read, report.bytes_written) == (0, 2)  # the tracker
     assert any("loads at any parallel sizes" in note for note in report.notes)
-    found = open_checkpoint(tmp_path / "out")
-    assert report.n_tensors == len(found.catalog.tensors)
-    found.store.close()
+    checkpoint = open_checkpoint(tmp_path / "out")
+    assert report.n_tensors == len(checkpoint.catalog.tensors)
+    checkpoint.store.close()
 
 
 def _fields(job: Job) -> dict[str, object]:

@@ -84,10 +84,10 @@ def tensors_of(path: Path, format: str) -> dict[str, torch.Tensor]:
     return torch_tensors(path) if format == "torch" else dcp_tensors(path)
 
 
-def assert_same_tensors(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
+def assert_same_tensors(actual: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == wanted.keys()
     for key in wanted:
-        assert_same_bits(found[key], wanted[key], key)
+        assert_same_bits(actual[key], wanted[key], key)
 
 
 @pytest.mark.each_value
@@ -100,11 +100,11 @@ def test_global_formats_convert_into_one_another_bit_for_bit(
     if src.is_dir() and "mcore" in str(src):
         src = src / "iter_0000010"
     wanted = tensors_of(src, "torch" if source == "torch" else "dcp")
-    found = tensors_of(convert(src, tmp_path / "out", to), to)
-    assert_same_tensors({key: found[key] for key in wanted}, wanted)
+    tensors = tensors_of(convert(src, tmp_path / "out", to), to)
+    assert_same_tensors({key: tensors[key] for key in wanted}, wanted)
     assert all(
         "rng" in key or "common_step" in key or "state" in key
-        for key in found.keys() - wanted.keys()
+        for key in tensors.keys() - wanted.keys()
     )
 
 
@@ -114,12 +114,12 @@ def test_global_formats_convert_into_one_another_bit_for_bit(
 def test_rank_files_become_the_true_global_weights(
     golden: Path, tmp_path: Path, source: str, to: str
 ) -> None:
-    found = tensors_of(
+    tensors = tensors_of(
         convert(golden / "mcore_legacy/dense_gqa" / source, tmp_path / "out", to), to
     )
     model = {
         key.removeprefix("model."): tensor
-        for key, tensor in found.items()
+        for key, tensor in tensors.items()
         if key.startswith("model.")
     }
     wanted = {}
@@ -164,8 +164,8 @@ def test_dcp_with_nested_containers_unflattens_in_torch(golden: Path, tmp_path: 
     dcp_to_torch_save(tmp_path / "b", tmp_path / "found.pt")
     wanted = torch.load(tmp_path / "wanted.pt", weights_only=True)
     for name in ("a.pt", "found.pt"):
-        found = torch.load(tmp_path / name, weights_only=True)
-        assert str(_plain(found)) == str(_plain(wanted))
+        loaded = torch.load(tmp_path / name, weights_only=True)
+        assert str(_plain(loaded)) == str(_plain(wanted))
 
 
 def _plain(node: object) -> object:
@@ -329,12 +329,12 @@ def test_the_proposed_hugging_face_model_is_a_directory_with_its_config(
 def test_dcp_of_a_megatron_model_becomes_a_stacked_torch_dist(golden: Path, tmp_path: Path) -> None:
     convert(golden / _SOURCES["megatron"], tmp_path / "a", "dcp")
     convert(tmp_path / "a", tmp_path / "b", "torch_dist")
-    found = open_checkpoint(tmp_path / "b")
-    assert found.iteration == 10
-    assert "decoder.layers.mlp.linear_fc1.weight" in found.catalog.tensors
-    assert not any("rng_state" in key for key in found.catalog.tensors)
+    checkpoint = open_checkpoint(tmp_path / "b")
+    assert checkpoint.iteration == 10
+    assert "decoder.layers.mlp.linear_fc1.weight" in checkpoint.catalog.tensors
+    assert not any("rng_state" in key for key in checkpoint.catalog.tensors)
     wanted = open_checkpoint(golden / _SOURCES["torch_dist"])
-    assert found.catalog.tensors.keys() == wanted.catalog.tensors.keys()
+    assert checkpoint.catalog.tensors.keys() == wanted.catalog.tensors.keys()
 
 
 def test_objects_that_hold_tensors_reach_torch_dist(tmp_path: Path) -> None:
@@ -454,8 +454,8 @@ def test_no_optim_leaves_the_optimizer_of_global_tensors_out(golden: Path, tmp_p
         )
     )
     assert any("optimizer" in text for text in report.dropped)
-    found = open_checkpoint(tmp_path / "a").catalog
-    assert not any("optimizer" in key for key in found.tensors)
+    catalog = open_checkpoint(tmp_path / "a").catalog
+    assert not any("optimizer" in key for key in catalog.tensors)
 
 
 def test_what_nesting_loses_is_noted(tmp_path: Path) -> None:
@@ -480,11 +480,11 @@ def test_nesting_that_is_kept_is_not_called_lost(to: str, tmp_path: Path) -> Non
     torch.save(nested, tmp_path / "x.pt")
     assert run(Job(src=tmp_path / "x.pt", dst=tmp_path / "a", to=to, fsync=False)).notes == ()
     run(Job(src=tmp_path / "a", dst=tmp_path / "y.pt", to="torch", fsync=False))
-    found = torch.load(tmp_path / "y.pt")
-    assert torch.equal(found["m"][0], torch.ones(2)) and isinstance(
-        found["m"][0], torch.nn.Parameter
+    loaded = torch.load(tmp_path / "y.pt")
+    assert torch.equal(loaded["m"][0], torch.ones(2)) and isinstance(
+        loaded["m"][0], torch.nn.Parameter
     )
-    assert isinstance(found["t"], tuple)
+    assert isinstance(loaded["t"], tuple)
 
 
 @pytest.mark.parametrize("to", ["zarr3", "safetensors", "torch_dist", "zarr"])

@@ -146,5 +146,5 @@ def test_megatron_s_weights_for_hugging_face_need_no_optimizer(
     )
     for name, source in (("a", tmp_path / "a"), ("b", golden / DISTRIBUTED)):
         run(Job(src=source, dst=tmp_path / f"hf_{name}", to="hf", fsync=False))
-    one, other = (tmp_path / f"hf_{name}" / "model.safetensors" for name in "ab")
-    assert one.read_bytes() == other.read_bytes()
+    first, other = (tmp_path / f"hf_{name}" / "model.safetensors" for name in "ab")
+    assert first.read_bytes() == other.read_bytes()

@@ -23,7 +23,7 @@ GOLD = "mcore_legacy/dense_gqa/tp2_pp2"
 
 def _job(golden: Path, tmp_path: Path, **options: object) -> Job:
     change = TopologyChange(tp=4, pp=1)
-    made = Job(
+    job = Job(
         src=golden / GOLD,
         dst=tmp_path / "out",
         topology=change,
@@ -31,17 +31,17 @@ def _job(golden: Path, tmp_path: Path, **options: object) -> Job:
         fsync=False,
         verify=True,
     )
-    return replace(made, **options)  # type: ignore[arg-type]
+    return replace(job, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("to", ["megatron", "torch_dist", "zarr"])
 def test_every_byte_of_the_tensors_is_compared(golden: Path, tmp_path: Path, to: str) -> None:
-    seen: list[Progress] = []
-    report = run(_job(golden, tmp_path, to=to), progress=seen.append)
+    progress: list[Progress] = []
+    report = run(_job(golden, tmp_path, to=to), progress=progress.append)
     norms = 4 * 2 * 64 + 64
     n_elements = 2 * 512 * 64 + 4 * (128 * 64 + 128 + 64 * 64 + 192 * 64 + 64 * 96) + norms
     assert report.bytes_verified == 2 * (n_elements + (3 * norms if to == "megatron" else 0))
-    assert [p.done for p in seen if p.phase == Phase.VERIFYING][-1] == report.bytes_verified
+    assert [p.done for p in progress if p.phase == Phase.VERIFYING][-1] == report.bytes_verified
 
 
 def test_a_bit_that_flips_on_the_disk_is_found_and_nothing_becomes_visible(
@@ -70,7 +70,7 @@ def _with_two_swapped(
 ) -> Callable[[TargetCatalog], list[FileImage]]:
     """A layout that puts the input norms of layers 0 and 1 into each other's places."""
 
-    def made(target: TargetCatalog) -> list[FileImage]:
+    def lay_out_swapped(target: TargetCatalog) -> list[FileImage]:
         images = []
         for image in lay_out(target):
             names = [placed.array.name for placed in image.arrays]
@@ -87,13 +87,13 @@ def _with_two_swapped(
             )
             arrays = list(image.arrays)
             if first is not None and second is not None:
-                one, other = arrays[first], arrays[second]
-                arrays[first] = PlacedArray(one.offset, other.array)
-                arrays[second] = PlacedArray(other.offset, one.array)
+                earlier, other = arrays[first], arrays[second]
+                arrays[first] = PlacedArray(earlier.offset, other.array)
+                arrays[second] = PlacedArray(other.offset, earlier.array)
             images.append(replace(image, arrays=arrays))
         return images
 
-    return made
+    return lay_out_swapped
 
 
 def test_tensors_in_each_others_places_are_found(

@@ -12,7 +12,7 @@ from core.verbs.diff.entries import EntryDiff, entry_diffs
 
 def diffs(a: dict[str, object], b: dict[str, object]) -> list[EntryDiff]:
     return entry_diffs(
-        a, b, same_tensors=lambda one, other: None if one == other else "it differs"
+        a, b, same_tensors=lambda first, other: None if first == other else "it differs"
     )[0]
 
 
@@ -34,7 +34,7 @@ def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ((1, 2), [1, 2]),
         ({"a": 1}, make_ordered_dict({"a": 1})),
@@ -48,12 +48,12 @@ def test_what_is_missing_or_changed_is_told_with_its_path() -> None:
         ([0.5] * 700, [0.5] * 700),
     ],
 )
-def test_what_holds_the_same_is_equal(one: object, other: object) -> None:
-    assert diffs({"x": one}, {"x": other}) == []
+def test_what_holds_the_same_is_equal(first: object, other: object) -> None:
+    assert diffs({"x": first}, {"x": other}) == []
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "texts"),
+    ("first", "other", "texts"),
     [
         (True, 1, ("True", "1")),
         ("1", 1, ("'1'", "1")),
@@ -74,32 +74,32 @@ def test_what_holds_the_same_is_equal(one: object, other: object) -> None:
         (Inert("newobj", Global("m", "C")), Inert("newobj", Global("m", "D")), ("m.C", "m.D")),
     ],
 )
-def test_values_that_differ_are_shown(one: object, other: object, texts: tuple[str, str]) -> None:
-    assert diffs({"x": one}, {"x": other}) == [EntryDiff("x", "changed", *texts)]
+def test_values_that_differ_are_shown(first: object, other: object, texts: tuple[str, str]) -> None:
+    assert diffs({"x": first}, {"x": other}) == [EntryDiff("x", "changed", *texts)]
 
 
 def test_trees_that_hold_themselves_or_share_their_parts_end() -> None:
     def loop() -> list[object]:
-        made: list[object] = [1]
-        made.append(made)
-        return made
+        loop_list: list[object] = [1]
+        loop_list.append(loop_list)
+        return loop_list
 
     def bomb() -> list[object]:
-        made: list[object] = []
+        tree: list[object] = []
         for _ in range(60):
-            made = [made, made]
-        return made
+            tree = [tree, tree]
+        return tree
 
     assert diffs({"x": loop(), "y": bomb()}, {"x": loop(), "y": bomb()}) == []
 
 
 def test_deep_trees_do_not_recurse() -> None:
-    one: object = 1
+    first: object = 1
     other: object = 2
     for _ in range(20_000):
-        one, other = [one], [other]
-    (found,) = diffs({"x": one}, {"x": other})
-    assert (found.a, found.b) == ("1", "2")
+        first, other = [first], [other]
+    (difference,) = diffs({"x": first}, {"x": other})
+    assert (difference.a, difference.b) == ("1", "2")
 
 
 def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,15 +110,15 @@ def test_too_much_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_told_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diff_entries, "MAX_FOUND", 10)
-    found = diffs(
+    differences = diffs(
         {"x": [None] * 50, "big": {1 << 30_000: 1}}, {"x": [True] * 50, "big": {1 << 30_000: 2}}
     )
-    assert len(found) == 11
-    assert found[-1].b == "comparison stopped here"
+    assert len(differences) == 11
+    assert differences[-1].b == "comparison stopped here"
 
 
 def test_keys_of_any_kind_have_a_name() -> None:
-    one: dict[object, object] = {
+    keyed: dict[object, object] = {
         1 << 30_000: 1,
         (1, 2): 1,
         2.5: 1,
@@ -126,7 +126,7 @@ def test_keys_of_any_kind_have_a_name() -> None:
         "k" * 1000: 1,
         Global("m", "C"): 1,
     }
-    paths = [entry.path for entry in diffs({"x": one}, {"x": dict.fromkeys(one, 2)})]
+    paths = [entry.path for entry in diffs({"x": keyed}, {"x": dict.fromkeys(keyed, 2)})]
     assert paths == [
         "x.an integer of 30001 bits",
         "x.<tuple>",

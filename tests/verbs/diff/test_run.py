@@ -69,15 +69,15 @@ def compare(a: Path, b: Path, **options: Any) -> Diff:
 
 
 def kinds(found: Diff) -> dict[str, int]:
-    made: dict[str, int] = {}
-    for one in found.tensors:
-        made[one.kind] = made.get(one.kind, 0) + 1
-    return made
+    counts: dict[str, int] = {}
+    for tensor in found.tensors:
+        counts[tensor.kind] = counts.get(tensor.kind, 0) + 1
+    return counts
 
 
 def only(found: Diff) -> TensorDiff:
-    (one,) = [one for one in found.tensors if not one.is_same]
-    return one
+    (tensor,) = [candidate for candidate in found.tensors if not candidate.is_same]
+    return tensor
 
 
 @pytest.mark.parametrize(
@@ -99,15 +99,15 @@ def only(found: Diff) -> TensorDiff:
 def test_the_same_weights_are_the_same_in_every_format_and_layout(
     golden: Path, case: str, other: str
 ) -> None:
-    found = compare(golden / case, golden / other)
-    assert set(kinds(found)) == {"equal"}
-    assert found.left_out == ()
+    result = compare(golden / case, golden / other)
+    assert set(kinds(result)) == {"equal"}
+    assert result.left_out == ()
     expected = (
         "args.",
         "rng_state",
         "optimizer.param_groups",
     )  # other versions of Megatron have other ones
-    assert all(entry.path.startswith(expected) for entry in found.entries), found.entries
+    assert all(entry.path.startswith(expected) for entry in result.entries), result.entries
     assert compare(golden / case, golden / other, with_entries=False).same
 
 
@@ -126,17 +126,17 @@ def test_the_same_weights_are_the_same_in_every_format_and_layout(
 def test_arguments_of_the_layout_do_not_make_checkpoints_different(
     golden: Path, case: str, other: str
 ) -> None:
-    found = compare(golden / case, golden / other)
-    assert found.same
-    assert found.entries == ()
-    assert any(entry.path.startswith("args.") for entry in found.of_layout)
-    assert found.n_entries > 100
+    result = compare(golden / case, golden / other)
+    assert result.same
+    assert result.entries == ()
+    assert any(entry.path.startswith("args.") for entry in result.of_layout)
+    assert result.n_entries > 100
 
 
 def test_the_iteration_and_settings_count(golden: Path) -> None:
-    found = compare(golden / "deepspeed/zero1_dp2_bf16", golden / "deepspeed/zero2_dp2_bf16")
-    assert [entry.path for entry in found.entries] == ["ds_config.zero_optimization.stage"]
-    assert not found.same
+    result = compare(golden / "deepspeed/zero1_dp2_bf16", golden / "deepspeed/zero2_dp2_bf16")
+    assert [entry.path for entry in result.entries] == ["ds_config.zero_optimization.stage"]
+    assert not result.same
 
 
 @pytest.mark.each_value
@@ -172,11 +172,15 @@ def test_one_flipped_bit_is_found_in_another_layout(
                 file.seek(place)
                 file.write(bytes([byte ^ 1]))
     other = "tp1_pp1_dp2_distopt" if "distopt" in case else "tp4_pp1_optim"
-    one = only(compare(golden / "mcore_legacy/dense_gqa" / other, copy, with_entries=False))
-    assert (one.key, one.kind) == (key, "values")
-    assert one.values is not None
-    assert one.values.first is not None
-    assert (one.values.n_elements, one.values.n_differing, one.index_of(one.values.first)) == (
+    tensor = only(compare(golden / "mcore_legacy/dense_gqa" / other, copy, with_entries=False))
+    assert (tensor.key, tensor.kind) == (key, "values")
+    assert tensor.values is not None
+    assert tensor.values.first is not None
+    assert (
+        tensor.values.n_elements,
+        tensor.values.n_differing,
+        tensor.index_of(tensor.values.first),
+    ) == (
         4096,
         1,
         index,
@@ -197,15 +201,15 @@ def test_megatron_and_hugging_face_names_are_brought_together(
     source = golden / "mcore_legacy" / model
     hf = converted(source, tmp_path / "hf", "hf")
     for pair in ((source, hf), (hf, source)):
-        found = compare(*pair)
-        assert found.same
-        assert set(kinds(found)) == {"equal"}
-        assert any("Megatron's names" in note for note in found.notes)
+        result = compare(*pair)
+        assert result.same
+        assert set(kinds(result)) == {"equal"}
+        assert any("Megatron's names" in note for note in result.notes)
     with_optimizer = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     if "dense_gqa" in model:
-        found = compare(with_optimizer, hf)
-        assert found.same
-        assert any("optimizer" in note for note in found.notes)
+        result = compare(with_optimizer, hf)
+        assert result.same
+        assert any("optimizer" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(("rule", "kind"), [(None, "dtype"), (Tolerance(), "close")])
@@ -214,21 +218,21 @@ def test_other_dtypes_are_compared_by_value(
 ) -> None:
     source = golden / "hf/llama/safetensors_single"
     wide = converted(source, tmp_path / "wide", "safetensors", dtype=((None, "float32"),))
-    found = compare(source, wide, rule=rule, with_entries=False)
-    assert set(kinds(found)) == {kind}
+    result = compare(source, wide, rule=rule, with_entries=False)
+    assert set(kinds(result)) == {kind}
     assert all(
-        one.is_cast and one.values is not None and one.values.n_differing == 0
-        for one in found.tensors
+        tensor.is_cast and tensor.values is not None and tensor.values.n_differing == 0
+        for tensor in result.tensors
     )
-    assert found.same == (rule is not None)
+    assert result.same == (rule is not None)
     narrow = converted(
         golden / "torch_dcp/fsdp2_dp2", tmp_path / "narrow", "dcp", dtype=((None, "bfloat16"),)
     )
-    found = compare(
+    result = compare(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=rule, with_entries=False, with_optimizer=False
     )
-    assert all(one.is_cast for one in found.tensors)
-    assert not found.same
+    assert all(tensor.is_cast for tensor in result.tensors)
+    assert not result.same
     assert compare(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=Tolerance(2**-8), with_entries=False
     ).same
@@ -251,8 +255,8 @@ def model() -> dict[str, torch.Tensor]:
         "d": (),
         "e": (0, 4),
     }
-    made = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
-    return made | {
+    tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+    return tensors | {
         "half": torch.randn(90, 33, generator=generator).bfloat16(),
         "ids": torch.arange(50),
     }
@@ -283,17 +287,20 @@ def test_every_figure_is_that_of_torch_with_everything_in_memory(
     suffixes: tuple[str, str],
 ) -> None:
     monkeypatch.setattr(diff_work, "BAND_BYTES", 1 << 15)
-    one = model()
-    one["a"][5, 5] = math.nan
-    other = {key: CHANGES[number](tensor).reshape(tensor.shape) for key, tensor in one.items()}
+    first = model()
+    first["a"][5, 5] = math.nan
+    other = {key: CHANGES[number](tensor).reshape(tensor.shape) for key, tensor in first.items()}
     # the transposed tensor is written as a view with strides
     if suffixes[1] == ".pt":
         other["a"] = other["a"].t().contiguous().t()
-    a, b = saved(tmp_path / f"one{suffixes[0]}", one), saved(tmp_path / f"two{suffixes[1]}", other)
-    found = {t.key: t for t in compare(a, b, rule=rule).tensors}
-    assert set(found) == set(one)
-    for key, x in one.items():
-        y, got = other[key], found[key]
+    a, b = (
+        saved(tmp_path / f"one{suffixes[0]}", first),
+        saved(tmp_path / f"two{suffixes[1]}", other),
+    )
+    by_key = {t.key: t for t in compare(a, b, rule=rule).tensors}
+    assert set(by_key) == set(first)
+    for key, x in first.items():
+        y, got = other[key], by_key[key]
         if rule is None:
             differs = bit_differences(x, y)
         else:
@@ -331,14 +338,14 @@ def bit_differences(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def test_keys_shapes_and_dtypes_come_first_and_the_farthest_values_next(tmp_path: Path) -> None:
-    one = {key: torch.ones(8) for key in ("gone", "shape", "dtype", "near", "far", "nan", "same")}
-    other = {key: tensor.clone() for key, tensor in one.items() if key != "gone"}
+    first = {key: torch.ones(8) for key in ("gone", "shape", "dtype", "near", "far", "nan", "same")}
+    other = {key: tensor.clone() for key, tensor in first.items() if key != "gone"}
     other |= {"new": torch.ones(2), "shape": torch.ones(4, 2), "dtype": torch.ones(8).half()}
     other["near"][3] += 1e-3
     other["far"][2] += 10
     other["nan"][7] = math.nan
-    found = compare(saved(tmp_path / "a.pt", one), saved(tmp_path / "b.safetensors", other))
-    order = [(t.key, t.kind) for t in found.tensors]
+    result = compare(saved(tmp_path / "a.pt", first), saved(tmp_path / "b.safetensors", other))
+    order = [(t.key, t.kind) for t in result.tensors]
     assert order == [
         ("gone", "only_a"),
         ("new", "only_b"),
@@ -349,8 +356,8 @@ def test_keys_shapes_and_dtypes_come_first_and_the_farthest_values_next(tmp_path
         ("near", "values"),
         ("same", "equal"),
     ]
-    assert found.tensors[4].values is not None
-    assert found.tensors[4].values.n_nan == 1
+    assert result.tensors[4].values is not None
+    assert result.tensors[4].values.n_nan == 1
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
@@ -371,22 +378,22 @@ def test_a_tensor_that_is_not_compared_vouches_for_no_other(tmp_path: Path) -> N
 
 
 def test_metadata_are_compared_without_a_byte_of_the_tensors(tmp_path: Path) -> None:
-    one = {"w": torch.ones(100, 100), "v": torch.ones(3)}
+    first = {"w": torch.ones(100, 100), "v": torch.ones(3)}
     a, b = (
-        saved(tmp_path / "a.safetensors", one),
-        saved(tmp_path / "b.safetensors", one | {"w": torch.zeros(100, 100)}),
+        saved(tmp_path / "a.safetensors", first),
+        saved(tmp_path / "b.safetensors", first | {"w": torch.zeros(100, 100)}),
     )
-    found = compare(a, b, reads=False)
-    assert found.same
-    assert kinds(found) == {"unread": 2}
-    assert found.read_bytes == 0
+    result = compare(a, b, reads=False)
+    assert result.same
+    assert kinds(result) == {"unread": 2}
+    assert result.read_bytes == 0
     assert not compare(a, b).same
 
 
 def test_a_wrong_pattern_is_told_and_right_ones_choose(tmp_path: Path) -> None:
-    one = {f"layers.{n}.w": torch.full((3,), float(n)) for n in range(4)}
-    other = one | {"layers.2.w": torch.zeros(3)}
-    a, b = saved(tmp_path / "a.pt", one), saved(tmp_path / "b.pt", other)
+    first = {f"layers.{n}.w": torch.full((3,), float(n)) for n in range(4)}
+    other = first | {"layers.2.w": torch.zeros(3)}
+    a, b = saved(tmp_path / "a.pt", first), saved(tmp_path / "b.pt", other)
     assert not compare(a, b).same
     assert compare(a, b, include=["layers.[0-1]"]).same
     assert len(compare(a, b, include=["layers.[0-1]"]).tensors) == 2
@@ -396,14 +403,16 @@ def test_a_wrong_pattern_is_told_and_right_ones_choose(tmp_path: Path) -> None:
 
 
 def test_a_prefix_is_proposed_and_taken_off(tmp_path: Path) -> None:
-    one = {f"layers.{n}.w": torch.full((3,), float(n)) for n in range(4)}
-    a = saved(tmp_path / "a.pt", one)
-    b = saved(tmp_path / "b.pt", {f"model.{key}": tensor for key, tensor in one.items()})
-    found = compare(a, b)
-    assert kinds(found) == {"only_a": 4, "only_b": 4}
-    assert any("--strip-prefix model." in note for note in found.notes)
+    first = {f"layers.{n}.w": torch.full((3,), float(n)) for n in range(4)}
+    a = saved(tmp_path / "a.pt", first)
+    b = saved(tmp_path / "b.pt", {f"model.{key}": tensor for key, tensor in first.items()})
+    result = compare(a, b)
+    assert kinds(result) == {"only_a": 4, "only_b": 4}
+    assert any("--strip-prefix model." in note for note in result.notes)
     assert compare(a, b, strip_prefix=["model."]).same
-    deeper = saved(tmp_path / "c.pt", {f"model.model.{key}": tensor for key, tensor in one.items()})
+    deeper = saved(
+        tmp_path / "c.pt", {f"model.model.{key}": tensor for key, tensor in first.items()}
+    )
     assert any("--strip-prefix model." in note for note in compare(b, deeper).notes)
     assert compare(b, deeper, strip_prefix=["model."]).same
     assert compare(a, deeper, strip_prefix=["model.", "model."]).same
@@ -417,8 +426,8 @@ def test_tensors_inside_of_objects_are_compared(tmp_path: Path) -> None:
             {"w": torch.ones(2), "rng": [{"state": torch.tensor([1, 2, last], dtype=torch.uint8)}]},
             tmp_path / f"{name}.pt",
         )
-    found = compare(tmp_path / "a.pt", tmp_path / "b.pt")
-    assert not found.same
+    result = compare(tmp_path / "a.pt", tmp_path / "b.pt")
+    assert not result.same
     assert compare(tmp_path / "a.pt", tmp_path / "a.pt").same
 
 
@@ -427,11 +436,11 @@ def test_an_optimizer_that_is_not_understood_is_no_equality(golden: Path, tmp_pa
     broken = tmp_path / "broken"
     shutil.copytree(case, broken)
     next(broken.rglob("distrib_optim.pt")).unlink()
-    found = compare(case, broken)
-    assert set(kinds(found)) == {"equal"}
-    assert found.entries == ()
-    assert not found.same
-    assert "optimizer" in found.left_out[0]
+    result = compare(case, broken)
+    assert set(kinds(result)) == {"equal"}
+    assert result.entries == ()
+    assert not result.same
+    assert "optimizer" in result.left_out[0]
     assert compare(case, broken, with_optimizer=False).same
 
 
@@ -449,10 +458,10 @@ def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
                     archive.writestr(
                         name, data.replace(b"decoder.final_layernorm.", b"decoder.other_layernorm.")
                     )
-    found = compare(*copies)
-    assert found.same
-    assert any(one.key.startswith("mp_rank_01:") for one in found.tensors)
-    assert any("rank by rank" in note for note in found.notes)
+    result = compare(*copies)
+    assert result.same
+    assert any(tensor.key.startswith("mp_rank_01:") for tensor in result.tensors)
+    assert any("rank by rank" in note for note in result.notes)
     with pytest.raises(UnsupportedError, match="the layout of only one of the checkpoints"):
         compare(copies[0], golden / "mcore_torch_dist/dense_gqa/tp2_pp2")
 
@@ -477,8 +486,8 @@ def test_memory_that_is_too_small_is_refused_beforehand(golden: Path) -> None:
 def test_a_resharded_checkpoint_is_the_same(golden: Path, tmp_path: Path) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"
     out = converted(source, tmp_path / "out", "megatron", topology=TopologyChange(tp=4, pp=1))
-    found = compare(source, out)
-    assert found.same, found.entries
+    result = compare(source, out)
+    assert result.same, result.entries
 
 
 def with_manifest(source: Path, copy: Path) -> Path:
@@ -490,9 +499,9 @@ def with_manifest(source: Path, copy: Path) -> Path:
 def test_what_both_manifests_call_equal_is_not_read(golden: Path, tmp_path: Path) -> None:
     a = with_manifest(golden / "mcore_legacy/dense_gqa/tp2_pp2", tmp_path / "a")
     b = with_manifest(golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "b")
-    found = compare(a, b)
-    assert found.same
-    assert (found.n_by_fingerprint, found.read_bytes) == (31, 0)
+    result = compare(a, b)
+    assert result.same
+    assert (result.n_by_fingerprint, result.read_bytes) == (31, 0)
     read = compare(a, b, believes=False)
     assert (read.same, read.n_by_fingerprint) == (True, 0)
     assert read.read_bytes > 0
@@ -508,8 +517,8 @@ def test_the_manifest_beside_a_tracker_is_used(golden: Path, tmp_path: Path) -> 
         source, tmp_path / "b", "megatron", topology=TopologyChange(tp=4, pp=1), fingerprint=True
     )
     assert (b / "ckpt-manifest.json").exists()
-    found = compare(a, b)
-    assert (found.same, found.n_by_fingerprint, found.read_bytes) == (True, 31, 0)
+    result = compare(a, b)
+    assert (result.same, result.n_by_fingerprint, result.read_bytes) == (True, 31, 0)
 
 
 def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: Path) -> None:
@@ -520,25 +529,25 @@ def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: P
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    found = compare(a, b)
-    assert only(found).kind == "values"
-    assert any("newer than the manifest" in note for note in found.notes)
+    result = compare(a, b)
+    assert only(result).kind == "values"
+    assert any("newer than the manifest" in note for note in result.notes)
     (b / "ckpt-manifest.json").write_text("{}")
     assert any("its manifest is not used" in note for note in compare(b, b).notes)
 
 
 def test_a_tensor_whose_fingerprints_differ_is_read(golden: Path, tmp_path: Path) -> None:
-    one = {"w": torch.arange(50.0), "v": torch.ones(3)}
-    a, b = (saved(tmp_path / name, one) for name in ("a.pt", "b.safetensors"))
-    changed = {**one, "w": one["w"] * 2}
+    first = {"w": torch.arange(50.0), "v": torch.ones(3)}
+    a, b = (saved(tmp_path / name, first) for name in ("a.pt", "b.safetensors"))
+    changed = {**first, "w": first["w"] * 2}
     c = saved(tmp_path / "c.pt", changed)
     for path in (a, b, c):
         assert main(["manifest", str(path), "--quiet"]) == 0
     assert compare(a, b).n_by_fingerprint == 2
-    found = compare(b, c)
-    assert found.n_by_fingerprint == 1
-    assert only(found).key == "w"
-    assert only(found).values is not None
+    result = compare(b, c)
+    assert result.n_by_fingerprint == 1
+    assert only(result).key == "w"
+    assert only(result).values is not None
 
 
 def test_an_error_says_which_of_the_checkpoints_it_is_about(golden: Path, tmp_path: Path) -> None:

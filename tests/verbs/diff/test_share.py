@@ -23,36 +23,36 @@ from tests.support.teams import PipeTeam, run_team
 Said = tuple[object, ...]
 
 
-def said(found: Diff) -> Said:
+def without_times(result: Diff) -> Said:
     """What a result says; without what cannot be pickled, and without times."""
     rest = (
-        found.entries,
-        found.of_layout,
-        found.n_entries,
-        found.left_out,
-        found.notes,
-        found.read_bytes,
+        result.entries,
+        result.of_layout,
+        result.n_entries,
+        result.left_out,
+        result.notes,
+        result.read_bytes,
     )
-    return found.same, found.tensors, *rest
+    return result.same, result.tensors, *rest
 
 
 def compared(team: Team, jobs: list[DiffJob]) -> list[tuple[Said, tuple[Figures, ...]]]:
-    found = [diff(job, team=team) for job in jobs]
-    return [(said(one), one.figures) for one in found]
+    results = [diff(job, team=team) for job in jobs]
+    return [(without_times(result), result.figures) for result in results]
 
 
 def alone(jobs: list[DiffJob]) -> list[Said]:
-    return [one for one, _ in compared(ALONE, jobs)]
+    return [result for result, _ in compared(ALONE, jobs)]
 
 
 def check(n: int, jobs: list[DiffJob]) -> list[tuple[Figures, ...]]:
     """Asserts that a team says what one process does; returns what its ranks did."""
-    lead, *others = run_team(n, compared, jobs)
+    lead, *rest = run_team(n, compared, jobs)
     expected = alone(jobs)
-    for (found, _), one in zip(lead, expected, strict=True):
-        assert repr(found) == repr(one)  # NaN is equal to itself here
-    for other in others:
-        assert [one[0] for one, _ in other] == [one[0] for one in expected]
+    for (result, _), wanted in zip(lead, expected, strict=True):
+        assert repr(result) == repr(wanted)  # NaN is equal to itself here
+    for other in rest:
+        assert [item[0] for item, _ in other] == [item[0] for item in expected]
     return [figures for _, figures in lead]
 
 
@@ -81,7 +81,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """
     folder = tmp_path_factory.mktemp("pair")
     make = torch.Generator().manual_seed(5)
-    one = {
+    first = {
         "differs.weight": torch.randn(1500, 1201, generator=make) * 1e-3,
         "equal.weight": torch.randn(1001, 801, generator=make),
         "cast.weight": torch.randn(900, 901, generator=make),
@@ -91,14 +91,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         "nan": torch.tensor([1.0, nan, inf]),
         "only_a": torch.ones(2),
     }
-    other = {key: value.clone() for key, value in one.items() if key != "only_a"}
+    other = {key: value.clone() for key, value in first.items() if key != "only_a"}
     for row in (0, 700, 1499):
         other["differs.weight"][row, 1200] *= 1.5
-    other["cast.weight"] = one["cast.weight"].bfloat16()
+    other["cast.weight"] = first["cast.weight"].bfloat16()
     other["huge.weight"][699, 0] = -inf
     other["nan"][1] = 2.0
     paths = folder / "a.safetensors", folder / "b.safetensors"
-    for path, tensors in zip(paths, (one, other), strict=True):
+    for path, tensors in zip(paths, (first, other), strict=True):
         save_file(tensors, path)
     return paths
 
@@ -109,10 +109,10 @@ def test_tensors_that_several_ranks_share(pair: tuple[Path, Path]) -> None:
     jobs = [DiffJob(a=a, b=b, rule=rule) for rule in rules] + [DiffJob(a=a, b=a), DiffJob(a=b, b=a)]
     for n in (2, 5):
         for figures, job in zip(check(n, jobs), jobs, strict=True):
-            read = [one.read_bytes for one in figures]
+            read = [figure.read_bytes for figure in figures]
             assert all(read) and max(read) - min(read) < 8 << 20, (job, read)
-    found = diff(jobs[0])
-    kinds = {one.key: one.kind for one in found.tensors}
+    difference = diff(jobs[0])
+    kinds = {tensor.key: tensor.kind for tensor in difference.tensors}
     assert (
         kinds["differs.weight"] == "values"
         and kinds["cast.weight"] == "dtype"
@@ -137,10 +137,10 @@ def test_an_error_is_the_same_on_every_rank(pair: tuple[Path, Path], tmp_path: P
         DiffJob(a=a, b=cut),
         DiffJob(a=a, b=b, include=["nothing"]),
     ):
-        found = run_team(3, refused, job)
-        assert found == [refused(ALONE, job)] * 3 and found[0]
+        errors = run_team(3, refused, job)
+        assert errors == [refused(ALONE, job)] * 3 and errors[0]
     small = DiffJob(a=a, b=b, memory_bytes=1 << 20)
-    assert all(one.startswith("CapacityError") for one in run_team(2, refused, small))
+    assert all(error.startswith("CapacityError") for error in run_team(2, refused, small))
 
 
 def test_a_sum_is_exact_in_any_order() -> None:
@@ -153,11 +153,11 @@ def test_a_sum_is_exact_in_any_order() -> None:
     sums = []
     for _ in range(4):
         chance.shuffle(numbers)
-        one, other = ExactSum(), ExactSum()
+        first, other = ExactSum(), ExactSum()
         for number in numbers:
-            chance.choice((one, other)).add(number)
-        one.join(other)
-        sums.append(one.value)
+            chance.choice((first, other)).add(number)
+        first.join(other)
+        sums.append(first.value)
     assert len(set(sums)) == 1
     few = ExactSum()
     for number in (1e16, pi, -1e16):

@@ -179,9 +179,11 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls, part: torch.Tensor) -> Wrapper:
-        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=torch.bfloat16)  # type: ignore[attr-defined]
-        made.part = part
-        return made
+        wrapper: Wrapper = torch.Tensor._make_wrapper_subclass(
+            cls, part.shape, dtype=torch.bfloat16
+        )  # type: ignore[attr-defined]
+        wrapper.part = part
+        return wrapper
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -365,13 +367,13 @@ def optimizer_of(module: torch.nn.Module) -> object:
 @pytest.mark.each_value
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("suffix", ["zip", "legacy"])
-@pytest.mark.parametrize("what", TREES)
+@pytest.mark.parametrize("case", TREES)
 def test_capabilities_of_plain_files_are_the_planners(
-    what: str, suffix: str, tmp_path: Path
+    case: str, suffix: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.pt"
     try:
-        torch.save(TREES[what](), path, _use_new_zipfile_serialization=suffix == "zip")
+        torch.save(TREES[case](), path, _use_new_zipfile_serialization=suffix == "zip")
     except (RuntimeError, AttributeError, NotImplementedError):
         assert suffix == "legacy"  # which cannot store it
         return
@@ -379,11 +381,11 @@ def test_capabilities_of_plain_files_are_the_planners(
 
 
 @pytest.mark.parametrize(
-    "what", ["sparse", "csr", "quantized", "a bare storage", "meta", "nested tensor"]
+    "case", ["sparse", "csr", "quantized", "a bare storage", "meta", "nested tensor"]
 )
 @pytest.mark.filterwarnings("ignore")
-def test_what_cannot_be_copied_is_promised_to_no_format(what: str, tmp_path: Path) -> None:
-    torch.save(TREES[what](), tmp_path / "x.pt")
+def test_what_cannot_be_copied_is_promised_to_no_format(case: str, tmp_path: Path) -> None:
+    torch.save(TREES[case](), tmp_path / "x.pt")
     of_target = assert_capabilities_hold(tmp_path / "x.pt", tmp_path / "out")
     assert not any(entry.is_possible for entry in of_target.values())
     assert all(entry.why for entry in of_target.values())
@@ -422,12 +424,12 @@ def test_an_unknown_class_is_left_out_by_the_option_that_is_named(tmp_path: Path
     assert of_target["dcp"].is_possible
 
 
-@pytest.mark.parametrize("what", ["named", "float8", "of another family"])
+@pytest.mark.parametrize("case", ["named", "float8", "of another family"])
 def test_capabilities_of_hugging_face_directories_are_the_planners(
-    what: str, golden: Path, tmp_path: Path
+    case: str, golden: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "source"
-    narrow = ((None, "block"),) if what == "float8" else ()
+    narrow = ((None, "block"),) if case == "float8" else ()
     run_job(
         Job(
             src=golden / "hf/llama/safetensors_single",
@@ -437,12 +439,12 @@ def test_capabilities_of_hugging_face_directories_are_the_planners(
             fsync=False,
         )
     )
-    if what == "of another family":
+    if case == "of another family":
         config = source / "config.json"
         config.write_text(config.read_text().replace('"llama"', '"gptj"'))
     of_target = assert_capabilities_hold(source, tmp_path / "out")
-    assert of_target["megatron"].is_possible == (what != "of another family")
-    assert ("--dequantize" in (of_target["megatron"].why or "")) == (what == "float8")
+    assert of_target["megatron"].is_possible == (case != "of another family")
+    assert ("--dequantize" in (of_target["megatron"].why or "")) == (case == "float8")
 
 
 @pytest.mark.parametrize(
@@ -458,9 +460,9 @@ def test_many_tensors_get_the_answers_of_few(
         finally:
             opened.store.close()
 
-    every = entries()
+    answers = entries()
     monkeypatch.setattr(capabilities, "MANY", 4)
-    assert entries() == every
+    assert entries() == answers
 
 
 def test_what_is_not_tried_on_a_huge_checkpoint_is_said(

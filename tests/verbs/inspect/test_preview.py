@@ -36,7 +36,7 @@ def ints(*values: int) -> bytes:
 
 def test_first_values_come_in_c_order_across_column_shards() -> None:
     tensor = Tensor("int32", (3, 4))
-    left, right = array("left", (3, 2), 8), array("right", (3, 2))
+    first, right = array("left", (3, 2), 8), array("right", (3, 2))
     store = MemoryStore(
         {"left": bytes(8) + ints(0, 1, 4, 5, 8, 9), "right": ints(2, 3, 6, 7, 10, 11)}
     )
@@ -44,7 +44,7 @@ def test_first_values_come_in_c_order_across_column_shards() -> None:
         tensor,
         [
             Fragment(Box((0, 2), (3, 2)), right, (0, 0)),
-            Fragment(Box((0, 0), (3, 2)), left, (0, 0)),
+            Fragment(Box((0, 0), (3, 2)), first, (0, 0)),
         ],
     )
     assert first_values(store, catalog, "w", 100) == list(range(12))

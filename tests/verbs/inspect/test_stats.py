@@ -136,9 +136,9 @@ def test_layers_are_folded_with_their_extremes(tmp_path: Path) -> None:
 def test_threads_do_not_change_the_result(tmp_path: Path) -> None:
     torch.manual_seed(0)
     save_file({"w": torch.randn(3000, 1009) + 5}, tmp_path / "model.safetensors")
-    one, four = (measured(tmp_path, threads=threads) for threads in (1, 4))
-    assert one == four
-    check(one["w"], load_file(tmp_path / "model.safetensors")["w"])
+    single, four = (measured(tmp_path, threads=threads) for threads in (1, 4))
+    assert single == four
+    check(single["w"], load_file(tmp_path / "model.safetensors")["w"])
 
 
 def test_empty_scalar_and_float8_tensors_are_described_as_stored(tmp_path: Path) -> None:

@@ -48,24 +48,24 @@ def test_16_bit_models_equal_merge_and_unload_bit_for_bit(
     case: str, adapters: Path, tmp_path: Path
 ) -> None:
     folder = adapters / case
-    found = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out", verify=True))
+    tensors = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out", verify=True))
     wanted, base = tensors_of(folder / "merged"), tensors_of(folder / "base")
     # transformers saves GPT-2 with or without the name of its trunk.
-    wanted = {name if name in found else f"transformer.{name}": t for name, t in wanted.items()}
-    assert found.keys() == wanted.keys()
+    wanted = {name if name in tensors else f"transformer.{name}": t for name, t in wanted.items()}
+    assert tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert_same_bits(found[name], tensor, name)
-    assert any(not torch.equal(found[name], base[name]) for name in found)
+        assert_same_bits(tensors[name], tensor, name)
+    assert any(not torch.equal(tensors[name], base[name]) for name in tensors)
 
 
 def test_float32_models_equal_merge_and_unload_up_to_the_order_of_additions(
     adapters: Path, tmp_path: Path
 ) -> None:
     folder = adapters / "float32"
-    found = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out"))
+    tensors = tensors_of(fold(folder / "base", folder / "adapter", tmp_path / "out"))
     wanted = tensors_of(folder / "merged")
     for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=2.0**-21)
+        torch.testing.assert_close(tensors[name], tensor, rtol=0, atol=2.0**-21)
 
     # The documented arithmetic is exact: products in float64, rounded once.
     base, matrices = tensors_of(folder / "base"), tensors_of(folder / "adapter")
@@ -75,7 +75,7 @@ def test_float32_models_equal_merge_and_unload_up_to_the_order_of_additions(
     for k in range(len(a)):
         product += b[:, k, None] * a[k]
     weight = base[f"{name}.weight"] + product.float() * 1.5
-    assert_same_bits(found[f"{name}.weight"], weight, name)
+    assert_same_bits(tensors[f"{name}.weight"], weight, name)
 
 
 def test_the_result_may_be_megatron_rank_files(adapters: Path, tmp_path: Path) -> None:
@@ -88,9 +88,9 @@ def test_the_result_may_be_megatron_rank_files(adapters: Path, tmp_path: Path) -
         topology=TopologyChange(tp=1, pp=2),
     )
     run(Job(src=ranks, dst=tmp_path / "back", to="hf", fsync=False))
-    found = tensors_of(tmp_path / "back")
+    tensors = tensors_of(tmp_path / "back")
     for name, tensor in tensors_of(folder / "merged").items():
-        assert_same_bits(found[name], tensor, name)
+        assert_same_bits(tensors[name], tensor, name)
 
 
 @pytest.mark.parametrize(

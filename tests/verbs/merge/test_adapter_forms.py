@@ -35,10 +35,10 @@ def test_adapters_of_megatron_fold_as_those_of_peft(
 ) -> None:
     first = fold(adapters / "hf", adapters / f"{form}_peft", tmp_path / "peft")
     second = fold(adapters / "hf", adapters / form, tmp_path / "megatron")
-    wanted, found = tensors_of(first), tensors_of(second)
+    wanted, tensors = tensors_of(first), tensors_of(second)
     merged, base = tensors_of(adapters / f"{form}_merged"), tensors_of(adapters / "hf")
     for name, tensor in wanted.items():
-        assert_same_bits(found[name], tensor, name)
+        assert_same_bits(tensors[name], tensor, name)
         # Megatron-Bridge's product is a float32 one of the machine.
         torch.testing.assert_close(tensor, merged[name], rtol=0, atol=2.0**-18)
         is_adapted = name.endswith("_proj.weight")
@@ -53,10 +53,10 @@ def test_bases_of_megatron_fold_as_those_of_transformers(
     wanted = tensors_of(fold(adapters / "hf", adapter, tmp_path / "hf"))
     folded = fold(adapters / base, adapter, tmp_path / "folded", verify=True)
     run(Job(src=folded, dst=tmp_path / "back", to="hf", fsync=False))
-    found = tensors_of(tmp_path / "back")
-    assert found.keys() == wanted.keys()
+    tensors = tensors_of(tmp_path / "back")
+    assert tensors.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert_same_bits(found[name], tensor, name)
+        assert_same_bits(tensors[name], tensor, name)
 
 
 def test_an_adapter_of_transposed_square_matrices_says_so_after_megatron(tmp_path: Path) -> None:
@@ -79,13 +79,13 @@ def test_an_adapter_of_transposed_square_matrices_says_so_after_megatron(tmp_pat
     assert load_file(back / "adapter_model.safetensors").keys() == square.keys()
     merged = tensors_of(gpt2 / "merged")
     for form in (ranks, back):
-        found = tensors_of(fold(base, form, tmp_path / f"{form.name}_folded"))
-        names = [name for name in found if name.endswith("attn.c_proj.weight")]
+        tensors = tensors_of(fold(base, form, tmp_path / f"{form.name}_folded"))
+        names = [name for name in tensors if name.endswith("attn.c_proj.weight")]
         assert names
         for name in names:
             wanted = merged.get(name, merged.get(name.removeprefix("transformer.")))
             assert wanted is not None
-            assert_same_bits(found[name], wanted, name)
+            assert_same_bits(tensors[name], wanted, name)
 
 
 def test_a_model_is_not_an_adapter(adapters: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Tensors = dict[str, torch.Tensor]
 DENSE = "mcore_legacy/dense_gqa"
 
 
-def models(tmp_path: Path, n: int = 3, **others: torch.Tensor) -> list[Path]:
+def models(tmp_path: Path, n: int = 3, **more: torch.Tensor) -> list[Path]:
     """Directories with random tensors of several dtypes, and some that all have."""
     paths = []
     for seed in range(n):
@@ -42,7 +42,7 @@ def models(tmp_path: Path, n: int = 3, **others: torch.Tensor) -> list[Path]:
             "empty": torch.zeros(0, 4),
             "scalar": torch.randn((), generator=generator),
             "positions": torch.arange(12),
-            **others,
+            **more,
         }
         path = tmp_path / f"model{seed}"
         path.mkdir()
@@ -77,15 +77,15 @@ def assert_computed(
     result: Path, sources: Sequence[Path], compute: Callable[..., torch.Tensor]
 ) -> None:
     """Every float tensor is what torch computes in float32 (float64), and the rest the first's."""
-    found, loaded = tensors_of(result), [tensors_of(path) for path in sources]
-    assert found.keys() == loaded[0].keys()
+    merged, loaded = tensors_of(result), [tensors_of(path) for path in sources]
+    assert merged.keys() == loaded[0].keys()
     for name, tensor in loaded[0].items():
         wanted = tensor
         if tensor.is_floating_point():
             kind = torch.float64 if tensor.dtype == torch.float64 else torch.float32
             parts = [source[name].to(kind) for source in loaded]
             wanted = compute(*parts).to(tensor.dtype)
-        assert_same_bits(found[name], wanted, name)
+        assert_same_bits(merged[name], wanted, name)
 
 
 def moving(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
@@ -160,8 +160,8 @@ def other_run(golden: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def assert_average_of_run(result: Path, golden: Path) -> None:
     """Every global weight is the mean of the golden one and of the changed one."""
     wanted = load_file(golden / "oracle/dense_gqa/global.safetensors")
-    found = tensors_of(result)
-    assert len(found) == len(wanted)
+    merged = tensors_of(result)
+    assert len(merged) == len(wanted)
     for name, tensor in wanted.items():
         short = name.replace(
             "self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"
@@ -169,7 +169,7 @@ def assert_average_of_run(result: Path, golden: Path) -> None:
         short = short.replace("mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight")
         mean = (tensor.float() + changed(tensor).float()) / 2
         # torch_dist keeps padding rows, which are zero.
-        rows = found[name if name in found else short]
+        rows = merged[name if name in merged else short]
         assert not rows[len(tensor) :].any()
         assert_same_bits(rows[: len(tensor)], mean.to(tensor.dtype), name)
 
@@ -246,9 +246,9 @@ def test_transformers_models_become_megatron_rank_files_and_back(tmp_path: Path)
             for name, a in tensors_of(sources[0]).items()
             for b in [tensors_of(tmp_path / "back")[name].float()]
         }
-        found = tensors_of(mixed)
+        merged = tensors_of(mixed)
         for name, mean in means.items():
-            assert_same_bits(found[name], mean, name)
+            assert_same_bits(merged[name], mean, name)
 
 
 def test_the_model_and_its_tokenizer_are_opened_by_transformers(tmp_path: Path) -> None:
@@ -258,9 +258,9 @@ def test_the_model_and_its_tokenizer_are_opened_by_transformers(tmp_path: Path) 
     out = merge(sources, tmp_path / "out", "slerp", amount=0.5)
     assert json.loads((out / "tokenizer_config.json").read_text()) == {"first": True}
     model = transformers.LlamaForCausalLM.from_pretrained(out)
-    found = tensors_of(out)
+    merged = tensors_of(out)
     for name, tensor in model.state_dict().items():
-        assert_same_bits(tensor, found[name], name)
+        assert_same_bits(tensor, merged[name], name)
 
 
 def test_sources_of_several_formats_are_mixed(tmp_path: Path) -> None:
@@ -273,9 +273,9 @@ def test_sources_of_several_formats_are_mixed(tmp_path: Path) -> None:
     single = tmp_path / "single.pt"
     torch.save(tensors_of(sources[1]), single)
     merge([single, sources[0]], tmp_path / "two.pt", "delta", to="torch")
-    found = torch.load(tmp_path / "two.pt", weights_only=True)
+    merged = torch.load(tmp_path / "two.pt", weights_only=True)
     wanted = tensors_of(sources[1])["wide"] - tensors_of(sources[0])["wide"]
-    assert_same_bits(found["wide"], wanted, "wide")
+    assert_same_bits(merged["wide"], wanted, "wide")
 
 
 @pytest.mark.parametrize("path", ["ocdbt_zarr2", "ocdbt_zarr2_raw", "ocdbt_zarr3"])
@@ -320,7 +320,7 @@ def test_several_workers_write_the_bytes_of_one(
 
 def test_an_interrupted_merge_is_continued_to_the_same_bytes(tmp_path: Path) -> None:
     sources = models(tmp_path, big=torch.randn(700, 3000))
-    whole = merge(sources, tmp_path / "whole", "average")
+    uninterrupted = merge(sources, tmp_path / "whole", "average")
 
     class Interruption(Exception):
         pass
@@ -340,7 +340,7 @@ def test_an_interrupted_merge_is_continued_to_the_same_bytes(tmp_path: Path) -> 
         run(job, progress=bytes_only(interrupt))
     assert not (tmp_path / "out").exists()
     run(job)
-    assert tree(whole) == tree(tmp_path / "out")
+    assert tree(uninterrupted) == tree(tmp_path / "out")
 
 
 def test_integers_that_differ_are_refused_or_taken_from_the_first(tmp_path: Path) -> None:
@@ -455,6 +455,6 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_requests_that_make_no_sense_are_refused(request_of: dict[str, Any], message: str) -> None:
-    others = tuple(Path(str(n)) for n in range(request_of.pop("others")))
+    other_paths = tuple(Path(str(n)) for n in range(request_of.pop("others")))
     with pytest.raises(UsageError, match=message):
-        Merge(others=others, **request_of)
+        Merge(others=other_paths, **request_of)

@@ -60,6 +60,6 @@ def test_a_tensor_without_a_place_in_the_first_is_refused_before_anything_is_wri
     assert not (tmp_path / "dst").exists()
 
 
-def test_it_takes_two_checkpoints(tmp_path: Path) -> None:
+def test_replace_takes_two_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--replace takes two checkpoints, but 3 are given"):
         Merge(method="replace", others=(tmp_path, tmp_path))

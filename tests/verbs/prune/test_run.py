@@ -103,8 +103,8 @@ def test_roots_of_every_framework_are_pruned(
     else:
         # Iteration 3 is newer than the tracker: its save may be running.
         assert (removed(pruning), pruning.newest_valid) == ([1], 2)
-    kept = {pattern.format(n) for n in (1, 2, 3) if n not in removed(pruning)}
-    assert set(names(tmp_path)) == kept | ({tracker} if tracker else set())
+    remaining = {pattern.format(n) for n in (1, 2, 3) if n not in removed(pruning)}
+    assert set(names(tmp_path)) == remaining | ({tracker} if tracker else set())
 
 
 def test_the_newest_valid_iteration_and_what_is_newer_stay(root: Path) -> None:
@@ -357,7 +357,7 @@ def test_a_killed_removal_leaves_whole_iterations_and_is_finished(
     golden: Path, tmp_path: Path
 ) -> None:
     source = golden / "hf/llama/safetensors_sharded"
-    whole = names(source)
+    before = names(source)
     for number in range(100):
         copy = tmp_path / f"copy{number}"
         for iteration in (1, 2, 3):
@@ -367,7 +367,7 @@ def test_a_killed_removal_leaves_whole_iterations_and_is_finished(
         was_killed = killed_at(pruning, number)
         # No program takes the half-removed one for a checkpoint: it has a hidden name.
         for folder in copy.glob("checkpoint-*"):
-            assert names(folder) == whole
+            assert names(folder) == before
         hidden = [name for name in names(copy) if name.startswith(".")]
         assert len(hidden) == was_killed
         # The next run removes the rest.
@@ -376,7 +376,7 @@ def test_a_killed_removal_leaves_whole_iterations_and_is_finished(
         assert names(copy) == ["checkpoint-3"]
         if not was_killed:
             break
-    assert number == 2 * (len(whole) + 1)
+    assert number == 2 * (len(before) + 1)
 
 
 def test_an_iteration_that_was_written_again_is_not_the_unfinished_one(root: Path) -> None:

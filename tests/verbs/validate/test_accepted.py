@@ -19,7 +19,7 @@ from core.verbs.validate.accepted import (
 KNOWN = ("CK100", "CK101", "CK201", "CK701")
 
 
-def made(code: str, severity: Severity = Severity.ERROR, **place: str) -> Finding:
+def make_finding(code: str, severity: Severity = Severity.ERROR, **place: str) -> Finding:
     return Finding(code=code, severity=severity, message="some words", **place)  # type: ignore[arg-type]
 
 
@@ -37,7 +37,7 @@ def made(code: str, severity: Severity = Severity.ERROR, **place: str) -> Findin
 def test_patterns_are_codes_what_codes_begin_with_and_places(
     text: str, patterns: list[tuple[str, str | None]]
 ) -> None:
-    assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*one) for one in patterns)
+    assert parse_patterns([text], known=KNOWN) == tuple(Pattern(*pattern) for pattern in patterns)
 
 
 @pytest.mark.parametrize(
@@ -50,63 +50,63 @@ def test_a_pattern_that_means_nothing_is_refused(text: str) -> None:
 
 def test_a_glob_is_tried_on_file_key_and_rank() -> None:
     pattern = Pattern("CK7", "*.bias")
-    assert pattern.matches(made("CK701", key="layers.0.bias"))
-    assert pattern.matches(made("CK701", file="x/y.bias"))
-    assert pattern.matches(made("CK701", rank="r.bias"))
-    assert not pattern.matches(made("CK701", key="layers.0.weight"))
-    assert not pattern.matches(made("CK701"))
-    assert not pattern.matches(made("CK101", key="layers.0.bias"))
+    assert pattern.matches(make_finding("CK701", key="layers.0.bias"))
+    assert pattern.matches(make_finding("CK701", file="x/y.bias"))
+    assert pattern.matches(make_finding("CK701", rank="r.bias"))
+    assert not pattern.matches(make_finding("CK701", key="layers.0.weight"))
+    assert not pattern.matches(make_finding("CK701"))
+    assert not pattern.matches(make_finding("CK101", key="layers.0.bias"))
 
 
 def test_findings_are_told_apart_and_the_worst_is_first() -> None:
     findings = [
-        made("CK201", Severity.NOTE, key="n"),
-        made("CK201", Severity.WARNING, key="w"),
-        made("CK701", key="a.bias"),
-        made("CK101", file="known"),
-        made("CK101", file="new"),
+        make_finding("CK201", Severity.NOTE, key="n"),
+        make_finding("CK201", Severity.WARNING, key="w"),
+        make_finding("CK701", key="a.bias"),
+        make_finding("CK101", file="known"),
+        make_finding("CK101", file="new"),
     ]
     ignored = parse_patterns(["CK701:*.bias"], known=KNOWN)
     acceptance = Acceptance(
-        ignored=ignored, known=frozenset({made("CK101", file="known").fingerprint})
+        ignored=ignored, known=frozenset({make_finding("CK101", file="known").fingerprint})
     )
-    found = acceptance.judge(findings)
-    assert [one.key or one.file for one in found.counted] == ["new", "w", "n"]
-    assert [one.key for one in found.ignored] == ["a.bias"]
-    assert [one.file for one in found.known] == ["known"]
-    assert not found.is_valid
+    judgement = acceptance.judge(findings)
+    assert [finding.key or finding.file for finding in judgement.counted] == ["new", "w", "n"]
+    assert [finding.key for finding in judgement.ignored] == ["a.bias"]
+    assert [finding.file for finding in judgement.known] == ["known"]
+    assert not judgement.is_valid
 
 
 def test_strict_makes_errors_of_warnings_but_not_of_notes() -> None:
-    findings = [made("CK201", Severity.NOTE), made("CK101", Severity.WARNING)]
+    findings = [make_finding("CK201", Severity.NOTE), make_finding("CK101", Severity.WARNING)]
     assert Acceptance().judge(findings).is_valid
     strict = Acceptance(is_strict=True).judge(findings)
     assert not strict.is_valid
-    assert [one.severity for one in strict.counted] == [Severity.ERROR, Severity.NOTE]
+    assert [finding.severity for finding in strict.counted] == [Severity.ERROR, Severity.NOTE]
 
 
 def test_a_baseline_holds_what_was_found_whatever_the_words(tmp_path: Path) -> None:
     odd = "a|b\n\x1b\udc80 ☃"
     findings = [
-        made("CK101", file=odd),
-        made("CK201", key="k", rank="r"),
-        made("CK201", key="k", rank="r"),
-        made("CK100"),
+        make_finding("CK101", file=odd),
+        make_finding("CK201", key="k", rank="r"),
+        make_finding("CK201", key="k", rank="r"),
+        make_finding("CK100"),
     ]
     path = tmp_path / "baseline.json"
     path.write_text(baseline_text(findings), "utf-8")
     assert json.loads(path.read_text())["schema"] == "ckpt.baseline/1"
-    known = read_baseline(path)
-    assert known == {one.fingerprint for one in findings}
+    baseline = read_baseline(path)
+    assert baseline == {finding.fingerprint for finding in findings}
     again = Finding(
         code="CK201", severity=Severity.WARNING, message="other words", key="k", rank="r", found="9"
     )
-    assert Acceptance(known=known).judge([again]).known == [again]
-    assert Acceptance(known=known).judge([made("CK201", key="k")]).counted
+    assert Acceptance(known=baseline).judge([again]).known == [again]
+    assert Acceptance(known=baseline).judge([make_finding("CK201", key="k")]).counted
 
 
 def test_baselines_do_not_depend_on_the_order_of_findings() -> None:
-    findings = [made("CK101", file=name) for name in "cab"]
+    findings = [make_finding("CK101", file=name) for name in "cab"]
     assert baseline_text(findings) == baseline_text(findings[::-1])
     assert baseline_text([]) == '{"schema": "ckpt.baseline/1", "findings": []}\n'
 

@@ -26,8 +26,8 @@ def root(golden: Path, tmp_path: Path) -> Path:
 
 def newest(root: Path, *, level: Level = Level.HEADERS) -> Newest:
     def is_whole(path: Path) -> tuple[bool, Validation]:
-        found = validate(path, level=level)
-        return found.worst is None or found.worst < 3, found
+        report = validate(path, level=level)
+        return report.worst is None or report.worst < 3, report
 
     return find_newest_valid(root, is_whole)
 
@@ -37,8 +37,8 @@ def cut(path: Path) -> None:
 
 
 def test_the_newest_is_taken_if_it_is_whole(root: Path) -> None:
-    found = newest(root)
-    assert (found.path, found.iteration, found.skipped) == (str(root / "iter_0000030"), 30, ())
+    result = newest(root)
+    assert (result.path, result.iteration, result.skipped) == (str(root / "iter_0000030"), 30, ())
 
 
 @pytest.mark.parametrize(
@@ -55,29 +55,29 @@ def test_damaged_ones_are_skipped_with_the_reason(
     root: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(root / "iter_0000030")
-    found = newest(root)
-    assert found.iteration == 20
+    result = newest(root)
+    assert result.iteration == 20
     if (root / "iter_0000030").exists():
-        (skipped,) = found.skipped
+        (skipped,) = result.skipped
         assert skipped.path == str(root / "iter_0000030")
         assert skipped.why.startswith("CK")
 
 
-def test_none_is_whole(root: Path) -> None:
+def test_no_iteration_is_complete(root: Path) -> None:
     for path in iteration_paths(root):
         (path / ".metadata").write_bytes(b"")
-    found = newest(root)
-    assert found.path is None
-    assert [one.path for one in found.skipped] == [
+    result = newest(root)
+    assert result.path is None
+    assert [skipped.path for skipped in result.skipped] == [
         str(path) for path in reversed(iteration_paths(root))
     ]
 
 
 def test_what_is_newer_than_the_tracker_was_not_finished(root: Path) -> None:
     (root / TRACKER).write_text("20")
-    found = newest(root)
-    assert found.iteration == 20
-    assert "newer than iteration 20" in found.skipped[0].why
+    result = newest(root)
+    assert result.iteration == 20
+    assert "newer than iteration 20" in result.skipped[0].why
 
 
 def test_deepspeeds_tracker_counts_as_well(root: Path) -> None:
@@ -100,9 +100,9 @@ def test_a_tracker_that_names_what_is_gone_leaves_the_next(root: Path) -> None:
 def test_stages_are_named_and_skipped(root: Path) -> None:
     for name in (".iter_0000040.ckpt-tmp", "40.orbax-checkpoint-tmp-1"):
         (root / name).mkdir()
-    found = newest(root)
-    assert found.iteration == 30
-    assert [Path(one.path).name for one in found.skipped] == [
+    result = newest(root)
+    assert result.iteration == 30
+    assert [Path(entry.path).name for entry in result.skipped] == [
         ".iter_0000040.ckpt-tmp",
         "40.orbax-checkpoint-tmp-1",
     ]

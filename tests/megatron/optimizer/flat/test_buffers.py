@@ -60,7 +60,7 @@ def megatron_layout(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
         patch.setattr(buffers, "log_on_each_pipeline_stage", lambda *_, **__: None)
-        made = buffers._ParamAndGradBuffer(
+        buffer = buffers._ParamAndGradBuffer(
             config,
             torch.bfloat16,
             torch.float32,
@@ -73,13 +73,13 @@ def megatron_layout(
             False,
             SimpleNamespace(tp=group, dp_cp=group),
         )
-    unpadded = tuple(bucket.numel_unpadded for bucket in made.buckets)
+    unpadded = tuple(bucket.numel_unpadded for bucket in buffer.buckets)
     slots = []
     for param in params:
-        start, _, bucket = made.param_index_map[param]
-        offset = start - made.bucket_indices[bucket][0]
+        start, _, bucket = buffer.param_index_map[param]
+        offset = start - buffer.bucket_indices[bucket][0]
         slots.append(Slot(bucket, sum(unpadded[:bucket]) + offset))
-    assert made.numel_unpadded == sum(unpadded)
+    assert buffer.numel_unpadded == sum(unpadded)
     return BufferLayout(tuple(slots), unpadded)
 
 
@@ -137,13 +137,15 @@ def test_a_shared_embedding_is_a_bucket_of_its_own_and_the_gap_before_it_counts(
 
 def test_a_buffer_that_is_padded_otherwise_before_an_embedding_is_discovered() -> None:
     starts = {2: 0, 1: 384, 0: 394}
-    found = discover([3, 10, 70], 397, lambda place, start: starts[place] == start, divisors=(384,))
-    assert found == [[394, 384, 0]]
+    offsets = discover(
+        [3, 10, 70], 397, lambda place, start: starts[place] == start, divisors=(384,)
+    )
+    assert offsets == [[394, 384, 0]]
 
 
 def test_all_possibilities_are_told_where_the_values_do_not_tell() -> None:
-    found = discover([1, 3, 3, 5], 64 + 64 + 3 + 1, lambda place, start: True)
-    assert sorted(found) == [[131, 67, 64, 0], [131, 128, 64, 0]]
+    offsets = discover([1, 3, 3, 5], 64 + 64 + 3 + 1, lambda place, start: True)
+    assert sorted(offsets) == [[131, 67, 64, 0], [131, 128, 64, 0]]
     assert discover([1, 3, 3, 5], 132, lambda place, start: start != 67) == [[131, 128, 64, 0]]
     assert discover([3] * 40, 39 * 64 + 3, lambda place, start: True) in (
         [],
@@ -166,10 +168,10 @@ def test_what_arguments_say_about_buckets() -> None:
         "data_parallel_size": 64,
         "context_parallel_size": 2,
     }
-    found = bucketing_of(fields)
-    assert found.bucket_sizes((0, 0), n_params=9) == [128_000_000]
-    assert found.bucket_sizes((0, 1), n_params=9) == [None]
-    assert found.bucket_sizes((1, 0), n_params=9) == [None]
+    bucketing = bucketing_of(fields)
+    assert bucketing.bucket_sizes((0, 0), n_params=9) == [128_000_000]
+    assert bucketing.bucket_sizes((0, 1), n_params=9) == [None]
+    assert bucketing.bucket_sizes((1, 0), n_params=9) == [None]
     for argument, sizes in (
         ({"ddp_num_buckets": 4}, [2]),
         ({"ddp_bucket_size": 7}, [7]),

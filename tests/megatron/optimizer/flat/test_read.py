@@ -41,33 +41,33 @@ def optim_oracle(golden: Path, model: str) -> dict[str, Bytes]:
         return {key.replace("|", "."): _bytes(file.get_tensor(key)) for key in file.keys()}  # noqa: SIM118
 
 
-def assert_true_states(found: Catalog, store: ReadStore, golden: Path, model: str) -> None:
+def assert_true_states(unsharded: Catalog, store: ReadStore, golden: Path, model: str) -> None:
     """The states are those of the oracle, all of them, bit for bit."""
     true = optim_oracle(golden, model)
-    states = {key: name for key in found.tensors if (name := split_state_key(key)) is not None}
+    states = {key: name for key in unsharded.tensors if (name := split_state_key(key)) is not None}
     assert {f"{state}.{fused(param)}" for state, param in states.values()} == set(true)
     for key, (state, param) in states.items():
-        whole = tensor_bytes(found, store, key)
-        assert whole.shape == true[f"{state}.{fused(param)}"].shape
-        assert (whole == true[f"{state}.{fused(param)}"]).all(), key
+        values = tensor_bytes(unsharded, store, key)
+        assert values.shape == true[f"{state}.{fused(param)}"].shape
+        assert (values == true[f"{state}.{fused(param)}"]).all(), key
 
 
 @pytest.mark.parametrize("case", GOLD)
 def test_states_out_of_megatrons_files_are_the_true_ones(golden: Path, case: str) -> None:
     store, catalog = rank_files(golden, "dense_gqa", case)
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_true_states(found, store, golden, "dense_gqa")
-    optimizer = found.optimizer
+    model = unshard(catalog, rules=RULES, store=store)
+    assert_true_states(model, store, golden, "dense_gqa")
+    optimizer = model.optimizer
     assert optimizer is not None
     assert (optimizer.kind, optimizer.states) == ("distributed", ("exp_avg", "exp_avg_sq"))
     assert [group.settings["wd_mult"] for group in optimizer.groups] == [1.0, 0.0]
-    assert not any("buffer" in note for note in found.notes)
+    assert not any("buffer" in note for note in model.notes)
 
 
 @pytest.mark.parametrize("case", GOLD)
 def test_every_parameter_lies_where_megatron_recorded_it(golden: Path, case: str) -> None:
     store, catalog = rank_files(golden, "dense_gqa", case)
-    found = unshard(catalog, rules=RULES, store=store, keep_padded_vocab=True)
+    unsharded = unshard(catalog, rules=RULES, store=store, keep_padded_vocab=True)
     recorded = json.loads(
         (golden / "oracle" / "mapping" / f"mcore_legacy__dense_gqa__{case}.json").read_text()
     )
@@ -77,9 +77,9 @@ def test_every_parameter_lies_where_megatron_recorded_it(golden: Path, case: str
         for row in buffer["params"]:
             flat[rank["file"].split("/")[1], row["name"]] = (row["start"], row["end"])
     ours = {}
-    for key in found.tensors:
+    for key in unsharded.tensors:
         state, name = split_state_key(key) or ("", "")
-        for fragment in found.fragments(key) if state == "fp32_param" else ():
+        for fragment in unsharded.fragments(key) if state == "fp32_param" else ():
             assert fragment.array is not None
             folder, _, place = fragment.array.name.partition(":")
             start, end = place[place.index("[") + 1 : -1].split(":")
@@ -91,20 +91,20 @@ def true_state(model: Model, state: str, param: str) -> np.ndarray:
     return model.tensors()[param] * np.float32(STATES["param" if state == "fp32_param" else state])
 
 
-def assert_states(model: Model, store: ReadStore, found: Catalog) -> None:
+def assert_states(model: Model, store: ReadStore, unsharded: Catalog) -> None:
     """Every parameter of a synthetic model has its states."""
     wanted = [name for name in model.tensors() if not name.endswith("expert_bias")]
-    assert {key for key in found.tensors if split_state_key(key)} == {
+    assert {key for key in unsharded.tensors if split_state_key(key)} == {
         state_key("fp32_param" if state == "param" else state, name)
         for name in wanted
         for state in STATES
     }
-    for key in found.tensors:
+    for key in unsharded.tensors:
         state = split_state_key(key)
         if state is not None:
-            whole = tensor_bytes(found, store, key)
+            values = tensor_bytes(unsharded, store, key)
             true = true_state(model, *state)
-            assert whole.tobytes() == true.tobytes(), key
+            assert values.tobytes() == true.tobytes(), key
 
 
 SIZES = [
@@ -123,9 +123,9 @@ SIZES = [
 @pytest.mark.parametrize("run", [Run(), Run(bucket_size=500), Run(bucket_size=1)])
 def test_states_of_every_layout_are_read(model: Model, topology: Topology, run: Run) -> None:
     store, catalog = with_optimizer(model, topology, run)
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_states(model, store, found)
-    assert not any("buffer" in note for note in found.notes)
+    unsharded = unshard(catalog, rules=RULES, store=store)
+    assert_states(model, store, unsharded)
+    assert not any("buffer" in note for note in unsharded.notes)
 
 
 @pytest.mark.first(3)
@@ -140,9 +140,9 @@ def test_files_from_before_buckets_were_coalesced_are_read(
 def test_the_first_model_chunk_may_have_an_optimizer_of_its_own() -> None:
     run = Run(bucket_size=100, is_chunk_alone=True)
     store, catalog = with_optimizer(DENSE, Topology(1, 2, vpp=2), run)
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_states(DENSE, store, found)
-    optimizer = found.optimizer
+    unsharded = unshard(catalog, rules=RULES, store=store)
+    assert_states(DENSE, store, unsharded)
+    optimizer = unsharded.optimizer
     assert optimizer is not None and len(optimizer.groups) == 2
 
 
@@ -169,9 +169,11 @@ def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> 
         Run(bucket_size=400),
         args={"ddp_bucket_size": None, "overlap_grad_reduce": False},
     )
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_states(DENSE, store, found)
-    assert any("mp_rank_00: the offsets of parameters in buffer 0" in note for note in found.notes)
+    unsharded = unshard(catalog, rules=RULES, store=store)
+    assert_states(DENSE, store, unsharded)
+    assert any(
+        "mp_rank_00: the offsets of parameters in buffer 0" in note for note in unsharded.notes
+    )
 
 
 def test_without_values_buckets_are_not_discovered() -> None:
@@ -285,25 +287,25 @@ def test_ranks_of_different_steps_are_refused() -> None:
 
 
 def test_steps_are_taken_from_ranks_that_count_them() -> None:
-    for which in (0, 1):
+    for rank in (0, 1):
         store, catalog = with_optimizer(DENSE, Topology(2, 1), Run())
         groups = [
             root["optimizer"]["optimizer"]["param_groups"][0]
             for _, root in ranks_of(catalog).values()
         ]
-        groups[1 - which]["step"] = 3
-        groups[which].pop("step", None)
-        found = unshard(catalog, rules=RULES, store=store).optimizer
-        assert found is not None and found.groups[0].settings["step"] == 3
+        groups[1 - rank]["step"] = 3
+        groups[rank].pop("step", None)
+        optimizer = unshard(catalog, rules=RULES, store=store).optimizer
+        assert optimizer is not None and optimizer.groups[0].settings["step"] == 3
 
 
 def test_groups_that_some_ranks_leave_out_are_left_out_again() -> None:
     store, catalog = with_optimizer(DENSE, Topology(1, 2), Run())
-    found = unshard(catalog, rules=RULES, store=store).optimizer
-    assert found is not None and found.omits_empty is None
+    optimizer = unshard(catalog, rules=RULES, store=store).optimizer
+    assert optimizer is not None and optimizer.omits_empty is None
     del list(ranks_of(catalog).values())[1][1]["optimizer"]["optimizer"]["param_groups"][1]
-    found = unshard(catalog, rules=RULES, store=store).optimizer
-    assert found is not None and found.omits_empty is True
+    optimizer = unshard(catalog, rules=RULES, store=store).optimizer
+    assert optimizer is not None and optimizer.omits_empty is True
 
 
 def test_scalers_that_differ_between_ranks_are_refused() -> None:

@@ -47,21 +47,21 @@ SOURCES = [
 ]
 
 
-def assert_same_tree(found: Any, wanted: Any, name: str) -> None:
+def assert_same_tree(actual: Any, wanted: Any, name: str) -> None:
     """Equal keys, in one order, values and tensors."""
-    assert type(found) is type(wanted), name
+    assert type(actual) is type(wanted), name
     if isinstance(wanted, torch.Tensor):
-        assert_same_bits(found, wanted, name)
+        assert_same_bits(actual, wanted, name)
     elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), name
+        assert list(actual) == list(wanted), name
         for key in wanted:
-            assert_same_tree(found[key], wanted[key], f"{name}.{key}")
+            assert_same_tree(actual[key], wanted[key], f"{name}.{key}")
     elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), name
-        for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-            assert_same_tree(one, other, f"{name}.{number}")
+        assert len(actual) == len(wanted), name
+        for number, (item, other) in enumerate(zip(actual, wanted, strict=True)):
+            assert_same_tree(item, other, f"{name}.{number}")
     else:
-        assert found == wanted, name
+        assert actual == wanted, name
 
 
 @pytest.mark.each_value
@@ -87,15 +87,17 @@ def test_files_equal_those_that_megatron_saved(
     wanted = golden / "mcore_legacy" / "dense_gqa" / target
     assert_same_weights(tmp_path / "out", wanted)
     for name, path in rank_dirs(wanted).items():
-        made = rank_dirs(tmp_path / "out")[name]
-        assert zipfile.ZipFile(made / FILE).testzip() is None
-        assert_same_tree(torch.load(made / FILE), torch.load(path / FILE), name)
-        ours, theirs = (load_rank_file(one / MODEL_FILE)["optimizer"] for one in (made, path))
+        rank_path = rank_dirs(tmp_path / "out")[name]
+        assert zipfile.ZipFile(rank_path / FILE).testzip() is None
+        assert_same_tree(torch.load(rank_path / FILE), torch.load(path / FILE), name)
+        ours, theirs = (
+            load_rank_file(folder / MODEL_FILE)["optimizer"] for folder in (rank_path, path)
+        )
         if family == "mcore_legacy":
             assert_same_tree(ours, theirs, name)
         groups = [
-            [group["wd_mult"] for group in one["optimizer"]["param_groups"]]
-            for one in (ours, theirs)
+            [group["wd_mult"] for group in content["optimizer"]["param_groups"]]
+            for content in (ours, theirs)
         ]
         assert groups == [[1.0, 0.0], [1.0, 0.0]]
         assert list(ours) == list(theirs)
@@ -106,12 +108,14 @@ def written(target: TargetCatalog, source: Catalog, store: MemoryStore) -> Memor
     arrays = {name: data.tobytes() for name, data in filled(target, source, store).items()}  # type: ignore[arg-type]
     contents: dict[str, bytes | bytearray] = {}
     for image in megatron.lay_out(target):
-        made = bytearray(image.size)
+        content = bytearray(image.size)
         for placed in image.arrays:
-            made[placed.offset : placed.offset + placed.array.n_bytes] = arrays[placed.array.name]
+            content[placed.offset : placed.offset + placed.array.n_bytes] = arrays[
+                placed.array.name
+            ]
         for offset, data in image.literals(lambda name: zlib.crc32(arrays[name])):
-            made[offset : offset + len(data)] = data
-        contents[image.path.partition("/")[2] or image.path] = made
+            content[offset : offset + len(data)] = data
+        contents[image.path.partition("/")[2] or image.path] = content
     return MemoryStore(contents)
 
 
@@ -137,15 +141,15 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
     store, catalog = with_optimizer(model, before, run_)
     source = unshard(catalog, rules=RULES, store=store)
     target = shard(source, after, rules=RULES)
-    made = written(target, source, store)
-    again = megatron.read(made)
-    assert_states(model, made, unshard(again, rules=RULES, store=made))
+    saved_store = written(target, source, store)
+    again = megatron.read(saved_store)
+    assert_states(model, saved_store, unshard(again, rules=RULES, store=saved_store))
     holders: dict[object, set[str]] = {}
     for rank in after.ranks():
         folder = rank_dir(after, rank)
-        if not made.exists(f"{folder}/{FILE}"):
+        if not saved_store.exists(f"{folder}/{FILE}"):
             continue
-        content = torch.load(_file(made, f"{folder}/{FILE}"))
+        content = torch.load(_file(saved_store, f"{folder}/{FILE}"))
         ours = content if isinstance(content, list) else [content]
         wanted = members(model, rank, after, run_)
         assert len(ours) == len(wanted)
@@ -175,17 +179,17 @@ def test_buffers_are_those_of_a_run_at_the_new_sizes(
         entries = entry if isinstance(entry, list) else [entry]
         assert len(entries) == (2 if after.ep > 1 else 1)
         flags = [
-            [group["is_expert_parallel"] for group in one["optimizer"]["param_groups"]]
-            for one in entries
+            [group["is_expert_parallel"] for group in entry_of_rank["optimizer"]["param_groups"]]
+            for entry_of_rank in entries
         ]
         assert flags[0] == [False, False] and flags[1:] in ([], [[True]])
-        for one in entries:
-            scale = again.fragments(one["grad_scaler"]["scale"].key)[0].array
+        for rank_content in entries:
+            scale = again.fragments(rank_content["grad_scaler"]["scale"].key)[0].array
             assert scale is not None
             assert np.frombuffer(
-                made.read(scale.extent.file, scale.extent.offset, 4), np.float32
+                saved_store.read(scale.extent.file, scale.extent.offset, 4), np.float32
             ) == [1024]
-            assert one["grad_scaler"]["growth_tracker"] == 3
+            assert rank_content["grad_scaler"]["growth_tracker"] == 3
 
 
 def _file(store: MemoryStore, name: str) -> Any:

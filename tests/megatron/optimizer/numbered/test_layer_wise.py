@@ -52,8 +52,8 @@ def _split(source: Path, **arguments: Any) -> None:
     order = [*range(DP), *reversed(range(DP))]
     for folder in rank_dirs(source).values():
         content = load_rank_file(folder / MODEL_FILE)
-        whole = content["optimizer"]
-        inner = whole["optimizer"]
+        optimizer = content["optimizer"]
+        inner = optimizer["optimizer"]
         listed = [
             (inner["state"][number]["exp_avg"].numel(), group, place, number)
             for group, settings in enumerate(inner["param_groups"])
@@ -73,7 +73,9 @@ def _split(source: Path, **arguments: Any) -> None:
                 first = len(states)
                 states |= {first + n: inner["state"][entry[3]] for n, entry in enumerate(own)}
                 groups.append({**settings, "params": list(range(first, len(states)))})
-                masters.append([whole["fp32_from_fp16_params"][group][entry[2]] for entry in own])
+                masters.append(
+                    [optimizer["fp32_from_fp16_params"][group][entry[2]] for entry in own]
+                )
             entry = {
                 "optimizer": {"state": states, "param_groups": groups},
                 "fp32_from_fp16_params": masters,
@@ -102,10 +104,10 @@ def _refusal(source: Path, tmp_path: Path) -> CheckpointingException:
 
 def test_states_of_all_data_parallel_ranks_come_together(tmp_path: Path) -> None:
     topology = Topology(tp=2, pp=2)
-    whole = save(DENSE, topology, tmp_path / "whole")
+    complete = save(DENSE, topology, tmp_path / "whole")
     dealt = save(DENSE, topology, tmp_path / "dealt")
     _split(dealt)
-    for source in (whole, dealt):
+    for source in (complete, dealt):
         _to_torch_dist(source, source.with_suffix(".dist"))
     states = {}
     for name in ("whole", "dealt"):

@@ -128,9 +128,9 @@ def test_there_and_back_gives_the_first_optimizer_again(golden: Path, tmp_path: 
 @pytest.mark.parametrize("source", GOLD)
 def test_states_are_the_true_ones(golden: Path, source: str) -> None:
     store, catalog = rank_files(golden, "dense_gqa", f"{source}_optim")
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_true_states(found, store, golden, "dense_gqa")
-    optimizer = found.optimizer
+    unsharded = unshard(catalog, rules=RULES, store=store)
+    assert_true_states(unsharded, store, golden, "dense_gqa")
+    optimizer = unsharded.optimizer
     assert optimizer is not None
     assert (optimizer.kind, optimizer.states, optimizer.omits_empty) == (
         "float16",
@@ -220,7 +220,7 @@ def test_legacy_grouped_experts_become_single_ones_with_their_states(
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     "b",
-    [*_EXPERTS[2:], *(pytest.param(one, marks=pytest.mark.long) for one in _EXPERTS[:2])],
+    [*_EXPERTS[2:], *(pytest.param(model, marks=pytest.mark.long) for model in _EXPERTS[:2])],
     ids=str,
 )
 @pytest.mark.parametrize("a", [Topology(), Topology(tp=2, ep=2), Topology(pp=2, ep=4)], ids=str)

@@ -40,9 +40,9 @@ GOLD = [
 ]
 
 
-def joined(model: Catalog, found: GlobalStates) -> Catalog:
+def joined(model: Catalog, states: GlobalStates) -> Catalog:
     """The model with its optimizer."""
-    return replace(model, tensors={**model.tensors, **found.tensors})
+    return replace(model, tensors={**model.tensors, **states.tensors})
 
 
 @pytest.mark.parametrize(("family", "case"), GOLD)
@@ -52,14 +52,14 @@ def test_states_out_of_megatrons_buckets_are_the_true_ones(
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert has_buckets(catalog)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=store)
-    assert (found.optimizer.kind, found.optimizer.states, found.notes) == (
+    unsharded = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=store)
+    assert (unsharded.optimizer.kind, unsharded.optimizer.states, unsharded.notes) == (
         "distributed",
         ("exp_avg", "exp_avg_sq"),
         [],
     )
-    assert [group.settings["wd_mult"] for group in found.optimizer.groups] == [1.0, 0.0]
-    assert_true_states(joined(model, found), store, golden, "dense_gqa")
+    assert [group.settings["wd_mult"] for group in unsharded.optimizer.groups] == [1.0, 0.0]
+    assert_true_states(joined(model, unsharded), store, golden, "dense_gqa")
 
 
 def _rank(topology: Topology, number: int, *, is_expert: bool) -> Rank:
@@ -154,9 +154,9 @@ def bucketed(
 
     tensors = {
         key: Tensor(
-            "float32", (sum(array.shape[0] for _, array in found),), partial(fragments_of, key)
+            "float32", (sum(array.shape[0] for _, array in pieces),), partial(fragments_of, key)
         )
-        for key, found in chunks.items()
+        for key, pieces in chunks.items()
     }
     catalog = replace(plain, tensors={**plain.tensors, **tensors}, objects=objects)
     catalog = catalog.with_hidden(scales)
@@ -167,9 +167,9 @@ def read(
     model: Model, topology: Topology, run: Run, *, without: str = "?", pads: bool = False
 ) -> tuple[MemoryStore, Catalog]:
     store, catalog, plain = bucketed(model, topology, run, pads=pads)
-    kept = {key: meta for key, meta in catalog.tensors.items() if without not in key}
+    tensors = {key: meta for key, meta in catalog.tensors.items() if without not in key}
     objects = {key: item for key, item in catalog.objects.items() if without not in key}
-    catalog = replace(catalog, tensors=kept, objects=objects)
+    catalog = replace(catalog, tensors=tensors, objects=objects)
     facts = parse_facts(catalog.args, names=RULES.model_of(plain.tensors))
     return store, joined(plain, read_buckets(catalog, plain, facts, RULES, store=store))
 
@@ -192,17 +192,17 @@ SIZES = [
 def test_buckets_of_every_layout_are_read(
     model: Model, topology: Topology, run: Run, pads: bool
 ) -> None:
-    store, found = read(model, topology, run, pads=pads)
-    assert_states(model, store, found)
+    store, unsharded = read(model, topology, run, pads=pads)
+    assert_states(model, store, unsharded)
 
 
 def test_tensors_of_the_other_entries_are_copies_of_one() -> None:
     store, catalog, plain = bucketed(DENSE, Topology(2, 1), Run())
-    found = read_buckets(catalog, plain, parse_facts(catalog.args), RULES, store=store)
-    leaf = (as_mapping(found.optimizer.entries["grad_scaler"]) or {})["scale"]
+    unsharded = read_buckets(catalog, plain, parse_facts(catalog.args), RULES, store=store)
+    leaf = (as_mapping(unsharded.optimizer.entries["grad_scaler"]) or {})["scale"]
     assert leaf == TensorLeaf("optimizer.grad_scaler.scale")
-    assert found.hidden[leaf.key].shape == (1,)
-    assert len(found.hidden[leaf.key].fragments()) == 2
+    assert unsharded.hidden[leaf.key].shape == (1,)
+    assert len(unsharded.hidden[leaf.key].fragments()) == 2
 
 
 def test_what_is_missing_is_named() -> None:
@@ -247,8 +247,8 @@ def test_late_bound_chunks_are_cut_at_any_element(golden: Path) -> None:
     store, catalog = dist_files(golden, family, "dense_gqa", case)
     assert isinstance(store, LocalStore)
     model = unshard(catalog, rules=RULES, optim="drop")
-    found = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=None)
+    unsharded = read_buckets(catalog, model, parse_facts(catalog.args), RULES, store=None)
     arrays = [
-        fragment.array for tensor in found.tensors.values() for fragment in tensor.fragments()
+        fragment.array for tensor in unsharded.tensors.values() for fragment in tensor.fragments()
     ]
     assert all(array is not None and array.extent.is_late for array in arrays)

@@ -60,7 +60,10 @@ def test_order_and_shards_are_those_of_megatrons_files(
                 for name, leaf in entries.items()
                 if isinstance(leaf, TensorLeaf) and RULES.is_param(str(name))
             ]
-        assert [(one.vp_rank, one.name, one.cut.shard_shape) for one in holdings.of(rank)] == listed
+        assert [
+            (holding.vp_rank, holding.name, holding.cut.shard_shape)
+            for holding in holdings.of(rank)
+        ] == listed
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +84,12 @@ def test_order_and_shards_are_those_of_megatrons_other_models(folder: Path, name
         _, dist = dist_catalog(args, dist_tensors(folder, name, sizes))
         _, holdings = _held(unshard(dist, rules=RULES), args)
         for rank in topology.ranks():
-            held = files(folder, name, sizes)[rank_dir(topology, rank)]
+            arrays = files(folder, name, sizes)[rank_dir(topology, rank)]
             listed = [
                 (key, array.shape)
-                for key, array in held.items()
+                for key, array in arrays.items()
                 if isinstance(array, np.ndarray) and RULES.is_param(key)
             ]
-            assert [(one.name, one.cut.shard_shape) for one in holdings.of(rank)] == listed, sizes
+            assert [
+                (holding.name, holding.cut.shard_shape) for holding in holdings.of(rank)
+            ] == listed, sizes

@@ -83,11 +83,11 @@ def test_the_order_is_that_of_the_implementation_that_saved(
     model = replace(model, is_fused=is_fused)
     saved = "transformer_engine" if is_fused else "local"
     store, catalog = as_torch_dist(model, topology, stated)
-    found = unshard(catalog, rules=RULES, store=store)
-    assert_states(model, store, found)
+    unsharded = unshard(catalog, rules=RULES, store=store)
+    assert_states(model, store, unsharded)
     is_proven = saved != (stated or "transformer_engine")
-    assert fields_of(found.args).get("transformer_impl") == (saved if is_proven else stated)
-    assert [note for note in found.notes if "transformer_impl" in note] == [
+    assert fields_of(unsharded.args).get("transformer_impl") == (saved if is_proven else stated)
+    assert [note for note in unsharded.notes if "transformer_impl" in note] == [
         f"transformer_impl is {saved}: the optimizer's buffers have the order of its parameters"
     ] * is_proven
 
@@ -113,8 +113,8 @@ def test_values_that_fit_both_orders_are_refused_unless_one_is_recorded() -> Non
             if not file.endswith("scale") and ".exp_avg" not in file:
                 store.contents[file] = bytes(len(store.contents[file]))
         if stated is not None:
-            found = unshard(catalog, rules=RULES, store=store)
-            assert fields_of(found.args)["transformer_impl"] == stated
+            unsharded = unshard(catalog, rules=RULES, store=store)
+            assert fields_of(unsharded.args)["transformer_impl"] == stated
             continue
         with pytest.raises(UnsupportedError, match="fit two orders of parameters"):
             unshard(catalog, rules=RULES, store=store)
@@ -122,7 +122,7 @@ def test_values_that_fit_both_orders_are_refused_unless_one_is_recorded() -> Non
 
 def test_the_stated_order_is_taken_without_values() -> None:
     _, catalog = as_torch_dist(DENSE, Topology(1, 1), None)
-    found = unshard(catalog, rules=RULES)
+    unsharded = unshard(catalog, rules=RULES)
     assert "optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in {
-        *found.tensors
+        *unsharded.tensors
     }

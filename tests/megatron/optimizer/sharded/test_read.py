@@ -57,8 +57,8 @@ SOURCES = (*PLAIN, RESHARDABLE, *MODEL_SPACE)
 @cache
 def source(golden: Path, name: str) -> tuple[LocalStore, Catalog]:
     """Store and catalog of a case, its objects loaded."""
-    found = open_checkpoint(golden / name)
-    return found.store, loaded(found.catalog, found.store)
+    checkpoint = open_checkpoint(golden / name)
+    return checkpoint.store, loaded(checkpoint.catalog, checkpoint.store)
 
 
 def sizes_of(name: str) -> Topology:
@@ -71,21 +71,21 @@ def true_states(golden: Path) -> dict[str, Bytes]:
     """The true states of all parameters, by their keys in the global form, with fused names."""
     import torch
 
-    found: dict[str, Bytes] = {}
+    states: dict[str, Bytes] = {}
     with safe_open(golden / "oracle/dense_gqa/global_optim.safetensors", framework="pt") as file:
         for key in file.keys():  # noqa: SIM118
             state, _, param = key.partition(".")
             tensor = file.get_tensor(key).contiguous()
-            found[state_key(state, param)] = (
+            states[state_key(state, param)] = (
                 tensor.view(torch.uint8).numpy().reshape(*tensor.shape, 4)
             )
-    return found
+    return states
 
 
 def fused_key(key: str) -> str:
     """A key of the global form with the fused name of its parameter."""
-    found = split_state_key(key)
-    return fused(key) if found is None else state_key(found[0], fused(found[1]))
+    parts = split_state_key(key)
+    return fused(key) if parts is None else state_key(parts[0], fused(parts[1]))
 
 
 def optimizer_of(catalog: Catalog) -> Optimizer:
@@ -105,9 +105,9 @@ def check_values(catalog: Catalog, store: LocalStore, golden: Path) -> None:
 @pytest.mark.parametrize("name", SOURCES)
 def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None:
     store, catalog = source(golden, name)
-    found = unshard(catalog, rules=RULES)
-    check_values(found, store, golden)
-    optimizer = optimizer_of(found)
+    unsharded = unshard(catalog, rules=RULES)
+    check_values(unsharded, store, golden)
+    optimizer = optimizer_of(unsharded)
     assert optimizer.kind == ("distributed" if "distopt" in name else "float16")
     assert optimizer.states == ("exp_avg", "exp_avg_sq")
     assert [group.settings["wd_mult"] for group in optimizer.groups] == [1.0, 0.0]
@@ -116,8 +116,8 @@ def test_every_state_of_every_parameter_is_read(golden: Path, name: str) -> None
     )
     assert optimizer.step == (None if "distopt" in name else TensorLeaf(STEP))
     if optimizer.step is not None:
-        assert tensor_bytes(found, store, STEP).tobytes() == b"\0\0\x80?"
-    assert not any("optim" in str(entry) for entry in found.dropped if entry.is_listed)
+        assert tensor_bytes(unsharded, store, STEP).tobytes() == b"\0\0\x80?"
+    assert not any("optim" in str(entry) for entry in unsharded.dropped if entry.is_listed)
 
 
 @pytest.mark.parametrize("name", [name for name in (*PLAIN, RESHARDABLE) if "zarr" not in name])
@@ -127,13 +127,13 @@ def test_written_at_its_own_sizes_it_is_what_megatron_wrote(golden: Path, name: 
     check_like(stacked.target, catalog)
     arrays = filled(stacked.target, stacked.source, store)
     for key in stacked.target.tensors:
-        whole = tensor_bytes(catalog, store, key)
+        values = tensor_bytes(catalog, store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
             region = tuple(
                 slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
             )
-            assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
+            assert (arrays[fragment.array.name] == values[region]).all(), fragment.array.name
 
 
 def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True) -> None:
@@ -148,10 +148,10 @@ def check_like(target: AnyCatalog, wanted: Catalog, *, has_settings: bool = True
         assert {fragment.box for fragment in target.fragments(key)} == boxes, key
     common, theirs = target.common, wanted.common
     assert common is not None and theirs is not None
-    mine = as_mapping(common["optimizer"])
-    assert mine is not None
+    ours = as_mapping(common["optimizer"])
+    assert ours is not None
     if has_settings:
-        assert are_same(without_leaves(mine), without_leaves(theirs["optimizer"]))
+        assert are_same(without_leaves(ours), without_leaves(theirs["optimizer"]))
     if "content_metadata" in theirs:
         assert common["content_metadata"] == theirs["content_metadata"]
 
@@ -175,13 +175,13 @@ def test_model_space_becomes_fully_reshardable(golden: Path, name: str) -> None:
     } == {key: (tensor.dtype, tensor.shape) for key, tensor in wanted.tensors.items()}
     arrays = filled(stacked.target, stacked.source, store)
     for key in stacked.target.tensors:
-        whole = tensor_bytes(wanted, wanted_store, key)
+        values = tensor_bytes(wanted, wanted_store, key)
         for fragment in stacked.target.fragments(key):
             assert fragment.array is not None
             region = tuple(
                 slice(o, e) for o, e in zip(fragment.box.offset, fragment.box.end, strict=True)
             )
-            assert (arrays[fragment.array.name] == whole[region]).all(), fragment.array.name
+            assert (arrays[fragment.array.name] == values[region]).all(), fragment.array.name
     facts = stacked.target.facet(TorchDistFacts) or TorchDistFacts()
     assert facts.dialect == ("common_pt" if "torch_dist" in name else None)
     assert not any((facts.mcore_data or {}).values())
@@ -274,8 +274,8 @@ def converted(src: Path, dst: Path, to: str, **options: Any) -> tuple[Report, Lo
     loaded.
     """
     report = run(Job(src=src, dst=dst, to=to, fsync=False, **options))
-    found = open_checkpoint(dst)
-    return report, found.store, loaded(found.catalog, found.store)
+    checkpoint = open_checkpoint(dst)
+    return report, checkpoint.store, loaded(checkpoint.catalog, checkpoint.store)
 
 
 @pytest.mark.parametrize("name", BUCKETS)
@@ -432,12 +432,18 @@ def test_groups_keep_the_names_of_their_parameters(golden: Path, tmp_path: Path,
     assert all((group.params is None) == ("distopt" in case) for group in wanted.groups)
     for to in ("dcp", "safetensors"):
         _, _, catalog = converted(src, tmp_path / to, to)
-        found = optimizer_of(unshard(catalog, rules=RULES))
-        assert [group.params for group in found.groups] == [group.params for group in wanted.groups]
-        assert [group.settings for group in found.groups] == [
+        optimizer = optimizer_of(unshard(catalog, rules=RULES))
+        assert [group.params for group in optimizer.groups] == [
+            group.params for group in wanted.groups
+        ]
+        assert [group.settings for group in optimizer.groups] == [
             group.settings for group in wanted.groups
         ]
-        assert (found.kind, found.states, found.step) == (wanted.kind, wanted.states, wanted.step)
+        assert (optimizer.kind, optimizer.states, optimizer.step) == (
+            wanted.kind,
+            wanted.states,
+            wanted.step,
+        )
 
 
 @pytest.mark.parametrize("to", ["dcp", "safetensors"])
@@ -459,14 +465,14 @@ def test_commutes_with_resharding_of_rank_files(
     sizes = TopologyChange(tp=1, pp=2)
     _, direct_store, direct = converted(src, tmp_path / "a", "megatron", topology=sizes)
     converted(src, tmp_path / "b", to)
-    _, store, found = converted(tmp_path / "b", tmp_path / "c", "megatron", topology=sizes)
-    assert {key: (tensor.dtype, tensor.shape) for key, tensor in found.tensors.items()} == {
+    _, store, resharded = converted(tmp_path / "b", tmp_path / "c", "megatron", topology=sizes)
+    assert {key: (tensor.dtype, tensor.shape) for key, tensor in resharded.tensors.items()} == {
         key: (tensor.dtype, tensor.shape) for key, tensor in direct.tensors.items()
     }
     for key in direct.tensors:
-        assert (tensor_bytes(found, store, key) == tensor_bytes(direct, direct_store, key)).all(), (
-            key
-        )
+        assert (
+            tensor_bytes(resharded, store, key) == tensor_bytes(direct, direct_store, key)
+        ).all(), key
 
 
 def with_optimizer(catalog: Catalog, *, is_split: bool) -> Catalog:
@@ -556,13 +562,13 @@ def test_prefixes_of_chained_optimizers_are_taken_off(golden: Path, prefix: str)
 def test_layers_without_states_are_refused_where_layers_are_stacked(golden: Path) -> None:
     _, model = global_form(golden, "dense_gqa", "tp1_pp1")
     trained = with_optimizer(model, is_split=False)
-    left = {
+    tensors = {
         key: meta
         for key, meta in trained.tensors.items()
         if ".exp_avg.decoder.layers.2." not in key
     }
     with pytest.raises(UnsupportedError, match="3 of the 4 tensors to stack"):
-        to_torch_dist(replace(trained, tensors=left), Topology(), rules=RULES)
+        to_torch_dist(replace(trained, tensors=tensors), Topology(), rules=RULES)
 
 
 def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
@@ -576,8 +582,8 @@ def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
     changed = replace(catalog, common={**common, "optimizer": {**entry, "grad_scaler": scaler}})
     stacked = to_torch_dist(unshard(changed, rules=RULES), Topology(tp=2, pp=2), rules=RULES)
     assert isinstance(leaf, TensorLeaf) and leaf.key in stacked.target.hidden
-    made = as_mapping((stacked.target.common or {})["optimizer"])
-    assert made is not None and made["grad_scaler"] == scaler
+    entries = as_mapping((stacked.target.common or {})["optimizer"])
+    assert entries is not None and entries["grad_scaler"] == scaler
     again = optimizer_of(unshard(as_stored(stacked), rules=RULES))
     assert again.entries == {"grad_scaler": scaler}
 
@@ -585,9 +591,9 @@ def test_what_else_an_optimizer_holds_is_kept(golden: Path) -> None:
 def test_an_optimizer_of_another_form_is_refused_by_name(golden: Path) -> None:
     _, catalog = source(golden, RESHARDABLE)
     new_of = {
-        key: f"optimizer.state.{found[1]}.{found[0]}"
+        key: f"optimizer.state.{parts[1]}.{parts[0]}"
         for key in catalog.tensors
-        if (found := split_state_key(key))
+        if (parts := split_state_key(key))
     }
     old_of = {new_of.get(key, key): key for key in catalog.tensors}
     renamed = replace(
@@ -625,11 +631,11 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
     assert not any("round to the weights" in note for note in report.notes)
     copy = tmp_path / "copy"
     shutil.copytree(src, copy)
-    found = open_checkpoint(copy)
-    piece = found.catalog.fragments("decoder.final_layernorm.weight")[0]
+    checkpoint = open_checkpoint(copy)
+    piece = checkpoint.catalog.fragments("decoder.final_layernorm.weight")[0]
     assert piece.array is not None
-    place = piece.array.locate(found.store).extent
-    found.store.close()
+    place = piece.array.locate(checkpoint.store).extent
+    checkpoint.store.close()
     assert place is not None
     with (copy / "iter_0000010" / place.file).open("r+b") as file:
         file.seek(place.offset)

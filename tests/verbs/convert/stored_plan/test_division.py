@@ -70,10 +70,10 @@ def test_where_hosts_do_not_share_files_each_file_has_one_host(n_groups: int) ->
     division = divide_by_hosts(works, files, hosts)
     assert owned(division, works) == list(division.loads)
     writers: dict[int, set[str]] = {}
-    for number, found in enumerate(files):
+    for number, files_of_host in enumerate(files):
         owner = division.owners[number]
         workers = [owner] if owner >= 0 else [worker for worker, _ in division.shared[number]]
-        for file in found:
+        for file in files_of_host:
             writers.setdefault(file, set()).update(hosts[worker] for worker in workers)
-    assert all(len(found) == 1 for found in writers.values())
+    assert all(len(hosts_of_file) == 1 for hosts_of_file in writers.values())
     assert n_groups < 40 or division.balance < 1.5

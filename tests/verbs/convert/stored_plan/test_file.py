@@ -73,18 +73,18 @@ def test_workers_together_have_the_items_of_the_plan(
             }
 
         wanted = items(plan)
-        found: dict[object, object] = {}
+        joined: dict[object, object] = {}
         total = 0
         for rank in range(3):
             with StoredPlan(path, file_digest(path), rank=rank, threads=1) as share:
-                mine = items(share)
-                assert not mine.keys() & found.keys()
-                found |= mine
+                share_items = items(share)
+                assert not share_items.keys() & joined.keys()
+                joined |= share_items
                 total += share.write_bytes
                 assert [share.places.file_of(n) for n in range(len(share.places))] == [
                     plan.places.file_of(n) for n in range(len(plan.places))
                 ]
-        assert found == wanted
+        assert joined == wanted
         assert abs(total - plan.write_bytes) <= 3 * len(written.works)
 
 
@@ -105,9 +105,9 @@ def test_lines_of_whole_tensors_are_those_of_the_encoder(
             file = io.BytesIO()
             return write_plan(prepared.plan, prepared.source.store, file), file.getvalue()
 
-        found = written()
+        text = written()
         monkeypatch.setattr("core.verbs.convert.stored_plan.file._PlainLines.line", lambda *_: None)
-        assert written() == found
+        assert written() == text
 
 
 def test_a_plan_that_was_changed_is_refused(tmp_path: Path) -> None:
@@ -121,15 +121,15 @@ def test_a_plan_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_encoding_can_stand_in_a_plan(repo_dir: Path) -> None:
-    found = {
+    names = {
         node.name
         for path in (repo_dir / "core").rglob("*.py")
         if "unit_bytes" in (text := path.read_text("utf-8"))
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.ClassDef) and {"decode", "unit_bytes"} <= set(members_of(node))
     }
-    found.remove("Encoding")  # the protocol
-    assert len(found) > 5 and found <= CLASSES.keys()
+    names.remove("Encoding")  # the protocol
+    assert len(names) > 5 and names <= CLASSES.keys()
 
 
 def members_of(node: ast.ClassDef) -> Iterator[str]:

@@ -72,11 +72,11 @@ def test_any_number_of_workers_writes_the_same_bytes(
 ) -> None:
     run(job_of(target, golden, tmp_path / "one" / "out"))
     wanted = tree(tmp_path / "one")
-    found = run_team(n, convert, job_of(target, golden, tmp_path / "many" / "out"))
+    reports = run_team(n, convert, job_of(target, golden, tmp_path / "many" / "out"))
     assert tree(tmp_path / "many") == wanted
     assert os.listdir(tmp_path / "many") == ["out"]
-    figures = found[0]["launch"]["workers"]
-    assert len(figures) == n and found[0]["launch"]["balance"] < n
+    figures = reports[0]["launch"]["workers"]
+    assert len(figures) == n and reports[0]["launch"]["balance"] < n
 
 
 def test_values_that_a_cast_made_infinite_are_counted_by_all_workers(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_after_a_worker_was_killed_any_number_goes_on_with_the_same_bytes(
     run(job_of(target, golden, tmp_path / "one" / "out"))
     wanted = tree(tmp_path / "one")
     job = job_of(target, golden, tmp_path / "many" / "out")
-    found = run_team(n, convert_or_die, job, victim, 60 << 10, allow_failure=True)
-    assert found[victim] is None and all(
-        found[rank] is not None for rank in range(n) if rank != victim
+    outcomes = run_team(n, convert_or_die, job, victim, 60 << 10, allow_failure=True)
+    assert outcomes[victim] is None and all(
+        outcomes[rank] is not None for rank in range(n) if rank != victim
     )
     assert all(
         isinstance(error, WorkerError) and not is_final(error)
-        for error in found
+        for error in outcomes
         if error is not None
     )
     assert os.listdir(tmp_path / "many") == [".out.ckpt-stage"]
@@ -184,10 +184,10 @@ def test_fingerprints_and_the_comparison_are_shared(golden: Path, tmp_path: Path
             for place in ("one", "many")
         ]
         alone = run(jobs[0]).as_dict()
-        found = run_team(3, convert, jobs[1])[0]
+        shared = run_team(3, convert, jobs[1])[0]
         same = ("bytes_verified", "n_fingerprints", "n_copies", "bytes_written")
-        assert [found[name] for name in same] == [alone[name] for name in same]
-        assert found["bytes_verified"] > 0 and found["n_fingerprints"] > 0
+        assert [shared[name] for name in same] == [alone[name] for name in same]
+        assert shared["bytes_verified"] > 0 and shared["n_fingerprints"] > 0
     assert tree(tmp_path / "many") == tree(tmp_path / "one")
 
 
@@ -247,8 +247,8 @@ def test_what_several_workers_began_one_process_continues_and_the_other_way_roun
     back = replace(job_of("megatron", golden, tmp_path / "back" / "out"), resume=True)
     with pytest.raises(StorageError):
         run(back, progress=bytes_only(stop))
-    found = run_team(2, convert_usually_or_die, back, -1, 0)[0]
-    assert found["bytes_resumed"] > 0
+    continued = run_team(2, convert_usually_or_die, back, -1, 0)[0]
+    assert continued["bytes_resumed"] > 0
     assert tree(tmp_path / "back") == tree(tmp_path / "one")
 
 
