@@ -745,9 +745,9 @@ def test_an_empty_checkpoint_can_be_written() -> None:
 def test_reading_needs_neither_torch_nor_numpy(golden: Path, repo_dir: Path) -> None:
     code = (
         "import sys, pathlib\n"
-        "from core.formats.dcp.metadata import read_metadata\n"
+        "from core.formats.dcp.metadata import parse_metadata\n"
         "for path in sys.argv[1:]:\n"
-        "    read_metadata(pathlib.Path(path).read_bytes(), label=path)\n"
+        "    parse_metadata(pathlib.Path(path).read_bytes(), label=path)\n"
         "print({'torch', 'numpy', 'megatron'} & set(sys.modules) or 'light')\n"
     )
     paths = list(map(str, metadata_files(golden)))
