@@ -98,16 +98,12 @@ class DirectoryPublication:
         _check_directory(self.checkpoint_dir)
 
         # Lock the staging directory before anything in the directory is read or changed.
-        try:
-            lock = lock_folder(self._stage_dir, dst=self.checkpoint_dir)
-        except StorageError as err:
-            if not isinstance(err.__cause__, BlockingIOError):
-                raise
-            raise StorageError(
-                "another save into this directory is running",
-                file=str(self.checkpoint_dir),
-                hint="wait for its end; finalize asynchronous saves of this program",
-            ) from err
+        refusal = StorageError(
+            "another save into this directory is running",
+            file=str(self.checkpoint_dir),
+            hint="wait for its end; finalize asynchronous saves of this program",
+        )
+        lock = lock_folder(self._stage_dir, refusal=refusal)
         self._lock_fd = lock.fd
         self._end = weakref.finalize(
             self, _drop, self.checkpoint_dir, self._stage_dir, lock.fd, os.getpid()
