@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Protocol
 
 from core.arrays.box import Box
-from core.arrays.checksum import ALGORITHM
 from core.arrays.dtypes import itemsize
 from core.dist_checkpointing._live.file_end import finish_file
 from core.dist_checkpointing._live.share import ProcessShare, has_one_holder
@@ -44,12 +43,10 @@ from core.files.remote_path import RemotePath, is_remote
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in
 from core.files.store import ReadStore, override
-from core.publish.manifest.file import FileSum, ManifestArray, manifest_lines
+from core.publish.manifest.file import FileSum, ManifestArray
 from core.publish.manifest.of_copy import finish_files
-from core.publish.manifest.partial_sums import write_sums
 from core.publish.stage.files import StageStore
 from core.values import dataclass
-from core.version import TOOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +91,6 @@ class SaveDestination(Protocol):
 
         Raises:
             CheckpointingException: it cannot be written.
-        """
-
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        """Write the manifest entries of process ``number`` for ``manifest.partial_sums``.
-
-        Raises:
-            CheckpointingException: they cannot be written.
         """
 
     def finish(self, images: Sequence[FileImage]) -> None:
@@ -166,10 +156,6 @@ class DirectoryDestination(SaveDestination):
         )
 
     @override
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        write_sums(sums_dir, number, written.files, written.arrays)
-
-    @override
     def finish(self, images: Sequence[FileImage]) -> None:
         stage = StageStore(self.root, is_durable=self.fsync)
         try:
@@ -213,12 +199,6 @@ class BucketDestination(SaveDestination):
         )
         entries = manifest_entries(share, uploaded) if with_sums else []
         return WrittenShare(uploaded.n_bytes, uploaded.files, entries)
-
-    @override
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        assert is_remote(sums_dir), "the checksums of a bucket are in the bucket"
-        lines = manifest_lines(TOOL, ALGORITHM, written.files, written.arrays)
-        upload_object(sums_dir / f"{number}.json", "".join(lines).encode())
 
     @override
     def finish(self, images: Sequence[FileImage]) -> None:

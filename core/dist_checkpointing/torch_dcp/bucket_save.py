@@ -12,12 +12,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication, read_lock_token
 from core.dist_checkpointing._directory.sums import sums_dir_of
 from core.dist_checkpointing._engine import bridge
-from core.dist_checkpointing._live.destination import (
-    ArrayBytes,
-    BucketDestination,
-    WrittenShare,
-    manifest_entries,
-)
+from core.dist_checkpointing._live.destination import ArrayBytes, manifest_entries
 from core.dist_checkpointing._live.share import ProcessShare
 from core.dist_checkpointing._live.tensors import live_source
 from core.dist_checkpointing._live.upload import bytes_of_literals, upload_files, upload_object
@@ -44,6 +39,7 @@ from core.files.multipart.stream import Piece
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
+from core.publish.manifest.partial_sums import write_sums
 
 if TYPE_CHECKING:
     from core.formats.format import Format
@@ -210,8 +206,7 @@ def upload_part(
         root, part.images, pieces_of, threads=threads, with_digests=sums_dir is not None
     )
     if sums_dir is not None:
-        written = WrittenShare(uploaded.n_bytes, uploaded.files, manifest_entries(share, uploaded))
-        BucketDestination(root).record(sums_dir, part.number, written)
+        write_sums(sums_dir, part.number, uploaded.files, manifest_entries(share, uploaded))
     # Return every other entry, which torch sends to the coordinator with the results.
     results = []
     for item in plan.items:
