@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -118,10 +119,25 @@ def destination_of(root: Path, *, fsync: bool) -> SaveDestination:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryDestination(SaveDestination):
-    """A directory; see ``SaveDestination``."""
+    """A directory; see ``SaveDestination``.
+
+    Args:
+        root: the directory, which exists.
+        fsync: wait for the disk.
+        store: access to the directory that stays open; None to open it for each call.
+    """
 
     root: Path
     fsync: bool
+    store: StageStore | None = None
+
+    @contextmanager
+    def _open(self) -> Iterator[StageStore]:
+        if self.store is not None:
+            yield self.store
+        else:
+            with closing(StageStore(self.root, is_durable=self.fsync)) as store:
+                yield store
 
     @property
     @override
@@ -142,14 +158,11 @@ class DirectoryDestination(SaveDestination):
         plan = make_plan(
             source, share.target, share.images, threads=threads, compares=False, is_share=True
         )
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
-            result = execute(plan, memory, stage, CopyOptions(digest=with_sums))
-            files = finish_files(plan, result, stage, crc=with_sums)
+        with self._open() as store:
+            result = execute(plan, memory, store, CopyOptions(digest=with_sums))
+            files = finish_files(plan, result, store, crc=with_sums)
             if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
+                store.sync_files()
         arrays = complete_arrays(plan, result) if with_sums else []
         return WrittenShare(
             result.written_bytes, complete_files(files, images, arrays) if with_sums else [], arrays
@@ -157,16 +170,13 @@ class DirectoryDestination(SaveDestination):
 
     @override
     def finish(self, images: Sequence[FileImage]) -> None:
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
+        with self._open() as store:
             for image in sorted(images, key=lambda image: image.is_metadata):
                 if image.is_metadata and self.fsync:
-                    stage.sync_files()
-                finish_file(image, stage)
+                    store.sync_files()
+                finish_file(image, store)
             if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
+                store.sync_files()
         if self.fsync:
             sync_folders(self.root)
 
