@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Protocol
 
 from core.arrays.box import Box
+from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.arrays.dtypes import itemsize
-from core.dist_checkpointing._live.file_end import finish_file
 from core.dist_checkpointing._live.share import ProcessShare, has_one_holder
 from core.dist_checkpointing._live.sums import complete_arrays, complete_files
 from core.dist_checkpointing._live.upload import (
@@ -36,6 +36,7 @@ from core.engine.copy.options import CopyOptions
 from core.engine.copy.run import execute
 from core.engine.plan.box_reader import BoxReader, bands
 from core.engine.plan.plan import make_plan
+from core.engine.plan.positions import Places
 from core.errors import UnsupportedError
 from core.files.folders import sync_folders
 from core.files.multipart.stream import PART_BYTES, Piece
@@ -174,11 +175,42 @@ class DirectoryDestination(SaveDestination):
             for image in sorted(images, key=lambda image: image.is_metadata):
                 if image.is_metadata and self.fsync:
                     store.sync_files()
-                finish_file(image, store)
+                _finish_file(image, store)
             if self.fsync:
                 store.sync_files()
         if self.fsync:
             sync_folders(self.root)
+
+
+def _finish_file(image: FileImage, store: StageStore) -> None:
+    """Write the bytes of a file around its arrays, which other processes have filled.
+
+    A file without arrays is created.
+
+    Raises:
+        CheckpointingException: the file cannot be written.
+    """
+    store.create(image.path, image.size)
+    places = Places([image])
+
+    def crc_of(name: str) -> int:
+        number = places.number_of(name)
+        assert number is not None, "a literal states the CRC of an array of its own file"
+        return _crc_of_range(store, image.path, places.offset_of(number), places.bytes_of(number))
+
+    for offset, data in image.literals(crc_of):
+        store.write(image.path, offset, data)
+
+
+def _crc_of_range(store: StageStore, path: str, offset: int, n_bytes: int) -> int:
+    """Return the CRC-32 of bytes that several processes have written."""
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
+    crc = 0
+    for start in range(0, n_bytes, BLOCK_BYTES):
+        piece = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+        store.read_into(path, offset + start, piece)
+        crc = crc32(piece, crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +329,7 @@ class ArrayBytes:
                         a + b - c
                         for a, b, c in zip(stored.at, common.offset, stored.box.offset, strict=True)
                     )
-                    fragments.append(Fragment(_shifted(common, shift), stored.array, at))
+                    fragments.append(Fragment(common.shift(shift), stored.array, at))
         catalog = Catalog(
             format="live",
             version=None,
@@ -315,10 +347,6 @@ class ArrayBytes:
 
 _RAW_BYTES = 1 << 20
 """Scratch space for tensors that are not dense."""
-
-
-def _shifted(box: Box, shift: tuple[int, ...]) -> Box:
-    return Box(tuple(a + b for a, b in zip(box.offset, shift, strict=True)), box.shape)
 
 
 def manifest_entries(share: ProcessShare, uploaded: UploadedFiles) -> list[ManifestArray]:

@@ -11,7 +11,6 @@ none of them (those that several processes filled, and those of other software) 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +20,7 @@ from core.engine.scan.sums import read_sum
 from core.files.object_client import put_object
 from core.files.remote_path import is_remote
 from core.files.store import LocalStore, ReadStore, translate_os_errors
+from core.files.syscalls import flush
 from core.files.walk import list_tree
 from core.publish.manifest.file import FileSum, ManifestArray, manifest_lines, read_manifest
 from core.version import TOOL
@@ -113,4 +113,4 @@ def _write_lines(path: Path, lines: Iterable[str], *, fsync: bool) -> None:
         file.writelines(lines)
         if fsync:
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())
