@@ -21,7 +21,6 @@ from pathlib import Path
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from core.files.remote_path import is_remote, location_of
-from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.stale import finish_publication
 from core.verbs.convert.job import Report
 
@@ -80,7 +79,7 @@ def finish_published(report: Report) -> Report:
     if is_remote(location):
         return report
     dst = location.absolute()
-    finish_publication(stage_dir_of(dst), dst)
+    finish_publication(dst)
     return report
 
 

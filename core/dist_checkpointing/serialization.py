@@ -17,11 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from core.dist_checkpointing._directory.bucket_publication import BucketPublication
-from core.dist_checkpointing._directory.publication import DirectoryPublication, data_dir_of
-from core.dist_checkpointing._directory.sums import LOCK, STAGE
+from core.dist_checkpointing._directory.publication import DirectoryPublication
 from core.dist_checkpointing._ranks import comm
 from core.dist_checkpointing.core import CheckpointingConfig
 from core.dist_checkpointing.dict_utils import extract_matching_values, merge
@@ -64,9 +63,8 @@ from core.dist_checkpointing.validation import (
     verify_checkpoint_and_load_strategy,
 )
 from core.errors import UnsupportedError, UsageError
-from core.files.object_listing import find_object, forget_listings
+from core.files.object_listing import forget_listings
 from core.files.remote_path import absolute_location, is_remote
-from core.files.store import translate_os_errors
 from core.files.url import find_location, refuse_url
 
 if TYPE_CHECKING:
@@ -157,9 +155,11 @@ def save(
     )
     # Rank 0 creates the staging directory that all ranks write into.
     target = absolute_location(find_location(checkpoint_dir))
+    publications = BucketPublication if is_remote(target) else DirectoryPublication
+    data_dir = publications.data_dir_of(target)
     publication = comm.together(
         lambda: (
-            _begin_publication(
+            publications(
                 target,
                 overwrite=replaces_megatron() if overwrite is None else overwrite,
                 manifest=manifest,
@@ -168,9 +168,19 @@ def save(
             else None
         )
     )
+
+    def check_visible() -> None:
+        if not publications.is_visible(target):
+            raise UsageError(
+                "rank 0 created this directory, but this rank cannot see it",
+                file=str(data_dir),
+                hint="save to a file system or an object store that all ranks share",
+            )
+
     try:
         # Write the common state first, so that only tensors are left for an asynchronous save.
-        tensors = _save_common(tree, state, sharded, common, data_dir_of(target))
+        comm.together(check_visible)
+        tensors = _save_common(tree, state, sharded, common, data_dir)
         publish = _Publish(
             publication,
             CheckpointingConfig(sharded.backend, sharded.version, common.backend, common.version),
@@ -178,12 +188,10 @@ def save(
         )
         # Write the tensors, now or by the returned request, and publish as the very last step.
         if async_sharded_save:
-            request: AsyncRequest = comm.together(
-                lambda: sharded.async_save(tensors, data_dir_of(target))
-            )
+            request: AsyncRequest = comm.together(lambda: sharded.async_save(tensors, data_dir))
             request.add_finalize_fn(publish)
             return request
-        comm.together(lambda: sharded.save(tensors, data_dir_of(target)))
+        comm.together(lambda: sharded.save(tensors, data_dir))
         publish()
     except BaseException:
         # BaseException, because an interrupted save must not leave its staging directory either.
@@ -203,7 +211,7 @@ class _Publish:
         is_synced: True if the strategies have already flushed their files to disk.
     """
 
-    publication: _Publication | None
+    publication: DirectoryPublication | BucketPublication | None
     config: CheckpointingConfig
     is_synced: bool
 
@@ -267,27 +275,12 @@ def _save_common(
         The remaining leaves, for the sharded strategy to save.
 
     Raises:
-        UsageError: a rank does not see the directory that rank 0 created.
         UnsupportedError: neither strategy handles the objects.
         CheckpointingException: a strategy failed on some rank.
     """
 
-    def check_visible() -> None:
-        if is_remote(data_dir):
-            is_visible = find_object(data_dir / STAGE / LOCK) is not None
-        else:
-            with translate_os_errors(str(data_dir), doing="look at"):
-                is_visible = data_dir.is_dir()
-        if not is_visible:
-            raise UsageError(
-                "rank 0 created this directory, but this rank cannot see it",
-                file=str(data_dir),
-                hint="save to a file system or an object store that all ranks share",
-            )
-
     # Strategies may be collective themselves, so every call is a step that all ranks begin, and
     # that none begins if another rank failed in the previous step.
-    comm.together(check_visible)
     comm.together(lambda: common.save_common(state, data_dir))
     if sharded.can_handle_sharded_objects:
         return tree
@@ -564,28 +557,3 @@ def get_default_load_sharded_strategy(checkpoint_dir: str | Path) -> LoadSharded
             backend.
     """
     return verify_checkpoint_and_load_strategy(checkpoint_dir)[0]
-
-
-class _Publication(Protocol):
-    """A checkpoint that is being written; on the coordinator."""
-
-    def publish(self, config: CheckpointingConfig, *, is_synced: bool = False) -> None:
-        """Make what was written a checkpoint; see ``DirectoryPublication.publish``."""
-
-    def abandon(self) -> None:
-        """Remove what was written; do nothing after ``publish``."""
-
-
-def _begin_publication(target: Path, *, overwrite: bool, manifest: bool) -> _Publication:
-    """Return the publication of a save, after checking its destination.
-
-    Args:
-        target: an existing directory, or the URL of a prefix.
-        overwrite, manifest: see ``DirectoryPublication`` and ``BucketPublication``.
-
-    Raises:
-        UsageError, StorageError: the destination cannot be written.
-    """
-    if is_remote(target):
-        return BucketPublication(target, overwrite=overwrite, manifest=manifest)
-    return DirectoryPublication(target, overwrite=overwrite, manifest=manifest)

@@ -41,9 +41,7 @@ import os
 import shutil
 import uuid
 import weakref
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,64 +51,36 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from core.dist_checkpointing._directory.bucket_publication import BucketPublication
-from core.dist_checkpointing._directory.sums import SUMS
-from core.dist_checkpointing.torch_dcp.bucket_save import (
-    BucketSave,
-    begin_bucket_save,
-    upload_part,
-)
-from core.dist_checkpointing.torch_dcp.planned_files import write_part, write_rest
+from core.dist_checkpointing.torch_dcp.planned_files import upload_part, write_part
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
-    SaveLayout,
+    build_item_chunk,
     combine_plans,
+    is_tensor,
     lay_out,
     split_by_rank,
 )
-from core.errors import StorageError, UnsupportedError, UsageError
+from core.dist_checkpointing.torch_dcp.running_save import (
+    RunningSave,
+    SavePlace,
+    StagedSave,
+    UploadedSave,
+)
+from core.errors import UnsupportedError, UsageError
 from core.files.object_listing import is_listed
-from core.files.remote_path import RemotePath, absolute_location, is_remote
+from core.files.remote_path import absolute_location, is_remote
 from core.files.url import find_location
 from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
 from core.formats.registry import format_called
-from core.publish.manifest.file import manifest_name
-from core.publish.manifest.partial_sums import write_combined
 from core.publish.stage.existing import check_replaceable
-from core.publish.stage.files import StageStore
-from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.stage import Stage
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 
 CheckpointId = str | os.PathLike[str]
-
-
-@dataclass(slots=True)
-class _RunningSave:
-    """A save that has begun, on the coordinator.
-
-    Args:
-        save: the combined plans of all ranks.
-        layout: the files, and the positions of tensors in them.
-        stage: the staging directory that the files are written into.
-        end: removes the staging directory; called when the writer is garbage-collected or the
-            process exits, if not before.
-        format: the format that ranks write.
-        dst: the directory or file that the staging directory becomes.
-        max_file_bytes: maximum size of the files that ranks write.
-    """
-
-    save: PlannedSave
-    layout: SaveLayout
-    stage: Stage
-    end: Callable[[], object]
-    format: Format
-    dst: Path
-    max_file_bytes: int | None
 
 
 class CkptStorageWriter(StorageWriter):
@@ -164,8 +134,7 @@ class CkptStorageWriter(StorageWriter):
         self._threads = threads
         self._has_manifest = manifest
         self._changes = changes
-        self._running: _RunningSave | None = None
-        self._upload: BucketSave | None = None
+        self._running: RunningSave | None = None
         # Create the job only to check the changes, so that a wrong keyword is an error here and not
         # at the first save.
         self._job()
@@ -234,46 +203,38 @@ class CkptStorageWriter(StorageWriter):
         # Combine the plans.
         plans = _restore_cached_plans(plans)
         save = combine_plans(plans)
-        if is_remote(self.path):
-            return self._begin_upload(save, plans, self.path)
-        self._check_destination(save)
-        # Lay out what the ranks write: the checkpoint itself, or a DCP checkpoint to be converted.
         is_converted = self._is_converted(save)
+        self._check_destination(save, is_converted=is_converted)
+        # Lay out what the ranks write: the checkpoint itself, or a DCP checkpoint to be converted.
         if is_converted:
             format, dst, max_file_bytes = dcp.FORMAT, self._converted_path(), None
         else:
             format, dst, max_file_bytes = self._format, self._dst(), self._max_file_bytes
         layout = lay_out(save, format, dst, max_file_bytes=max_file_bytes)
-        # Only checkpoints may be replaced; the conversion checks this itself.
-        if self._overwrite and not is_converted:
-            check_replaceable(dst, [image.path for image in layout.images])
-        # Create the staging directory, which is removed with this writer at the latest.
-        stage = Stage(
-            dst,
-            is_file=format.writes_file(dst),
-            force=self._overwrite or is_converted or _is_empty_dir(dst),
-            fsync=self._fsync,
-            needed_bytes=layout.n_bytes,
-        )
-        _enter(stage)
-        end = weakref.finalize(self, _leave, stage)
-        self._running = _RunningSave(save, layout, stage, end, format, dst, max_file_bytes)
+        place: SavePlace
+        if is_remote(dst):
+            place = UploadedSave(
+                dst, layout, overwrite=self._overwrite, manifest=self._has_manifest
+            )
+        else:
+            # Only checkpoints may be replaced; the conversion checks this itself.
+            if self._overwrite and not is_converted:
+                check_replaceable(dst, [image.path for image in layout.images])
+            stage = Stage(
+                dst,
+                is_file=format.writes_file(dst),
+                force=self._overwrite or is_converted or _is_empty_dir(dst),
+                fsync=self._fsync,
+                needed_bytes=layout.n_bytes,
+            )
+            has_manifest = self._has_manifest and not is_converted
+            place = StagedSave(stage, self.save_id, fsync=self._fsync, manifest=has_manifest)
+        # What is written is removed with this writer at the latest.
+        end = weakref.finalize(self, place.abandon)
+        self._running = RunningSave(save, layout, format, dst, max_file_bytes, place, end)
         try:
-            # Leave a token by which the ranks recognise the directory, and split the work.
-            _token_path(stage.stage_dir, self.save_id).touch()
-            if self._has_manifest and not is_converted:
-                (stage.stage_dir / SUMS).mkdir()
-            parts = split_by_rank(layout, save, token=self.save_id, is_converted=is_converted)
-            # Create the files that several ranks write to before any of the ranks opens them.
-            n_writers = Counter(image.path for part in parts for image in part.images)
-            shared = {
-                image.path: image.size
-                for part in parts
-                for image in part.images
-                if n_writers[image.path] > 1
-            }
-            for name, n_bytes in shared.items():
-                stage.store.create(name, n_bytes)
+            parts = split_by_rank(layout, save, token=place.token, is_converted=is_converted)
+            place.begin(parts)
         except BaseException:
             self._abandon()
             raise
@@ -294,43 +255,24 @@ class CkptStorageWriter(StorageWriter):
         """
         part = plan.storage_data
         assert isinstance(part, RankSave), "prepare_global_plan has set it"
-        if is_remote(self.path):
-            try:
-                results = upload_part(plan, planner, part, self.path, threads=self._threads)
-            except BaseException:
-                self._abandon()
-                raise
-            return _completed(results)
-        # Check that this is the coordinator's staging directory: on a file system that is not
-        # shared, the token is missing.
-        stage_dir = stage_dir_of(self._converted_path() if part.is_converted else self._dst())
-        if not _token_path(stage_dir, part.token).exists():
-            raise StorageError(
-                "the coordinator created this directory, but this rank cannot see it",
-                file=str(stage_dir),
-                hint="use the same path on all ranks, on a file system that they share",
-            )
-        # Write the regions. Each rank flushes what it has written, because fsync on another machine
-        # would not.
-        store = StageStore(stage_dir / "data", is_durable=self._fsync)
+        dst = self._converted_path() if part.is_converted else self._dst()
+        write = upload_part if is_remote(dst) else write_part
+        results = []
         try:
-            sums_dir = stage_dir / SUMS
-            results = write_part(
-                plan,
-                planner,
-                part,
-                store,
-                threads=self._threads,
-                sums_dir=sums_dir if sums_dir.is_dir() else None,
-            )
-            if self._fsync:
-                store.sync_files()
+            write(plan, planner, part, dst, threads=self._threads, fsync=self._fsync)
+            # Return every other entry, which torch sends to the coordinator with the results.
+            for item in plan.items:
+                stream = None if is_tensor(item) else planner.resolve_data(item).getvalue()
+                n_bytes = build_item_chunk(item).n_bytes if stream is None else len(stream)
+                results.append(
+                    WriteResult(index=item.index, size_in_bytes=n_bytes, storage_data=stream)
+                )
         except BaseException:
             self._abandon()
             raise
-        finally:
-            store.close()
-        return _completed(results)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -347,84 +289,14 @@ class CkptStorageWriter(StorageWriter):
             for result in of_rank
             if isinstance(result.storage_data, bytes)
         }
-        if self._upload is not None:
-            upload, self._upload = self._upload, None
-            upload.finish(streams)
-        else:
-            self._finish_stage(streams)
-        # torch broadcasts this metadata to all ranks, which need no file positions.
-        metadata.storage_meta = self.storage_meta()
-        metadata.storage_data = {}
-        metadata.version = DCP_VERSION
-
-    def _begin_upload(
-        self, save: PlannedSave, plans: list[SavePlan], root: RemotePath
-    ) -> list[SavePlan]:
-        """Return the plans for a save to an object store, with each rank's part.
-
-        Raises:
-            UnsupportedError: ranks cannot write the files of the format one by one.
-            UsageError, StorageError: the destination cannot be written.
-        """
-        if self._is_converted(save):
-            raise UnsupportedError(
-                f"{self._format.name} with these options is written by a conversion, which needs "
-                "a local directory",
-                file=str(root),
-                hint="save as dcp or torch_dist, and convert: ckpt convert URL DST",
-            )
-        # Torch has no hook for a failed save, so its writer may still be alive and hold the lock.
-        stale = _UPLOADS.pop(root, None)
-        if stale is not None:
-            stale.abandon()
-        upload = self._upload = begin_bucket_save(
-            save,
-            self._format,
-            root,
-            overwrite=self._overwrite,
-            manifest=self._has_manifest,
-            max_file_bytes=self._max_file_bytes,
-        )
-        _UPLOADS[root] = upload.publication
-        weakref.finalize(self, upload.publication.abandon)
-        parts = split_by_rank(
-            upload.layout, save, token=upload.publication.token, is_converted=False
-        )
-        return [replace(plan, storage_data=part) for plan, part in zip(plans, parts, strict=True)]
-
-    def _finish_stage(self, streams: dict[str, bytes]) -> None:
-        """Write what the ranks have not written, and publish the staging directory.
-
-        Args:
-            streams: the entries that are not tensors, by key.
-        """
         running = self._running
-        if running is None or _STAGES.get(running.stage.dst) is not running.stage:
+        if running is None or running.is_replaced:
             raise UsageError(
                 "the save was abandoned because another save to the same destination began",
                 file=str(self.path),
             )
-        # Write entries that are not tensors, headers and metadata, and publish the directory.
         try:
-            write_rest(
-                running.save,
-                running.layout,
-                streams,
-                running.stage.store,
-                format=running.format,
-                dst=running.dst,
-                max_file_bytes=running.max_file_bytes,
-            )
-            sums_dir = running.stage.stage_dir / SUMS
-            if sums_dir.is_dir():
-                is_file = running.stage.is_file
-                write_combined(
-                    running.stage.data_dir,
-                    sums_dir,
-                    manifest_name(running.dst.name if is_file else None),
-                    fsync=self._fsync,
-                )
-            running.stage.commit()
+            running.finish(streams)
         finally:
             self._abandon()
         # If the ranks wrote a DCP checkpoint instead of the destination, convert and remove it.
@@ -433,15 +305,29 @@ class CkptStorageWriter(StorageWriter):
                 run(self._job())
             finally:
                 shutil.rmtree(running.dst, ignore_errors=True)
+        # torch broadcasts this metadata to all ranks, which need no file positions.
+        metadata.storage_meta = self.storage_meta()
+        metadata.storage_data = {}
+        metadata.version = DCP_VERSION
 
-    def _check_destination(self, save: PlannedSave) -> None:
+    def _check_destination(self, save: PlannedSave, *, is_converted: bool) -> None:
         """Raise unless the destination is free and can hold all entries.
 
         Raises:
             UsageError: the destination exists, or is a file that holds only tensors while there are
                 other entries.
+            UnsupportedError: it is in an object store, and the save needs a conversion.
         """
         dst = self._dst()
+        if is_remote(dst):
+            if is_converted:
+                raise UnsupportedError(
+                    f"{self._format.name} with these options is written by a conversion, which "
+                    "needs a local directory",
+                    file=str(dst),
+                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST",
+                )
+            return
         if os.path.lexists(dst) and not self._overwrite and not _is_empty_dir(dst):
             raise UsageError(
                 "the destination exists",
@@ -490,47 +376,6 @@ class CkptStorageWriter(StorageWriter):
         if self._running is not None:
             self._running.end()
             self._running = None
-        if self._upload is not None:
-            self._upload.publication.abandon()
-            self._upload = None
-
-
-_STAGES: dict[Path, Stage] = {}
-"""The staging directories that this process has created and not ended, by destination."""
-_UPLOADS: weakref.WeakValueDictionary[RemotePath, BucketPublication] = weakref.WeakValueDictionary()
-"""The saves to object stores that this process has begun, by destination."""
-
-
-def _enter(stage: Stage) -> None:
-    """Create a staging directory, in place of one from a failed save to the same destination."""
-    # Torch has no hook for a failed save, so its writer may still be alive and hold the lock.
-    stale = _STAGES.pop(stage.dst, None)
-    if stale is not None:
-        stale.__exit__(None, None, None)
-    stage.__enter__()
-    _STAGES[stage.dst] = stage
-
-
-def _leave(stage: Stage) -> None:
-    """Remove a staging directory, unless it was published or another save has replaced it."""
-    if _STAGES.get(stage.dst) is stage:
-        del _STAGES[stage.dst]
-        stage.__exit__(None, None, None)
-
-
-def _token_path(stage_dir: Path, token: str) -> Path:
-    """Return the path of the file that identifies this save.
-
-    A rank checks for this file to be sure that it sees the coordinator's staging directory, and not
-    a directory on its own machine.
-    """
-    return stage_dir / f"save-{token}"
-
-
-def _completed(results: list[WriteResult]) -> Future[list[WriteResult]]:
-    done: Future[list[WriteResult]] = Future()
-    done.set_result(results)
-    return done
 
 
 def _is_empty_dir(path: Path) -> bool:

@@ -1,19 +1,21 @@
-"""Create directories, empty them, and flush them to the disk together with their files."""
+"""Create directories, empty them, and flush them and their files to the disk."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from core.files.store import translate_os_errors
-from core.files.syscalls import flush
+from core.files.syscalls import flush, rename_new
 
 SYNC_THREADS = 4
 """Number of files or directories that are synced at the same time."""
+PART_SUFFIX = ".ckpt-part"
+"""Suffix of a file that is being written; a killed run leaves such a file behind."""
 
 
 def make_folders(folder: Path) -> list[Path]:
@@ -73,6 +75,38 @@ def empty_folder(folder: Path, *, keep: Container[str] = ()) -> None:
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)
+
+
+def write_whole(path: Path, pieces: Iterable[bytes | memoryview], *, replace: bool = True) -> None:
+    """Write a file completely or not at all; only its name is not on the disk yet.
+
+    Args:
+        path: the file, whose directory exists.
+        pieces: consecutive parts of the content.
+        replace: replace an existing file.
+
+    Raises:
+        FileExistsError: the file exists, and ``replace`` is false.
+        OSError: the system cannot write; an earlier file is unchanged.
+    """
+    # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
+    partial_path = path.with_name(f".{path.name}{PART_SUFFIX}")
+    # Remove the file of a killed run: it could be a link, and writing would follow it.
+    partial_path.unlink(missing_ok=True)
+    try:
+        with partial_path.open("xb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            flush(file.fileno())
+        if replace:
+            os.replace(partial_path, path)
+        else:
+            rename_new(partial_path, path)
+    except BaseException:
+        with suppress(OSError):
+            partial_path.unlink(missing_ok=True)
+        raise
 
 
 def sync_tree(root: Path) -> None:

@@ -369,6 +369,18 @@ def translate_store_errors(path: Address, *, doing: str = "read") -> Iterator[No
         raise _translated(path, type(err).__name__, str(err), doing) from None
 
 
+def read_object(path: Address) -> bytes | None:
+    """Return the content of a small object; None if it does not exist.
+
+    Raises:
+        StorageError: the store refuses, or cannot be reached.
+    """
+    try:
+        return send_request(path, lambda client: bytes(client.get(path.key).bytes()))
+    except MissingShardError:
+        return None
+
+
 def put_object(path: Address, data: bytes, *, replace: bool) -> None:
     """Write an object by one request; readers see all of it or nothing.
 

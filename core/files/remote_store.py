@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from core.errors import MissingShardError, SourceChangedError, TruncatedError
@@ -36,7 +37,7 @@ from core.files.ranges import (
 from core.files.remote_path import RemotePath
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in
-from core.files.store import ReadStore, check_name, override
+from core.files.store import ReadStore, check_name, list_files_below, override
 
 PAGE_BYTES = 68 << 10
 """Metadata is read in many small pieces: at least so many bytes are asked for, and kept. The
@@ -494,6 +495,12 @@ class RemoteStore(ReadStore):
         if is_shared:
             SMALL_OBJECTS.keep(label, 0, bytes(data))
         return data
+
+
+def list_objects(root: RemotePath) -> dict[str, int]:
+    """Return name → bytes of all objects below a prefix."""
+    with closing(RemoteStore(root)) as store:
+        return list_files_below(store)
 
 
 def _kind_of(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import core.dist_checkpointing._directory.publication as publication
-from core.dist_checkpointing._directory.publication import DirectoryPublication, data_dir_of
+from core.dist_checkpointing._directory.publication import DirectoryPublication
 from core.dist_checkpointing._directory.sums import STAGE
 from core.dist_checkpointing.core import CheckpointingConfig, maybe_load_config
 from core.errors import CheckpointingException, StorageError, UsageError
@@ -47,7 +47,7 @@ def _published(text: str = "new") -> dict[str, str]:
 
 def test_what_is_written_appears_with_the_metadata_and_leaves_no_stage(tmp_path):
     stage = DirectoryPublication(tmp_path)
-    assert stage.data_dir == data_dir_of(tmp_path) and stage.data_dir.is_dir()
+    assert stage.data_dir == DirectoryPublication.data_dir_of(tmp_path) and stage.data_dir.is_dir()
     _fill(stage.data_dir, "new")
     assert os.listdir(tmp_path) == [STAGE] and maybe_load_config(tmp_path) is None
     stage.publish(CONFIG)

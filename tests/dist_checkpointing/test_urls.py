@@ -29,9 +29,10 @@ from core.dist_checkpointing import (
     save,
 )
 from core.dist_checkpointing._background.caller import InThread
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication
 from core.dist_checkpointing._live.upload import upload_files
 from core.dist_checkpointing.core import CheckpointingConfig
-from core.dist_checkpointing.serialization import _begin_publication, load_sharded_metadata
+from core.dist_checkpointing.serialization import load_sharded_metadata
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
 from core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
@@ -286,7 +287,7 @@ def test_objects_are_replaced_only_on_request_and_others_stay(s3: Any) -> None:
 
 def test_a_second_save_to_the_same_url_is_refused(s3: Any) -> None:
     root = location_of("s3://runs/saved/twice")
-    first = _begin_publication(root, overwrite=False, manifest=False)
+    first = BucketPublication(root)
     with pytest.raises(StorageError, match="another save to this URL"):
         save(sharded(0, 1), str(root))
     # What an interrupted save left is deleted on request; that save then cannot be published.

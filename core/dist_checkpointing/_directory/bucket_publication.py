@@ -21,32 +21,29 @@ import json
 import logging
 import os
 import uuid
-import weakref
 from collections.abc import Iterable, Mapping
 from contextlib import closing, suppress
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from core.arrays.checksum import ALGORITHM, crc32, digest_of
-from core.dist_checkpointing._directory.publication import is_file_of_key, is_own_name
+from core.dist_checkpointing._directory.publication import (
+    is_file_of_key,
+    is_own_name,
+    warn_when_dropped,
+)
 from core.dist_checkpointing._directory.sums import LOCK, STAGE, SUMS, WANTS_SUMS
 from core.dist_checkpointing._live.upload import upload_object
 from core.dist_checkpointing.core import CONFIG_FNAME
-from core.errors import (
-    CheckpointingException,
-    MissingShardError,
-    StorageError,
-    UsageError,
-    list_some,
-)
-from core.files.object_listing import delete_objects, forget_listings, is_listed
-from core.files.remote_path import RemotePath
-from core.files.remote_store import RemoteStore
-from core.files.store import list_files_below
+from core.errors import CheckpointingException, StorageError, UsageError, list_some
+from core.files.object_client import read_object
+from core.files.object_listing import delete_objects, find_object, forget_listings, is_listed
+from core.files.remote_path import RemotePath, is_remote
+from core.files.remote_store import RemoteStore, list_objects
 from core.formats.dcp.reading.data_files import METADATA
-from core.publish.manifest.file import FileSum, manifest_lines, manifest_name
+from core.publish.manifest.file import manifest_name
 from core.publish.manifest.partial_sums import combine_sums
-from core.version import TOOL
 
 if TYPE_CHECKING:
     from core.dist_checkpointing.core import CheckpointingConfig
@@ -71,9 +68,8 @@ class BucketPublication:
         StorageError: another process is saving to the prefix, or the store refuses.
     """
 
-    def __init__(
-        self, root: RemotePath, *, overwrite: bool = False, manifest: bool = False
-    ) -> None:
+    def __init__(self, root: Path, *, overwrite: bool = False, manifest: bool = False) -> None:
+        assert is_remote(root), "directories have another publication"
         if not is_listed(root):
             raise UsageError(
                 "a web server cannot be written to",
@@ -93,15 +89,30 @@ class BucketPublication:
                 file=str(root),
                 hint="wait for its end, or pass overwrite=True to delete what it left",
             ) from err
-        self._kept: frozenset[str] = frozenset()
-        self._end = weakref.finalize(self, _drop, root, self.token, os.getpid())
+        self._kept: set[str] = set()
         try:
             self._begin(overwrite=overwrite)
         except BaseException:
-            self._end.detach()
             with suppress(CheckpointingException):
                 delete_objects([lock])
             raise
+        self._end = partial(_delete_save, root, self.token, os.getpid(), frozenset(self._kept))
+        self._unfinalized = warn_when_dropped(self, root, self._end)
+
+    @staticmethod
+    def data_dir_of(root: Path) -> Path:
+        """Return the prefix that strategies write to, the same on every rank."""
+        return root
+
+    @staticmethod
+    def is_visible(root: Path) -> bool:
+        """Return whether this rank sees the save that the coordinator has begun.
+
+        Raises:
+            StorageError: the store refuses, or cannot be reached.
+        """
+        assert is_remote(root)
+        return find_object(root / STAGE / LOCK) is not None
 
     def _begin(self, *, overwrite: bool) -> None:
         """Check that nothing is below the prefix, or delete the checkpoint there."""
@@ -122,11 +133,7 @@ class BucketPublication:
         # Without its metadata, the old checkpoint cannot be taken for a complete one any more.
         delete_objects([self.data_dir / name for name in (CONFIG_FNAME, METADATA) if name in old])
         delete_objects([self.data_dir / name for name in old])
-        self._kept = frozenset(names) - frozenset(old)
-        self._end.detach()
-        self._end = weakref.finalize(
-            self, _drop, self.data_dir, self.token, os.getpid(), kept=self._kept
-        )
+        self._kept = {*names} - {*old}
         if self._has_manifest:
             upload_object(self.data_dir / STAGE / WANTS_SUMS, b"")
 
@@ -172,42 +179,35 @@ class BucketPublication:
             self.abandon()
             raise
         # From here on the checkpoint exists.
-        self._end.detach()
+        self._unfinalized.detach()
         _delete_stage(self.data_dir)
 
     def _put_manifest(self, last: Mapping[str, bytes]) -> None:
         """Put the manifest, also of the objects that are put after it."""
         name = manifest_name()
         forget_listings()
+        sizes = {
+            path: size
+            for path, size in list_objects(self.data_dir).items()
+            if path != name and path not in self._kept and not path.startswith(f"{STAGE}/")
+        }
         with (
             closing(RemoteStore(self.data_dir)) as store,
             closing(RemoteStore(self.data_dir / STAGE / SUMS)) as sums,
         ):
-            sizes = {
-                path: size
-                for path, size in list_files_below(store).items()
-                if path != name and path not in self._kept and not path.startswith(f"{STAGE}/")
-            }
-            files, arrays = combine_sums(sums, store, sizes)
-        files += [
-            FileSum(path, len(data), crc32(data), digest_of(data).hex())
-            for path, data in last.items()
-        ]
-        files.sort(key=lambda file: file.path)
-        lines = manifest_lines(TOOL, ALGORITHM, files, arrays)
+            lines = combine_sums(sums, store, sizes, last)
         upload_object(self.data_dir / name, "".join(lines).encode())
 
     def abandon(self) -> None:
         """Delete the objects of the save and its lock; do nothing after ``publish``."""
-        if self._end.detach() is not None:
-            _delete_save(self.data_dir, self.token, self._kept)
+        if self._unfinalized.detach():
+            self._end()
 
 
 def _list(root: RemotePath) -> list[str]:
     """Return the names of all objects below a prefix, as they are now."""
     forget_listings()
-    with closing(RemoteStore(root)) as store:
-        return sorted(list_files_below(store))
+    return sorted(list_objects(root))
 
 
 def _names_of_checkpoint(names: Iterable[str]) -> list[str]:
@@ -229,30 +229,17 @@ def _names_of_checkpoint(names: Iterable[str]) -> list[str]:
 
 def read_lock_token(root: RemotePath) -> str | None:
     """Return the token of the save that the lock names; None without a lock."""
-    forget_listings()
-    with closing(RemoteStore(root / STAGE)) as store:
-        try:
-            return store.read(LOCK, 0, store.size(LOCK)).decode(errors="replace")
-        except MissingShardError:
-            return None
+    data = read_object(root / STAGE / LOCK)
+    return None if data is None else data.decode(errors="replace")
 
 
-def _drop(root: RemotePath, token: str, pid: int, kept: frozenset[str] = frozenset()) -> None:
-    """Report a save that was not finalized, and delete its objects."""
-    # A fork has a copy of the object.
-    if os.getpid() != pid:
+def _delete_save(root: RemotePath, token: str, owner: int, kept: frozenset[str]) -> None:
+    """Delete the objects of a save, unless another save has taken over the prefix.
+
+    A fork of the process ``owner`` does nothing.
+    """
+    if os.getpid() != owner:
         return
-    logger.error(
-        "the asynchronous save to %s was not finalized, so there is no checkpoint: call "
-        "maybe_finalize_async_calls(blocking=True) of its queue on all ranks before the program "
-        "ends",
-        root,
-    )
-    _delete_save(root, token, kept)
-
-
-def _delete_save(root: RemotePath, token: str, kept: frozenset[str]) -> None:
-    """Delete the objects of a save, unless another save has taken over the prefix."""
     try:
         if read_lock_token(root) != token:
             return

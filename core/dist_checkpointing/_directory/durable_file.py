@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 
 from core.dist_checkpointing._live.upload import upload_object
 from core.errors import StorageError
-from core.files.folders import sync_folder
+from core.files.folders import sync_folder, write_whole
 from core.files.remote_path import is_remote, location_of
 from core.files.store import check_name, translate_os_errors
-from core.files.syscalls import flush
 
 
 def write_file(
@@ -42,21 +40,9 @@ def write_file(
         raise StorageError(
             "the directory does not exist", file=str(root), hint="create it before saving into it"
         )
-    # Write a hidden file next to the target and rename it, so that no reader sees a part of it.
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path = path.with_name(f".{path.name}.ckpt-part")
-        try:
-            with partial_path.open("wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                flush(file.fileno())
-            partial_path.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                partial_path.unlink(missing_ok=True)
-            raise
+        write_whole(path, pieces)
     # A new name is on disk only after its folder is synced.
     for folder in (path.parent, *path.parent.parents):
         sync_folder(folder)

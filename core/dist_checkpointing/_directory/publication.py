@@ -26,7 +26,9 @@ import logging
 import os
 import re
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,7 +38,6 @@ from core.dist_checkpointing.core import CONFIG_FNAME, save_config
 from core.errors import CapacityError, CheckpointingException, StorageError, UsageError, list_some
 from core.files.folders import empty_folder, sync_folder, sync_tree
 from core.files.json_object import parse_json_object
-from core.files.remote_path import is_remote
 from core.files.store import translate_os_errors
 from core.files.syscalls import rename_new
 from core.publish.manifest.file import manifest_name
@@ -56,14 +57,6 @@ _OWN_NAME = re.compile(
     rf"({re.escape(CONFIG_FNAME)}|\.metadata|common\.pt|{re.escape(manifest_name())}|.*\.distcp)$"
 )
 _FILE_OF_A_KEY = re.compile(r"(\.zarray|zarr\.json|shard_.*\.pt)$")
-
-
-def data_dir_of(checkpoint_dir: Path) -> Path:
-    """Return where strategies write during a save; the same on every rank.
-
-    This is a directory that is renamed in the end, or the URL itself.
-    """
-    return checkpoint_dir if is_remote(checkpoint_dir) else checkpoint_dir / STAGE / DATA
 
 
 class DirectoryPublication:
@@ -91,32 +84,43 @@ class DirectoryPublication:
         self, checkpoint_dir: Path, *, overwrite: bool = False, manifest: bool = False
     ) -> None:
         self.checkpoint_dir = Path(os.path.abspath(checkpoint_dir))
-        self.data_dir = data_dir_of(self.checkpoint_dir)
+        self.data_dir = self.data_dir_of(self.checkpoint_dir)
         self._stage_dir = self.data_dir.parent
         self._overwrite = overwrite
         self._has_manifest = manifest
         _check_directory(self.checkpoint_dir)
 
         # Lock the staging directory before anything in the directory is read or changed.
-        try:
-            lock = lock_folder(self._stage_dir, dst=self.checkpoint_dir)
-        except StorageError as err:
-            if not isinstance(err.__cause__, BlockingIOError):
-                raise
-            raise StorageError(
-                "another save into this directory is running",
-                file=str(self.checkpoint_dir),
-                hint="wait for its end; finalize asynchronous saves of this program",
-            ) from err
-        self._lock_fd = lock.fd
-        self._end = weakref.finalize(
-            self, _drop, self.checkpoint_dir, self._stage_dir, lock.fd, os.getpid()
+        refusal = StorageError(
+            "another save into this directory is running",
+            file=str(self.checkpoint_dir),
+            hint="wait for its end; finalize asynchronous saves of this program",
         )
+        lock = lock_folder(self._stage_dir, refusal=refusal)
+        self._lock_fd = lock.fd
+        self._end = partial(_end, self._stage_dir, lock.fd, os.getpid())
+        self._unfinalized = warn_when_dropped(self, self.checkpoint_dir, self._end)
         try:
             self._begin()
         except BaseException:
             self.abandon()
             raise
+
+    @staticmethod
+    def data_dir_of(checkpoint_dir: Path) -> Path:
+        """Return the directory that strategies write into, the same on every rank."""
+        return checkpoint_dir / STAGE / DATA
+
+    @staticmethod
+    def is_visible(checkpoint_dir: Path) -> bool:
+        """Return whether this rank sees the save that the coordinator has begun.
+
+        Raises:
+            StorageError: the system refuses.
+        """
+        data_dir = DirectoryPublication.data_dir_of(checkpoint_dir)
+        with translate_os_errors(str(data_dir), doing="look at"):
+            return data_dir.is_dir()
 
     def _begin(self) -> None:
         """Undo an interrupted save, check that the directory is empty, and create ``data_dir``."""
@@ -193,10 +197,8 @@ class DirectoryPublication:
 
     def abandon(self) -> None:
         """Remove the staging directory and its lock; do nothing after ``publish``."""
-        pending = self._end.detach()
-        if pending is not None:
-            _, _, (_, *stage), _ = pending
-            _end(*stage)
+        if self._unfinalized.detach():
+            self._end()
 
     def _move_entries(self) -> None:
         """Move old entries into the staging directory, and the new entries into their place.
@@ -240,7 +242,7 @@ class DirectoryPublication:
             (self._stage_dir / _ENTRIES).unlink()
         except OSError as err:
             # Keep the staging directory: it may contain the only copy of the old checkpoint.
-            self._end.detach()
+            self._unfinalized.detach()
             raise StorageError(
                 f"publishing failed halfway, and could not be undone from {STAGE}: {err}",
                 file=str(self.checkpoint_dir),
@@ -350,21 +352,31 @@ def _is_of_checkpoint(path: Path) -> bool:
     return any(is_file_of_key(file) for _, _, files in os.walk(path) for file in files)
 
 
-def _drop(checkpoint_dir: Path, stage_dir: Path, lock_fd: int, owner: int) -> None:
-    """Report a save that was not finalized, and end it.
+def warn_when_dropped(
+    publication: object, place: Path, end: Callable[[], None]
+) -> weakref.finalize[[Path, int, Callable[[], None]], object]:
+    """Report a save that is not finalized, and end it, when its publication is dropped.
 
     Args:
-        checkpoint_dir: the directory of the checkpoint that was not published.
-        stage_dir, lock_fd, owner: arguments of :func:`_end`.
+        publication: the publication, on the coordinator.
+        place: the destination.
+        end: removes what was written; a fork, which has a copy of the publication, calls it, too.
+
+    Returns:
+        The finalizer, to be detached when the save is published or abandoned.
     """
+    return weakref.finalize(publication, _drop, place, os.getpid(), end)
+
+
+def _drop(place: Path, owner: int, end: Callable[[], None]) -> None:
     if os.getpid() == owner:
         logger.error(
             "the asynchronous save to %s was not finalized, so there is no checkpoint: call "
             "maybe_finalize_async_calls(blocking=True) of its queue on all ranks before the "
             "program ends",
-            checkpoint_dir,
+            place,
         )
-    _end(stage_dir, lock_fd, owner)
+    end()
 
 
 def _end(stage_dir: Path, lock_fd: int, owner: int) -> None:

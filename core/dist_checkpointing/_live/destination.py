@@ -13,13 +13,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from core.arrays.box import Box
-from core.arrays.checksum import ALGORITHM
+from core.arrays.checksum import BLOCK_BYTES, crc32
 from core.arrays.dtypes import itemsize
-from core.dist_checkpointing._live.file_end import finish_file
 from core.dist_checkpointing._live.share import ProcessShare, has_one_holder
 from core.dist_checkpointing._live.sums import complete_arrays, complete_files
 from core.dist_checkpointing._live.upload import (
@@ -36,6 +36,7 @@ from core.engine.copy.options import CopyOptions
 from core.engine.copy.run import execute
 from core.engine.plan.box_reader import BoxReader, bands
 from core.engine.plan.plan import make_plan
+from core.engine.plan.positions import Places
 from core.errors import UnsupportedError
 from core.files.folders import sync_folders
 from core.files.multipart.stream import PART_BYTES, Piece
@@ -44,12 +45,10 @@ from core.files.remote_path import RemotePath, is_remote
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in
 from core.files.store import ReadStore, override
-from core.publish.manifest.file import FileSum, ManifestArray, manifest_lines
+from core.publish.manifest.file import FileSum, ManifestArray
 from core.publish.manifest.of_copy import finish_files
-from core.publish.manifest.partial_sums import write_sums
 from core.publish.stage.files import StageStore
 from core.values import dataclass
-from core.version import TOOL
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +95,6 @@ class SaveDestination(Protocol):
             CheckpointingException: it cannot be written.
         """
 
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        """Write the manifest entries of process ``number`` for ``manifest.partial_sums``.
-
-        Raises:
-            CheckpointingException: they cannot be written.
-        """
-
     def finish(self, images: Sequence[FileImage]) -> None:
         """Write headers of shared files and files without data, then metadata; by one process.
 
@@ -128,10 +120,25 @@ def destination_of(root: Path, *, fsync: bool) -> SaveDestination:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryDestination(SaveDestination):
-    """A directory; see ``SaveDestination``."""
+    """A directory; see ``SaveDestination``.
+
+    Args:
+        root: the directory, which exists.
+        fsync: wait for the disk.
+        store: access to the directory that stays open; None to open it for each call.
+    """
 
     root: Path
     fsync: bool
+    store: StageStore | None = None
+
+    @contextmanager
+    def _open(self) -> Iterator[StageStore]:
+        if self.store is not None:
+            yield self.store
+        else:
+            with closing(StageStore(self.root, is_durable=self.fsync)) as store:
+                yield store
 
     @property
     @override
@@ -152,37 +159,58 @@ class DirectoryDestination(SaveDestination):
         plan = make_plan(
             source, share.target, share.images, threads=threads, compares=False, is_share=True
         )
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
-            result = execute(plan, memory, stage, CopyOptions(digest=with_sums))
-            files = finish_files(plan, result, stage, crc=with_sums)
+        with self._open() as store:
+            result = execute(plan, memory, store, CopyOptions(digest=with_sums))
+            files = finish_files(plan, result, store, crc=with_sums)
             if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
+                store.sync_files()
         arrays = complete_arrays(plan, result) if with_sums else []
         return WrittenShare(
             result.written_bytes, complete_files(files, images, arrays) if with_sums else [], arrays
         )
 
     @override
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        write_sums(sums_dir, number, written.files, written.arrays)
-
-    @override
     def finish(self, images: Sequence[FileImage]) -> None:
-        stage = StageStore(self.root, is_durable=self.fsync)
-        try:
+        with self._open() as store:
             for image in sorted(images, key=lambda image: image.is_metadata):
                 if image.is_metadata and self.fsync:
-                    stage.sync_files()
-                finish_file(image, stage)
+                    store.sync_files()
+                _finish_file(image, store)
             if self.fsync:
-                stage.sync_files()
-        finally:
-            stage.close()
+                store.sync_files()
         if self.fsync:
             sync_folders(self.root)
+
+
+def _finish_file(image: FileImage, store: StageStore) -> None:
+    """Write the bytes of a file around its arrays, which other processes have filled.
+
+    A file without arrays is created.
+
+    Raises:
+        CheckpointingException: the file cannot be written.
+    """
+    store.create(image.path, image.size)
+    places = Places([image])
+
+    def crc_of(name: str) -> int:
+        number = places.number_of(name)
+        assert number is not None, "a literal states the CRC of an array of its own file"
+        return _crc_of_range(store, image.path, places.offset_of(number), places.bytes_of(number))
+
+    for offset, data in image.literals(crc_of):
+        store.write(image.path, offset, data)
+
+
+def _crc_of_range(store: StageStore, path: str, offset: int, n_bytes: int) -> int:
+    """Return the CRC-32 of bytes that several processes have written."""
+    buffer = memoryview(bytearray(min(BLOCK_BYTES, n_bytes)))
+    crc = 0
+    for start in range(0, n_bytes, BLOCK_BYTES):
+        piece = buffer[: min(BLOCK_BYTES, n_bytes - start)]
+        store.read_into(path, offset + start, piece)
+        crc = crc32(piece, crc)
+    return crc
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +241,6 @@ class BucketDestination(SaveDestination):
         )
         entries = manifest_entries(share, uploaded) if with_sums else []
         return WrittenShare(uploaded.n_bytes, uploaded.files, entries)
-
-    @override
-    def record(self, sums_dir: Path, number: int, written: WrittenShare) -> None:
-        assert is_remote(sums_dir), "the checksums of a bucket are in the bucket"
-        lines = manifest_lines(TOOL, ALGORITHM, written.files, written.arrays)
-        upload_object(sums_dir / f"{number}.json", "".join(lines).encode())
 
     @override
     def finish(self, images: Sequence[FileImage]) -> None:
@@ -307,7 +329,7 @@ class ArrayBytes:
                         a + b - c
                         for a, b, c in zip(stored.at, common.offset, stored.box.offset, strict=True)
                     )
-                    fragments.append(Fragment(_shifted(common, shift), stored.array, at))
+                    fragments.append(Fragment(common.shift(shift), stored.array, at))
         catalog = Catalog(
             format="live",
             version=None,
@@ -325,10 +347,6 @@ class ArrayBytes:
 
 _RAW_BYTES = 1 << 20
 """Scratch space for tensors that are not dense."""
-
-
-def _shifted(box: Box, shift: tuple[int, ...]) -> Box:
-    return Box(tuple(a + b for a, b in zip(box.offset, shift, strict=True)), box.shape)
 
 
 def manifest_entries(share: ProcessShare, uploaded: UploadedFiles) -> list[ManifestArray]:

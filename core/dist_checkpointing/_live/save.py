@@ -41,6 +41,7 @@ from core.engine.plan.plan import DEFAULT_THREADS
 from core.errors import UsageError
 from core.formats.format import Format
 from core.formats.zarr.grid import ChunkGrid
+from core.publish.manifest.partial_sums import write_sums
 from core.values import dataclass
 
 
@@ -136,7 +137,7 @@ class LiveSave:
             with_sums=self.sums_dir is not None,
         )
         if self.sums_dir is not None:
-            destination.record(self.sums_dir, self.number, written)
+            write_sums(self.sums_dir, self.number, written.files, written.arrays)
         return written.n_bytes
 
     def finish(self) -> None:

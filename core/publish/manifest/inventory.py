@@ -37,12 +37,12 @@ from core.engine.team.protocol import (
     is_lead,
 )
 from core.errors import CheckpointingException, CorruptError, UsageError
-from core.files.folders import sync_folder
+from core.files.folders import PART_SUFFIX, sync_folder, write_whole
 from core.files.object_client import put_object
 from core.files.object_listing import forget_listings, is_listed
 from core.files.remote_path import is_remote
 from core.files.store import translate_os_errors
-from core.files.syscalls import allowed_cores, flush, rename_new
+from core.files.syscalls import allowed_cores
 from core.files.url import refuse_url
 from core.files.walk import sparse_files
 from core.megatron.rules.tables import load_rules
@@ -59,9 +59,6 @@ from core.publish.manifest.lookup import is_manifest
 from core.publish.manifest.stated_crcs import StatedCrcReader
 from core.values import dataclass
 from core.version import TOOL
-
-_PART = ".ckpt-part"
-"""Suffix of a manifest that is being written; a killed run leaves such a file behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,7 +257,9 @@ def _open_source(
         # Separate checkpoints below this one, and manifests, are not part of the checkpoint.
         sizes = list_files(opened.store, opened.format, below=opened.below).files
         files = {
-            name: size for name, size in sizes.items() if not is_manifest(name.removesuffix(_PART))
+            name: size
+            for name, size in sizes.items()
+            if not is_manifest(name.removesuffix(PART_SUFFIX))
         }
         for name in sorted(sparse_files(opened.store, files)):
             raise CorruptError(
@@ -426,27 +425,12 @@ def write_inventory(
             raise _taken(path) from err
         forget_listings()
         return path
-    # Write a hidden file next to the destination, and rename it after its bytes are on the disk.
-    partial = path.with_name(f".{path.name}{_PART}")
     with translate_os_errors(str(path), doing="write"):
         try:
-            # Remove the file of a killed run: it could be a link, and writing would follow it.
-            with suppress(FileNotFoundError):
-                partial.unlink()
-            with open(partial, "x", encoding="utf-8") as file:
-                file.writelines(content.lines())
-                file.flush()
-                flush(file.fileno())
             # Without --force, fail if another process has created the destination meanwhile.
-            if force:
-                os.replace(partial, path)
-            else:
-                rename_new(partial, path)
+            write_whole(path, (line.encode() for line in content.lines()), replace=force)
         except FileExistsError as err:
             raise _taken(path) from err
-        finally:
-            with suppress(FileNotFoundError):
-                partial.unlink()
     sync_folder(path.parent)
     return path
 

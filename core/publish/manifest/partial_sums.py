@@ -11,14 +11,16 @@ none of them (those that several processes filled, and those of other software) 
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 
-from core.arrays.checksum import ALGORITHM
+from core.arrays.checksum import ALGORITHM, crc32, digest_of
 from core.engine.scan.sums import read_sum
+from core.files.object_client import put_object
+from core.files.remote_path import is_remote
 from core.files.store import LocalStore, ReadStore, translate_os_errors
+from core.files.syscalls import flush
 from core.files.walk import list_tree
 from core.publish.manifest.file import FileSum, ManifestArray, manifest_lines, read_manifest
 from core.version import TOOL
@@ -30,13 +32,18 @@ def write_sums(
     """Write the checksums of one process, for ``write_combined``.
 
     Args:
-        folder: an existing directory that all processes share.
+        folder: an existing directory that all processes share, or a prefix of an object store.
         number: number of the process.
 
     Raises:
-        CapacityError, StorageError: the system cannot write.
+        CapacityError, StorageError: the system or the store cannot write.
     """
-    _write_manifest(folder / f"{number}.json", files, arrays, fsync=False)
+    path = folder / f"{number}.json"
+    lines = manifest_lines(TOOL, ALGORITHM, files, arrays)
+    if is_remote(path):
+        put_object(path, "".join(lines).encode(), replace=True)
+    else:
+        _write_lines(path, lines, fsync=False)
 
 
 def write_combined(data_dir: Path, folder: Path, name: str, *, fsync: bool = True) -> None:
@@ -55,19 +62,23 @@ def write_combined(data_dir: Path, folder: Path, name: str, *, fsync: bool = Tru
     with closing(LocalStore(folder)) as sums, closing(LocalStore(data_dir)) as store:
         sizes = {path: size for path, size in list_tree(data_dir).files.items() if path != name}
         with translate_os_errors(str(folder), doing="list the directory"):
-            files, arrays = combine_sums(sums, store, sizes)
-    _write_manifest(data_dir / name, files, arrays, fsync=fsync)
+            lines = combine_sums(sums, store, sizes)
+    _write_lines(data_dir / name, lines, fsync=fsync)
 
 
 def combine_sums(
-    sums: ReadStore, store: ReadStore, sizes: Mapping[str, int]
-) -> tuple[list[FileSum], list[ManifestArray]]:
-    """Return the entries of a complete checkpoint for its manifest.
+    sums: ReadStore,
+    store: ReadStore,
+    sizes: Mapping[str, int],
+    last: Mapping[str, bytes] | None = None,
+) -> Iterator[str]:
+    """Return the lines of the manifest of a complete checkpoint.
 
     Args:
         sums: what ``write_sums`` wrote.
         store: the checkpoint; files without checksums are read back.
         sizes: name → size of the checkpoint's files.
+        last: name → content of files that will be written after the manifest.
 
     Raises:
         CorruptError: the checksums of a process are damaged.
@@ -86,19 +97,20 @@ def combine_sums(
             total = read_sum(store, path, 0, n_bytes)
             files[path] = FileSum(path, n_bytes, total.crc, total.digest)
     # Omit files that were renamed or removed after they were written.
-    return [files[path] for path in sorted(files) if path in sizes], arrays
+    entries = {path: entry for path, entry in files.items() if path in sizes}
+    for path, data in (last or {}).items():
+        entries[path] = FileSum(path, len(data), crc32(data), digest_of(data).hex())
+    return manifest_lines(TOOL, ALGORITHM, [entries[path] for path in sorted(entries)], arrays)
 
 
-def _write_manifest(
-    path: Path, files: Iterable[FileSum], arrays: Iterable[ManifestArray], *, fsync: bool
-) -> None:
+def _write_lines(path: Path, lines: Iterable[str], *, fsync: bool) -> None:
     """Write a manifest into a directory that nobody else reads yet.
 
     Raises:
         CapacityError, StorageError: the system cannot write.
     """
     with translate_os_errors(str(path), doing="write"), open(path, "w", encoding="utf-8") as file:
-        file.writelines(manifest_lines(TOOL, ALGORITHM, files, arrays))
+        file.writelines(lines)
         if fsync:
             file.flush()
-            os.fsync(file.fileno())
+            flush(file.fileno())

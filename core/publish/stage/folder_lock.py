@@ -11,23 +11,25 @@ import fcntl
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from core.errors import StorageError
 from core.files.store import translate_os_errors
 from core.values import dataclass
 
-WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
+AnyPath = TypeVar("AnyPath", bound=Path)
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = (
     "the file system does not support locks: make sure that nothing else writes to this destination"
 )
 
 
-def stage_dir_of(dst: Path) -> Path:
-    """Return the path of a destination's staging directory."""
+def stage_dir_of(dst: AnyPath) -> AnyPath:
+    """Return the staging directory of a destination, or its prefix in an object store."""
     return dst.parent / f".{dst.name}.ckpt-stage"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FolderLock:
     """Lock of a directory that this process may work in.
 
@@ -39,16 +41,36 @@ class FolderLock:
     fd: int
     is_sure: bool
 
+    def close(self) -> None:
+        """Release the lock."""
+        close_quietly(self.fd)
+        self.fd = -1
 
-def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
+
+def lock_stage(dst: Path) -> FolderLock:
+    """Create the staging directory of a local destination, if it is missing, and lock it.
+
+    Raises:
+        StorageError: another process has locked the directory, or the system refuses.
+    """
+    stage_dir = stage_dir_of(dst)
+    refusal = StorageError(
+        "another process is writing to this destination",
+        file=str(dst),
+        hint=f"wait until it has finished; it has locked {stage_dir.name}",
+    )
+    return lock_folder(stage_dir, refusal=refusal)
+
+
+def lock_folder(folder: Path, *, refusal: StorageError) -> FolderLock:
     """Create a directory, if it is missing, and lock it.
 
     Args:
         folder: the directory.
-        dst: the destination that is written through the directory, for messages.
+        refusal: the error to raise if another process has locked the directory.
 
     Raises:
-        StorageError: another process has locked the directory, or the system refuses.
+        StorageError: the ``refusal``, or the system refuses.
     """
     with translate_os_errors(str(folder), doing="create"):
         while True:
@@ -65,46 +87,48 @@ def lock_folder(folder: Path, *, dst: Path) -> FolderLock:
                 except FileNotFoundError:
                     # Its owner has just removed it: try again.
                     continue
-                is_sure = _lock(fd, folder, dst)
+                is_locked = try_lock(fd, fcntl.LOCK_EX)
+                if is_locked is False:
+                    raise refusal
                 # Between opening and locking, the owner may have removed the directory.
                 if is_current(fd, folder):
-                    return FolderLock(fd, is_sure)
+                    return FolderLock(fd, is_sure=is_locked is True)
             except BaseException:
                 # Remove a directory created here, unless another process uses it by now.
                 if is_created:
                     with suppress(OSError):
                         folder.rmdir()
-                if fd >= 0:
-                    _close(fd)
+                close_quietly(fd)
                 raise
-            _close(fd)
+            close_quietly(fd)
 
 
-def _close(fd: int) -> None:
-    """Close a descriptor, ignoring errors."""
-    with suppress(OSError):
-        os.close(fd)
+def try_lock(fd: int, kind: int) -> bool | None:
+    """Lock an open file or directory without waiting.
 
+    Args:
+        fd: the descriptor.
+        kind: ``fcntl.LOCK_EX`` or ``fcntl.LOCK_SH``.
 
-def _lock(fd: int, folder: Path, dst: Path) -> bool:
-    """Lock a directory; return False if the file system does not support locks.
-
-    Raises:
-        StorageError: another process has locked the directory.
+    Returns:
+        False if other processes hold the lock, None if the file system does not support locks.
     """
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as err:
-        raise StorageError(
-            "another process is writing to this destination",
-            file=str(dst),
-            hint=f"wait until it has finished; it has locked {folder.name}",
-        ) from err
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except OSError as err:
-        if err.errno not in WITHOUT_LOCKS:
-            raise
-        return False
+        if err.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        if err.errno in _WITHOUT_LOCKS:
+            return None
+        raise
     return True
+
+
+def close_quietly(fd: int) -> None:
+    """Close a descriptor, ignoring errors; do nothing if it is negative."""
+    if fd >= 0:
+        with suppress(OSError):
+            os.close(fd)
 
 
 def is_current(fd: int, folder: Path) -> bool:

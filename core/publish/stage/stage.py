@@ -22,6 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -38,7 +39,7 @@ from core.files.folders import (
 from core.files.store import translate_os_errors
 from core.progress import OnProgress, Phase, begin_phase
 from core.publish.stage.files import StageStore
-from core.publish.stage.folder_lock import NO_LOCKS, lock_folder, stage_dir_of
+from core.publish.stage.folder_lock import NO_LOCKS, FolderLock, lock_stage, stage_dir_of
 from core.publish.stage.journal import (
     BATCH_BYTES,
     FileJournal,
@@ -52,7 +53,12 @@ from core.publish.stage.replacement import (
     replace_file,
     undo_replacement,
 )
-from core.publish.stage.stale import clear_finished, remove_stage
+from core.publish.stage.stale import (
+    clear_finished,
+    finish_despite_interrupts,
+    place_manifest,
+    remove_stage,
+)
 from core.publish.stage.workers_lock import NAME as WORKERS_LOCK
 from core.publish.stage.workers_lock import WorkersLock, claim_stage
 
@@ -62,8 +68,6 @@ if TYPE_CHECKING:
     from core.files.store import WriteStore
     from core.publish.stage.bucket.literals import EarlyLiterals
 
-_PATIENCE = 3
-"""Attempts to clean up, each of which Ctrl-C may interrupt."""
 _MIB = 1 << 20
 _APPEARED = "another process has created the destination in the meantime"
 
@@ -130,13 +134,15 @@ class Stage:
         self._batch_bytes = batch_bytes
         self._is_shared = is_shared
         self.workers: WorkersLock | None = None
-        self._lock_fd = -1
+        self._lock: FolderLock | None = None
         self._new_stat: os.stat_result | None = None
         self._keeps_earlier_work = False
         self._has_synced_names = False
         self._created_dirs: list[Path] = []
 
     def __enter__(self) -> Self:
+        if not self._force and os.path.lexists(self.dst):
+            clear_finished(self.dst, is_file=self.is_file)
         self._check_destination()
         try:
             self._created_dirs = make_folders(self.dst.parent)
@@ -236,16 +242,15 @@ class Stage:
             with suppress(UsageError):
                 check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
                 hint += ", or pass --force"
-            if not clear_finished(self.stage_dir, self.dst, is_file=self.is_file):
+            if os.path.lexists(self.stage_dir):
                 hint += f"; {self.stage_dir.name} next to it is left over from an earlier run"
             raise UsageError("the destination exists", file=str(self.dst), hint=hint)
         check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
 
     def _acquire(self) -> None:
         """Create or open the staging directory, and lock it."""
-        lock = lock_folder(self.stage_dir, dst=self.dst)
-        self._lock_fd = lock.fd
-        if not lock.is_sure:
+        self._lock = lock_stage(self.dst)
+        if not self._lock.is_sure:
             self.notes.append(NO_LOCKS)
         if self._is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
             try:
@@ -382,9 +387,7 @@ class Stage:
     def _finish(self) -> None:
         """After the rename, move the manifest of a single file and sync the directories."""
         if self.is_file:
-            with translate_os_errors(str(self.dst), doing="publish the manifest of"):
-                for name in os.listdir(self.data_dir):
-                    os.replace(self.data_dir / name, self.dst.parent / name)
+            place_manifest(self.data_dir, self.dst)
         if self._fsync:
             sync_folder(self.dst.parent)
             for folder in reversed(self._created_dirs):
@@ -413,10 +416,7 @@ class Stage:
 
     def _leave(self, *, keep: bool) -> None:
         """Close everything and remove the staging directory, even if Ctrl-C is pressed again."""
-        for _ in range(_PATIENCE):
-            with suppress(KeyboardInterrupt):
-                self._clean_up(keep=keep)
-                return
+        finish_despite_interrupts(partial(self._clean_up, keep=keep))
 
     def _clean_up(self, *, keep: bool) -> None:
         """Close everything and remove the staging directory; can be repeated if interrupted."""
@@ -427,7 +427,7 @@ class Stage:
             except CheckpointingException:
                 self.notes.append("the journal could not be completed; some work will be repeated")
         self._close()
-        if self._lock_fd < 0:
+        if self._lock is None:
             return
 
         # Remove the staging directory, unless it contains the old destination or work to resume.
@@ -476,6 +476,6 @@ class Stage:
         """Release both locks."""
         if self.workers is not None:
             self.workers.close()
-        fd, self._lock_fd = self._lock_fd, -1
-        with suppress(OSError):
-            os.close(fd)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import os
 import shutil
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
 
 from core.errors import CheckpointingException
 from core.files.folders import sync_folder
 from core.files.store import translate_os_errors
-from core.publish.stage.folder_lock import lock_folder
+from core.publish.stage.folder_lock import lock_stage, stage_dir_of
 
 _ATTEMPTS = 2
+_PATIENCE = 3
+"""Attempts to clean up, each of which Ctrl-C may interrupt."""
+
+
+def finish_despite_interrupts(clean_up: Callable[[], None]) -> None:
+    """Run a clean-up that can be repeated, again if Ctrl-C interrupts it."""
+    for _ in range(_PATIENCE):
+        with suppress(KeyboardInterrupt):
+            clean_up()
+            return
 
 
 def remove_stage(stage_dir: Path) -> bool:
@@ -26,48 +37,46 @@ def remove_stage(stage_dir: Path) -> bool:
     return False
 
 
-def clear_finished(stage_dir: Path, dst: Path, *, is_file: bool) -> bool:
+def clear_finished(dst: Path, *, is_file: bool) -> None:
     """Remove the staging directory of a run that was killed after publishing its destination.
 
     A staging directory that contains work, or is in use, is kept.
-
-    Returns:
-        True if there is no staging directory any more.
     """
+    stage_dir = stage_dir_of(dst)
     work = stage_dir / "data" / dst.name if is_file else stage_dir / "data"
-    if not os.path.lexists(stage_dir):
-        return True
-    try:
-        lock = lock_folder(stage_dir, dst=dst)
-    except CheckpointingException:
-        return False
-    try:
-        return not os.path.lexists(work) and remove_stage(stage_dir)
-    finally:
-        with suppress(OSError):
-            os.close(lock.fd)
+    if os.path.lexists(stage_dir):
+        with suppress(CheckpointingException), closing(lock_stage(dst)):
+            if not os.path.lexists(work):
+                remove_stage(stage_dir)
 
 
-def finish_publication(stage_dir: Path, dst: Path) -> None:
+def finish_publication(dst: Path) -> None:
     """Finish the work of a run that was killed after its destination got its name.
 
+    Its staging directory may be gone; it may contain the manifest of a single file, and the old
+    destination.
+
     Args:
-        stage_dir: staging directory of that run, which may be gone; it may contain the manifest of
-            a single file, and the old destination.
         dst: the new destination, under its final name.
 
     Raises:
         StorageError: another process works in the staging directory, or the system refuses.
     """
+    stage_dir = stage_dir_of(dst)
     if os.path.lexists(stage_dir):
-        lock = lock_folder(stage_dir, dst=dst)
-        try:
+        with closing(lock_stage(dst)):
             if not dst.is_dir():
-                with translate_os_errors(str(dst), doing="publish the manifest of"):
-                    for path in (stage_dir / "data").glob("*"):
-                        path.replace(dst.parent / path.name)
+                place_manifest(stage_dir / "data", dst)
             remove_stage(stage_dir)
-        finally:
-            with suppress(OSError):
-                os.close(lock.fd)
     sync_folder(dst.parent)
+
+
+def place_manifest(data_dir: Path, dst: Path) -> None:
+    """Move the manifest of a single file, which is published, from the stage to its place.
+
+    Raises:
+        StorageError: the system refuses.
+    """
+    with translate_os_errors(str(dst), doing="publish the manifest of"):
+        for name in os.listdir(data_dir) if os.path.lexists(data_dir) else ():
+            os.replace(data_dir / name, dst.parent / name)

@@ -9,17 +9,15 @@ late finds another token.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from core.errors import StorageError
 from core.files.store import translate_os_errors
 from core.files.syscalls import flush
-from core.publish.stage.folder_lock import WITHOUT_LOCKS, is_current
+from core.publish.stage.folder_lock import close_quietly, is_current, try_lock
 from core.values import dataclass
 
 NAME = "workers.lock"
@@ -50,7 +48,7 @@ class WorkersLock:
             StorageError: the lead of another run has taken the lock.
         """
         # flock may release the exclusive lock before it takes the shared one.
-        if self.is_sure and not _try_lock(self.fd, fcntl.LOCK_SH):
+        if self.is_sure and not try_lock(self.fd, fcntl.LOCK_SH):
             raise StorageError(
                 "another process has started to write to this destination",
                 hint="wait until it has finished",
@@ -58,10 +56,8 @@ class WorkersLock:
 
     def close(self) -> None:
         """Release the lock."""
-        fd, self.fd = self.fd, -1
-        if fd >= 0:
-            with suppress(OSError):
-                os.close(fd)
+        close_quietly(self.fd)
+        self.fd = -1
 
 
 def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:
@@ -101,23 +97,18 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         with translate_os_errors(str(path), doing="lock"):
-            try:
-                is_free = _try_lock(fd, fcntl.LOCK_SH)
-                is_sure = True
-            except OSError as err:
-                if err.errno not in WITHOUT_LOCKS:
-                    raise
-                is_free, is_sure = True, False
+            is_locked = try_lock(fd, fcntl.LOCK_SH)
             # Read under the lock: while it is held, no lead can replace the token.
             stored_token = os.pread(fd, 2 * _TOKEN_BYTES + 1, 0)
-            if not is_free or stored_token != token.encode("ascii") or not is_current(fd, path):
+            is_ours = stored_token == token.encode("ascii") and is_current(fd, path)
+            if is_locked is False or not is_ours:
                 raise StorageError(
                     "another run has taken over the unfinished destination", file=str(stage_dir)
                 )
     except BaseException:
         os.close(fd)
         raise
-    return WorkersLock(fd, token, is_sure)
+    return WorkersLock(fd, token, is_sure=is_locked is True)
 
 
 def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
@@ -128,28 +119,12 @@ def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
     """
     # flock cannot wait with a time limit: try repeatedly.
     until = time.monotonic() + wait_s
-    try:
-        while not _try_lock(fd, fcntl.LOCK_EX):
-            if time.monotonic() >= until:
-                raise StorageError(
-                    f"workers of an earlier run are still writing here after {wait_s:.0f} s",
-                    file=str(path.parent),
-                    hint="stop them, or wait until they have finished",
-                )
-            time.sleep(_PAUSE_SECONDS)
-    except OSError as err:
-        if err.errno not in WITHOUT_LOCKS:
-            raise
-        return False
-    return True
-
-
-def _try_lock(fd: int, kind: int) -> bool:
-    """Lock without waiting; return False if other processes hold the lock."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError as err:
-        if err.errno in (errno.EWOULDBLOCK, errno.EACCES):
-            return False
-        raise
-    return True
+    while (is_locked := try_lock(fd, fcntl.LOCK_EX)) is False:
+        if time.monotonic() >= until:
+            raise StorageError(
+                f"workers of an earlier run are still writing here after {wait_s:.0f} s",
+                file=str(path.parent),
+                hint="stop them, or wait until they have finished",
+            )
+        time.sleep(_PAUSE_SECONDS)
+    return is_locked is True

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import field, replace
 from pathlib import Path
 
@@ -337,21 +336,13 @@ def _locked(root: Path) -> Iterator[None]:
     if is_remote(root):
         yield
         return
-    try:
-        lock = lock_folder(root, dst=root)
-    except StorageError as err:
-        if not isinstance(err.__cause__, BlockingIOError):
-            raise
-        raise StorageError(
-            "another process is pruning this directory",
-            file=str(root),
-            hint="wait until it has finished",
-        ) from err
-    try:
+    refusal = StorageError(
+        "another process is pruning this directory",
+        file=str(root),
+        hint="wait until it has finished",
+    )
+    with closing(lock_folder(root, refusal=refusal)):
         yield
-    finally:
-        with suppress(OSError):
-            os.close(lock.fd)
 
 
 def _require_unneeded(root: Path, iteration: PrunedIteration) -> None:

@@ -24,8 +24,8 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Self
 
-from core.errors import CheckpointingException, MissingShardError, StorageError
-from core.files.object_client import put_object, send_request
+from core.errors import CheckpointingException, StorageError
+from core.files.object_client import put_object, read_object
 from core.files.object_listing import delete_objects, find_object
 from core.files.remote_path import RemotePath
 from core.values import dataclass
@@ -188,12 +188,8 @@ class DestinationLock:
 
     def _read(self) -> LockOwner | None:
         """Return who has the lock; None if there is none, or it cannot be understood."""
-        path = self._path
-        try:
-            data = send_request(path, lambda client: bytes(client.get(path.key).bytes()))
-        except MissingShardError:
-            return None
-        return LockOwner.parse(data)
+        data = read_object(self._path)
+        return None if data is None else LockOwner.parse(data)
 
     def _is_dead(self, other: LockOwner, own: LockOwner) -> bool:
         """Return whether the run of a lock has ended without releasing it."""

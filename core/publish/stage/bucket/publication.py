@@ -7,17 +7,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Self
 
-from core.errors import CorruptError, MissingShardError
-from core.files.object_client import client_of, put_object, translate_store_errors
+from core.errors import CorruptError
+from core.files.object_client import put_object, read_object
 from core.files.remote_path import RemotePath
+from core.publish.stage.folder_lock import stage_dir_of
 from core.values import dataclass
 
 _FILE = "publication.json"
-
-
-def record_url_of(dst: RemotePath) -> RemotePath:
-    """Return the URL of the record of a destination, in a hidden prefix beside it."""
-    return dst.parent / f".{dst.name}.ckpt-stage" / _FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +63,9 @@ class PublicationRecord:
             CorruptError: the record cannot be understood.
             StorageError: the store refuses, or cannot be reached.
         """
-        path = record_url_of(dst)
-        try:
-            with translate_store_errors(path):
-                data = bytes(client_of(path).get(path.key).bytes())
-        except MissingShardError:
+        path = stage_dir_of(dst) / _FILE
+        data = read_object(path)
+        if data is None:
             return None
         try:
             content = json.loads(data)
@@ -96,7 +90,7 @@ class PublicationRecord:
         Raises:
             StorageError: the store refuses, or cannot be reached.
         """
-        put_object(record_url_of(dst), json.dumps(asdict(self)).encode(), replace=True)
+        put_object(stage_dir_of(dst) / _FILE, json.dumps(asdict(self)).encode(), replace=True)
 
 
 def _ids(content: Mapping[str, object]) -> dict[str, str]:

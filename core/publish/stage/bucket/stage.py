@@ -33,16 +33,17 @@ from core.files.multipart.stream import part_bytes_of
 from core.files.object_client import put_object
 from core.files.object_listing import N_REQUESTS, delete_objects, forget_listings
 from core.files.remote_path import RemotePath
-from core.files.remote_store import RemoteStore
-from core.files.store import list_files_below
+from core.files.remote_store import list_objects
 from core.progress import OnProgress, Phase, begin_phase
 from core.publish.manifest.of_copy import manifest_name
 from core.publish.stage.bucket.destination_lock import DestinationLock, is_of_lock
 from core.publish.stage.bucket.literals import EarlyLiterals
 from core.publish.stage.bucket.parts import PartStore
-from core.publish.stage.bucket.publication import PublicationRecord, record_url_of
+from core.publish.stage.bucket.publication import PublicationRecord
 from core.publish.stage.bucket.shared import SharedUploads, check_shareable
 from core.publish.stage.bucket.spool import SpooledFile
+from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.stale import finish_despite_interrupts
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ _MEMORY_SHARE = 8
 """The parts in flight may take this fraction of the memory limit."""
 _CLIENT_BYTES = 40 << 20
 """Memory of the clients, measured: RSS of a conversion to S3, less parts and a local one's RSS."""
-_PATIENCE = 3
-"""Attempts to clean up, each of which Ctrl-C may interrupt."""
 
 
 def sending_threads(images: Sequence[FileImage], memory_bytes: int) -> int:
@@ -169,7 +168,7 @@ class BucketStage:
         self._identity = identity
         self._keep = keep
         self._client = upload_client(dst)
-        self._lock = DestinationLock(dst, record_url_of(dst).parent)
+        self._lock = DestinationLock(dst, stage_dir_of(dst))
         self._old: list[str] = []
         self._earlier: dict[str, ObjectUpload] = {}
         self._state = _State()
@@ -260,11 +259,7 @@ class BucketStage:
                 file=str(self.dst),
                 hint="choose another one",
             )
-        store = RemoteStore(self.dst)
-        try:
-            return [*list_files_below(store)]
-        finally:
-            store.close()
+        return [*list_objects(self.dst)]
 
     def _unfinished_uploads(self) -> list[tuple[str, ObjectUpload]]:
         """Return the unfinished uploads at the destination by name; a name may have several."""
@@ -336,7 +331,7 @@ class BucketStage:
     @property
     def stage_dir(self) -> RemotePath:
         """Prefix of what runs note beside the destination."""
-        return record_url_of(self.dst).parent
+        return stage_dir_of(self.dst)
 
     @property
     def journal_identity(self) -> None:
@@ -401,12 +396,8 @@ class BucketStage:
 
     def _delete_notes(self) -> None:
         """Delete the record, and what workers have noted beside it."""
-        store = RemoteStore(self.stage_dir)
-        try:
-            names = [name for name in list_files_below(store) if not is_of_lock(name)]
-            delete_objects([self.stage_dir / name for name in names])
-        finally:
-            store.close()
+        names = [name for name in list_objects(self.stage_dir) if not is_of_lock(name)]
+        delete_objects([self.stage_dir / name for name in names])
 
     def _make_visible(self, metadata: Sequence[str], *, report: Mapping[str, Any] | None) -> None:
         """Wait for all parts, write the record, and make objects visible."""
@@ -483,13 +474,14 @@ class BucketStage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for _ in range(_PATIENCE):
-            with suppress(KeyboardInterrupt):
-                self.store.close()
-                if not self._state.is_committed:
-                    self._clean_up()
-                self._lock.release()
-                return
+        finish_despite_interrupts(self._leave)
+
+    def _leave(self) -> None:
+        """Close everything and clean up; can be repeated if interrupted."""
+        self.store.close()
+        if not self._state.is_committed:
+            self._clean_up()
+        self._lock.release()
 
     def _clean_up(self) -> None:
         """Abort the uploads and delete the objects of a failed run, as far as the store lets."""

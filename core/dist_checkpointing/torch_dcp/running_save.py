@@ -1,0 +1,261 @@
+"""A planned save that has begun, on the coordinator: in a staging directory or an object store."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from typing_extensions import override
+
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication
+from core.dist_checkpointing._directory.sums import SUMS
+from core.dist_checkpointing._live.destination import (
+    BucketDestination,
+    DirectoryDestination,
+    SaveDestination,
+)
+from core.dist_checkpointing._live.share import has_one_holder
+from core.dist_checkpointing._live.upload import bytes_of_literals
+from core.dist_checkpointing.core import CONFIG_FNAME
+from core.dist_checkpointing.torch_dcp.planned_files import (
+    lay_out_rest,
+    share_of_rest,
+    token_path_of,
+)
+from core.dist_checkpointing.torch_dcp.planned_save import (
+    PlannedSave,
+    RankSave,
+    SaveLayout,
+    is_finished_by_rank,
+)
+from core.engine.catalog.file_image import FileImage
+from core.engine.plan.plan import DEFAULT_THREADS
+from core.errors import CorruptError, UnsupportedError
+from core.files.object_listing import forget_listings
+from core.files.source_store import open_store
+from core.publish.manifest.file import manifest_name
+from core.publish.manifest.partial_sums import write_combined
+from core.publish.stage.stage import Stage
+
+if TYPE_CHECKING:
+    from core.formats.format import Format
+
+
+class SavePlace(Protocol):
+    """The place that a save is written to before it is published.
+
+    Attributes:
+        token: identifier of the save, by which ranks recognise it.
+        data_dir: directory or prefix of the files.
+        destination: writes files there.
+    """
+
+    token: str
+    data_dir: Path
+    destination: SaveDestination
+
+    def begin(self, parts: Sequence[RankSave]) -> None:
+        """Prepare the place for the parts of all ranks."""
+
+    def publish(self, images: Sequence[FileImage]) -> None:
+        """Write the last files, and publish the checkpoint."""
+
+    def abandon(self) -> None:
+        """Remove what was written; do nothing after ``publish``."""
+
+
+class StagedSave(SavePlace):
+    """A save in a staging directory; see ``SavePlace``.
+
+    Args:
+        stage: the staging directory, not entered yet.
+        token: identifier of the save.
+        fsync: wait for the disk.
+        manifest: let the ranks compute checksums, and publish the checkpoint with its manifest.
+    """
+
+    def __init__(self, stage: Stage, token: str, *, fsync: bool, manifest: bool) -> None:
+        _abandon_stale(stage.dst)
+        stage.__enter__()
+        self.token = token
+        self.data_dir = stage.data_dir
+        # The stage syncs its files when it is published.
+        self.destination = DirectoryDestination(stage.data_dir, fsync=False, store=stage.store)
+        self._stage = stage
+        self._sums_dir = stage.stage_dir / SUMS if manifest else None
+        self._fsync = fsync
+        _SAVES[stage.dst] = self
+
+    @override
+    def begin(self, parts: Sequence[RankSave]) -> None:
+        token_path_of(self._stage.stage_dir, self.token).touch()
+        if self._sums_dir is not None:
+            self._sums_dir.mkdir()
+        # Create the files that several ranks write to before any of the ranks opens them.
+        n_writers = Counter(image.path for part in parts for image in part.images)
+        shared = {
+            image.path: image.size
+            for part in parts
+            for image in part.images
+            if n_writers[image.path] > 1
+        }
+        for name, n_bytes in shared.items():
+            self._stage.store.create(name, n_bytes)
+
+    @override
+    def publish(self, images: Sequence[FileImage]) -> None:
+        self.destination.finish(images)
+        if self._sums_dir is not None:
+            name = manifest_name(self._stage.dst.name if self._stage.is_file else None)
+            write_combined(self.data_dir, self._sums_dir, name, fsync=self._fsync)
+        self._stage.commit()
+
+    @override
+    def abandon(self) -> None:
+        if _SAVES.get(self._stage.dst) is self:
+            del _SAVES[self._stage.dst]
+            self._stage.__exit__(None, None, None)
+
+
+class UploadedSave(SavePlace):
+    """A save to an object store; see ``SavePlace``.
+
+    Args:
+        root: URL of the prefix.
+        layout: the files.
+        overwrite, manifest: as in ``BucketPublication``.
+
+    Raises:
+        UnsupportedError: the format has files that several ranks write.
+        UsageError, StorageError: the destination cannot be written.
+    """
+
+    def __init__(self, root: Path, layout: SaveLayout, *, overwrite: bool, manifest: bool) -> None:
+        _abandon_stale(root)
+        for image in layout.images:
+            has_data = any(placed.array.n_bytes for placed in image.arrays)
+            if has_data and not is_finished_by_rank(image):
+                name = layout.target.format
+                raise UnsupportedError(
+                    f"ranks share the files of {name}, but only one can write an object",
+                    file=str(root / image.path),
+                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
+                    f"{name}",
+                )
+        self._publication = BucketPublication(root, overwrite=overwrite, manifest=manifest)
+        self.token = self._publication.token
+        self.data_dir = self._publication.data_dir
+        self.destination = BucketDestination(self._publication.data_dir)
+        _SAVES[root] = self
+
+    @override
+    def begin(self, parts: Sequence[RankSave]) -> None:
+        pass  # no object has several writers
+
+    @override
+    def publish(self, images: Sequence[FileImage]) -> None:
+        # The metadata is put only while the lock is that of this save.
+        last = {
+            image.path: bytes_of_literals(image)
+            for image in sorted(images, key=lambda image: image.path == CONFIG_FNAME)
+            if image.is_metadata or image.path == CONFIG_FNAME
+        }
+        self.destination.finish([image for image in images if image.path not in last])
+        self._publication.publish_files(last)
+
+    @override
+    def abandon(self) -> None:
+        self._publication.abandon()
+
+
+_SAVES: weakref.WeakValueDictionary[Path, SavePlace] = weakref.WeakValueDictionary()
+"""The saves that this process has begun, by destination."""
+
+
+def _abandon_stale(dst: Path) -> None:
+    """Abandon a failed save to the same destination.
+
+    Torch has no hook for a failed save, so its writer may still be alive and hold the lock.
+    """
+    stale = _SAVES.get(dst)
+    if stale is not None:
+        stale.abandon()
+
+
+@dataclass(slots=True)
+class RunningSave:
+    """A save that has begun, on the coordinator.
+
+    Args:
+        save: the combined plans of all ranks.
+        layout: the files, and the positions of tensors in them.
+        format: the format that ranks write.
+        dst: the directory, file or prefix that is published.
+        max_file_bytes: maximum size of the files that ranks write.
+        place: the place that the files are written to.
+        end: abandons the save; called when the writer is garbage-collected or the process exits, if
+            not before.
+    """
+
+    save: PlannedSave
+    layout: SaveLayout
+    format: Format
+    dst: Path
+    max_file_bytes: int | None
+    place: SavePlace
+    end: Callable[[], object]
+
+    @property
+    def is_replaced(self) -> bool:
+        """True if another save to the same destination has begun, and abandoned this one."""
+        return _SAVES.get(self.dst) is not self.place
+
+    def finish(self, streams: Mapping[str, bytes]) -> None:
+        """Write what the ranks have not written, and publish the checkpoint.
+
+        Args:
+            streams: the entries that are not tensors as streams of ``torch.save``, by key.
+
+        Raises:
+            CorruptError: a file that a rank has finished has the wrong size.
+            UnsupportedError: an entry is not supported, or moves the tensors.
+            CheckpointingException: a file is missing or cannot be written.
+        """
+        # Check the files that ranks have finished: they must exist and have the planned sizes.
+        finished = {image.path for image in self.layout.images if is_finished_by_rank(image)}
+        forget_listings()
+        with closing(open_store(self.place.data_dir)) as store:
+            for image in self.layout.images:
+                if image.path in finished and store.size(image.path) != image.size:
+                    raise CorruptError(
+                        f"the file has {store.size(image.path)} bytes after the save, expected "
+                        f"{image.size}",
+                        file=image.path,
+                    )
+        # Write the other entries, whose sizes were not known before.
+        layout = self.layout
+        if streams:
+            layout, memory = lay_out_rest(
+                self.save,
+                layout,
+                streams,
+                format=self.format,
+                dst=self.dst,
+                max_file_bytes=self.max_file_bytes,
+            )
+            share = share_of_rest(layout)
+            self.place.destination.write(
+                share,
+                layout.source,
+                memory,
+                images=layout.images,
+                threads=DEFAULT_THREADS,
+                with_sums=False,
+            )
+            finished |= {image.path for image in share.images if has_one_holder(image)}
+        self.place.publish([image for image in layout.images if image.path not in finished])
