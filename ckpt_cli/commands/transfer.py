@@ -118,12 +118,12 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         topology=_build_topology(options),
         keeps_layout=keeps_layout,
         vocab_size=options.vocab_size,
-        vocab_divisor=options.vocab_divisor,
+        make_vocab_size_divisible_by=options.make_vocab_size_divisible_by,
         keep_padded_vocab=options.keep_padded_vocab,
         optim="drop" if options.no_optim else None,
         rng=options.rng,
         missing_chunks=options.missing_chunks or defaults.missing_chunks,
-        replicas=options.replicas or defaults.replicas,
+        on_replica_mismatch=options.on_replica_mismatch or defaults.on_replica_mismatch,
         names=options.names,
         config=options.config,
         family=options.family,
@@ -149,7 +149,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         layer_axis=options.layer_axis or 0,
         dtype=parse_casts(options.dtype),
         quantize=parse_quantizations(options.quantize),
-        max_file_bytes=options.max_shard_size,
+        max_shard_size=options.max_shard_size,
         metadata_only=options.metadata_only,
         weights_only=options.weights_only,
         drop_unknown=options.drop_unknown,
@@ -242,18 +242,25 @@ def build_pipeline(options: TransferOptions) -> Pipeline | None:
     Raises:
         UsageError: the options contradict each other, or the layout is invalid.
     """
-    flags = (options.account_for_embedding, options.account_for_loss)
-    counts = (options.decoder_first, options.decoder_last)
-    if options.pipeline_layout is None and all(value is None for value in (*flags, *counts)):
+    flags = (
+        options.account_for_embedding_in_pipeline_split,
+        options.account_for_loss_in_pipeline_split,
+    )
+    counts = (options.decoder_first_pipeline_num_layers, options.decoder_last_pipeline_num_layers)
+    if options.pipeline_model_parallel_layout is None and all(
+        value is None for value in (*flags, *counts)
+    ):
         return None
     from core.megatron.model.pipeline import Pipeline, parse_layout
 
     return Pipeline(
-        first=options.decoder_first,
-        last=options.decoder_last,
-        counts_embedding=bool(options.account_for_embedding),
-        counts_loss=bool(options.account_for_loss),
-        layout=None if options.pipeline_layout is None else parse_layout(options.pipeline_layout),
+        first=options.decoder_first_pipeline_num_layers,
+        last=options.decoder_last_pipeline_num_layers,
+        counts_embedding=bool(options.account_for_embedding_in_pipeline_split),
+        counts_loss=bool(options.account_for_loss_in_pipeline_split),
+        layout=None
+        if options.pipeline_model_parallel_layout is None
+        else parse_layout(options.pipeline_model_parallel_layout),
     )
 
 

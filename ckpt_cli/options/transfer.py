@@ -150,35 +150,35 @@ class TransferOptions:
     vpp: int | None = _source_size("vpp", "virtual-pipeline-model-parallel-size")
     ep: int | None = _source_size("ep", "expert-model-parallel-size")
     etp: int | None = _source_size("etp", "expert-tensor-parallel-size")
-    decoder_first: int | None = _pipeline_option(
+    decoder_first_pipeline_num_layers: int | None = _pipeline_option(
         "decoder-first-pipeline-num-layers",
         "N",
         "Layers in the first pipeline stage.",
         whole_number(1),
     )
-    decoder_last: int | None = _pipeline_option(
+    decoder_last_pipeline_num_layers: int | None = _pipeline_option(
         "decoder-last-pipeline-num-layers",
         "N",
         "Layers in the last pipeline stage.",
         whole_number(1),
     )
-    pipeline_layout: str | None = _pipeline_option(
+    pipeline_model_parallel_layout: str | None = _pipeline_option(
         "pipeline-model-parallel-layout",
         "TEXT",
         "Contents of each model chunk: 'E|(t|)*3,m|L'.",
         str,
     )
-    account_for_embedding: bool | None = _pipeline_flag(
+    account_for_embedding_in_pipeline_split: bool | None = _pipeline_flag(
         "account-for-embedding-in-pipeline-split", "Count the embedding as a layer."
     )
-    account_for_loss: bool | None = _pipeline_flag(
+    account_for_loss_in_pipeline_split: bool | None = _pipeline_flag(
         "account-for-loss-in-pipeline-split", "Count the loss as a layer."
     )
     # Layout: vocabulary, names and rules.
     vocab_size: int | None = LAYOUT.option(
         "--vocab-size N", "Vocabulary size without padding.", parser=whole_number(1)
     )
-    vocab_divisor: int | None = LAYOUT.option(
+    make_vocab_size_divisible_by: int | None = LAYOUT.option(
         "--make-vocab-size-divisible-by N",
         "Hugging Face to Megatron: pad the vocabulary to a multiple of N × TP. [128]",
         parser=whole_number(1),
@@ -295,7 +295,7 @@ class TransferOptions:
         parser=one_of("keep", "drop"),
     )
     missing_chunks: str | None = missing_chunks_option(CONTENT)
-    replicas: str | None = CONTENT.option(
+    on_replica_mismatch: str | None = CONTENT.option(
         "--on-replica-mismatch error|first",
         "If ranks hold different copies of one tensor: fail, or use the first. [error]",
         parser=one_of("error", "first"),

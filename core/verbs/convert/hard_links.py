@@ -45,9 +45,6 @@ from core.verbs.convert.target_form import cut_form, describe_unsafe_files
 _OPTIONS = {
     "topology": "parallel sizes or pipeline options",
     "optim": "--no-optim",
-    "replicas": "--on-replica-mismatch",
-    "max_file_bytes": "--max-shard-size",
-    "vocab_divisor": "--make-vocab-size-divisible-by",
 }
 """Descriptions of the job's fields whose options have other names."""
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")

@@ -76,8 +76,8 @@ class Job:
         text_model: take the text model out of a vision-language model and leave out all else
             (``core.hf.text_model``).
         tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
-        vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
-            multiples of it times TP; None for Megatron's default.
+        make_vocab_size_divisible_by: where Hugging Face's weights become Megatron's, padded
+            vocabularies are multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop`` the optimizer; None carries it, except into a Hugging Face
             checkpoint, which has none.
@@ -112,7 +112,7 @@ class Job:
         layer_axis: number of the axis along which layers are stacked or unstacked, from 0.
         dtype, quantize: (glob, dtype) pairs, of which later ones win; the glob None stands for the
             model's weights.
-        max_file_bytes: maximum size of an output file with tensors, where the format can split;
+        max_shard_size: maximum size of an output file with tensors, where the format can split;
             None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's
             (``core.verbs.convert.hard_links``).
@@ -122,8 +122,8 @@ class Job:
         drop_missing: leave out entries that an index lists without data.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
-        replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
-            different ones; ``first`` takes the first and does not read the others.
+        on_replica_mismatch: ``error`` compares the copies of a tensor that several ranks hold and
+            refuses different ones; ``first`` takes the first and does not read the others.
         memory_bytes: memory limit of the process, imports included.
         beside_bytes: part of ``memory_bytes`` that is used by what the engine does not count, such
             as the runtime of a team.
@@ -151,7 +151,7 @@ class Job:
     topology: TopologyChange | None = None
     keeps_layout: bool = False
     vocab_size: int | None = None
-    vocab_divisor: int | None = None
+    make_vocab_size_divisible_by: int | None = None
     keep_padded_vocab: bool = False
     optim: str | None = None
     rng: str | None = None
@@ -178,13 +178,13 @@ class Job:
     layer_axis: int = 0
     dtype: tuple[tuple[str | None, str], ...] = ()
     quantize: tuple[tuple[str | None, str], ...] = ()
-    max_file_bytes: int | None = None
+    max_shard_size: int | None = None
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
     drop_missing: bool = False
     missing_chunks: str = "fill"
-    replicas: str = "error"
+    on_replica_mismatch: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     beside_bytes: int = 0
     threads: int = DEFAULT_THREADS

@@ -91,7 +91,7 @@ def check_format_options(job: Job, format: Format, *, is_named: bool) -> None:
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
-    if job.max_file_bytes is not None and (not format.splits_files or is_one_file):
+    if job.max_shard_size is not None and (not format.splits_files or is_one_file):
         reason = (
             "DST is one file"
             if is_one_file

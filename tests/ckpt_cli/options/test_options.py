@@ -152,7 +152,7 @@ def test_changes_of_content_reach_the_job() -> None:
         *("--tie", "lm_head.weight=embed.weight", "--untie", "a.b=c.d"),
     )
     job = build_job(options, keeps_layout=False)
-    assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
+    assert (job.names, job.max_shard_size, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
     assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
     assert job.dequantize_optim
     assert (job.strip_prefix, job.add_prefix) == (("module.", "model."), "net.")
@@ -162,7 +162,7 @@ def test_changes_of_content_reach_the_job() -> None:
 
 def test_without_them_the_job_changes_nothing() -> None:
     job = build_job(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
-    assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (
+    assert (job.names, job.max_shard_size, job.dequantize, job.add_prefix) == (
         None,
         None,
         None,

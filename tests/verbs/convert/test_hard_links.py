@@ -86,7 +86,12 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
         (DCP, {"dtype": ((None, "float32"),)}, UsageError, "cannot be combined with --dtype"),
         (DCP, {"verify": True}, UsageError, "cannot be combined with --verify"),
         (DIST, {"optim": "drop"}, UsageError, "cannot be combined with --no-optim"),
-        (DIST, {"replicas": "first"}, UsageError, "cannot be combined with --on-replica-mismatch"),
+        (
+            DIST,
+            {"on_replica_mismatch": "first"},
+            UsageError,
+            "cannot be combined with --on-replica-mismatch",
+        ),
         (DIST, {"drop_unknown": True}, UsageError, "cannot be combined with --drop-unknown"),
         (DIST, {"rules": Path("rules.toml")}, UsageError, "cannot be combined with --rules"),
         (

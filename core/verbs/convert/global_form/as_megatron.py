@@ -62,7 +62,7 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
 
     # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
     config = config_after(cast.catalog, request.config)
-    divisor = job.vocab_divisor or VOCAB_DIVISOR
+    divisor = job.make_vocab_size_divisible_by or VOCAB_DIVISOR
     with blaming_options(job, first, "Hugging Face"):
         tabled = (*model_types(), *composite_types())
         if request.family is None and config.get("model_type") in tabled:
@@ -121,7 +121,7 @@ def form_as_adapter(request: FormRequest, catalog: Catalog, source: Checkpoint) 
     for option, is_given in (
         ("--vocab-size", job.vocab_size is not None),
         ("--keep-padded-vocab", job.keep_padded_vocab),
-        ("--make-vocab-size-divisible-by", job.vocab_divisor is not None),
+        ("--make-vocab-size-divisible-by", job.make_vocab_size_divisible_by is not None),
         ("--experts", job.experts is not None),
     ):
         if is_given:

@@ -61,7 +61,7 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         raise UsageError(
             "--rng has no effect: Hugging Face checkpoints have no random states", hint="omit it"
         )
-    if job.vocab_divisor is not None and not request.becomes_megatron:
+    if job.make_vocab_size_divisible_by is not None and not request.becomes_megatron:
         raise UsageError(
             "--make-vocab-size-divisible-by applies only to converting Hugging Face weights "
             "to Megatron",
