@@ -27,17 +27,16 @@ from ckpt_cli.options.declaration import (
     threads_option,
 )
 from ckpt_cli.options.shared.values import (
-    AUTO,
     check_cast,
     check_dtype,
     check_format,
     check_names,
     check_quantization,
     one_of,
-    parse_size,
     whole_number,
 )
 from core.values import dataclass
+from core.verbs.convert.job_options import AUTO, CHOICES, parse_size
 
 TARGETS = (
     *("dcp", "torch_dist", "torch", "megatron", "zarr", "zarr3", "safetensors"),
@@ -208,7 +207,7 @@ class TransferOptions:
         "--transformer-impl IMPL",
         "Megatron module names to write: local or transformer_engine. "
         "[those of SRC; from Hugging Face transformer_engine]",
-        parser=one_of("local", "transformer_engine"),
+        parser=one_of(*CHOICES["transformer_impl"]),
     )
     megatron_version: str | None = LAYOUT.option(
         "--megatron-version X.Y",
@@ -218,14 +217,14 @@ class TransferOptions:
         "--experts KIND",
         "Module of the experts: sequential, te-grouped (Transformer Engine), or grouped "
         "(the old GroupedMLP, removed in megatron-core 0.17). [that of SRC]",
-        parser=one_of("sequential", "grouped", "te-grouped"),
+        parser=one_of(*CHOICES["experts"]),
     )
     rules: Path | None = rules_option()
     unknown: str | None = LAYOUT.option(
         "--unknown POLICY",
         "Tensors without a layout rule: refuse, or replicate those identical on all "
         "ranks. [refuse]",
-        parser=one_of("refuse", "replicate"),
+        parser=one_of(*CHOICES["unknown"]),
     )
 
     # Content: which tensors, under which keys, in which dtype.
@@ -292,13 +291,13 @@ class TransferOptions:
         "--rng keep|drop",
         "Random states: keep them or fail; drop them. "
         "[kept if the ranks stay the same, else dropped]",
-        parser=one_of("keep", "drop"),
+        parser=one_of(*CHOICES["rng"]),
     )
     missing_chunks: str | None = missing_chunks_option(CONTENT)
     on_replica_mismatch: str | None = CONTENT.option(
         "--on-replica-mismatch error|first",
         "If ranks hold different copies of one tensor: fail, or use the first. [error]",
-        parser=one_of("error", "first"),
+        parser=one_of(*CHOICES["on_replica_mismatch"]),
     )
     weights_only: bool = CONTENT.flag(
         "--weights-only",

@@ -231,7 +231,7 @@ def test_layers_of_a_converted_model_can_be_stacked_and_quantized(
 def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(
     golden: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="--make-vocab-size-divisible-by applies only to"):
+    with pytest.raises(UsageError, match="--make-vocab-size-divisible-by has no effect"):
         run(
             Job(
                 src=golden / GOLD / "tp1_pp1",

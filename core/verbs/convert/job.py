@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from core.files.syscalls import default_memory_bytes
+from core.values import changed_fields
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device
@@ -21,7 +22,16 @@ MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = default_memory_bytes()
 DEFAULT_THREADS = 2
 
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+"""Names of the parallel sizes; options for those of the destination end in ``_new``."""
+PIPELINE_OPTIONS = {
+    "decoder_first_pipeline_num_layers": "first",
+    "decoder_last_pipeline_num_layers": "last",
+    "account_for_embedding_in_pipeline_split": "counts_embedding",
+    "account_for_loss_in_pipeline_split": "counts_loss",
+    "pipeline_model_parallel_layout": "layout",
+}
+"""Option → its field of ``core.megatron.model.pipeline.Pipeline``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +57,22 @@ class TopologyChange:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes to change, by name."""
-        return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
     @property
     def is_change(self) -> bool:
         """True if a size or the pipeline of the destination is given."""
         return bool(self.sizes) or self.pipeline is not None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that give the sizes and the pipeline of the destination."""
+        sizes = [f"{name}_new" for name in self.sizes]
+        if self.pipeline is None:
+            return tuple(sizes)
+        changed = changed_fields(self.pipeline)
+        names = [option for option, field in PIPELINE_OPTIONS.items() if field in changed]
+        return (*sizes, *(names or [f"no_{name}" for name in PIPELINE_OPTIONS if "split" in name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +219,19 @@ class Job:
     unknown: str = "refuse"
     device: Device | None = None
     merge: Merge | None = None
+
+    @property
+    def given_options(self) -> list[str]:
+        """Names of the options that differ from their defaults, as in ``NoEffectError``."""
+        names: list[str] = []
+        for name in changed_fields(self):
+            value = getattr(self, name)
+            if isinstance(value, TopologyChange):
+                names += (*value.options, *value.source)
+            else:
+                is_off = value is False or (name, value) == ("optim", "drop")
+                names.append(f"no_{name}" if is_off else name)
+        return names
 
     @property
     def stacking(self) -> bool | None:
