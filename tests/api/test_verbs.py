@@ -93,7 +93,7 @@ def test_an_option_without_effect_is_refused_under_its_name_in_python(
 
 
 def test_a_switch_is_named_as_it_is_written_in_python(golden: Path, tmp_path: Path) -> None:
-    source = golden / "mcore_torch_dist/dense_gqa/tp2_pp1"
+    source = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
     with pytest.raises(UsageError, match="^optim=False, verify have no effect: --metadata-only"):
         core.convert(source, tmp_path / "out", metadata_only=True, optim=False, verify=True)
 

@@ -90,11 +90,9 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
     """
     layout_options = () if job.topology is None else job.topology.options
     is_fsdp = writes_fsdp_dtensor(job)
+    is_cut = is_fsdp or format.has_layout or cuts_experts(job, format)
     # Without --to, tensors with other names get a better message later: no rule knows them.
-    has_no_layout = (
-        not (is_fsdp or format.has_layout or cuts_experts(job, format))
-        and (job.to is not None or is_named)
-    )  # fmt: skip
+    has_no_layout = not is_cut and (job.to is not None or is_named)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
