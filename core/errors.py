@@ -4,6 +4,7 @@ The tree (exit codes are the command line's)::
 
     CheckpointingException              1   root, the documented API's name
     ├── UsageError                      2   the request contradicts itself
+    │   └── NoEffectError               2   options of the request have no effect on it
     ├── CorruptError                    3   the checkpoint is damaged or incomplete
     │   ├── TruncatedError              3   a file is shorter than its metadata says
     │   ├── MissingShardError           3   a file or a region of a tensor is missing
@@ -22,9 +23,10 @@ and a hint about what to do next. ``--json`` prints the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str | None:
@@ -211,6 +213,72 @@ class UsageError(CheckpointingException):
 
     exit_code = 2
     code = "usage"
+
+
+def flag_of(option: str) -> str:
+    """Return the flag of an option: ``--vocab-size`` for ``vocab_size``."""
+    return f"--{option.replace('_', '-')}"
+
+
+class NoEffectError(UsageError):
+    """Options of the request have no effect on it; no option is ignored.
+
+    Args:
+        options: names of the options: ``vocab_size``, or ``no_optim`` for one that is switched off.
+        reason: why they have no effect.
+        hint: the next step, in which "it" is the option; None to omit it.
+    """
+
+    def __init__(self, options: Sequence[str], reason: str, *, hint: str | None = None) -> None:
+        hint = hint or "omit it"
+        if len(options) > 1:
+            hint = re.sub(r"\bit\b", "them", hint, count=1)
+        super().__init__("", hint=hint)
+        self.args = self.options, self.reason = tuple(options), reason  # what unpickling passes
+        self._name_options(map(flag_of, options))
+
+    def name_arguments(self) -> None:
+        """Name the options as arguments in Python: ``vocab_size``, ``optim=False``."""
+        self._name_options(
+            f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name
+            for name in self.options
+        )
+
+    def _name_options(self, names: Iterable[str]) -> None:
+        verb = "has" if len(self.options) == 1 else "have"
+        self.message = f"{', '.join(names)} {verb} no effect: {self.reason}"
+
+
+class NoEffect(NamedTuple):
+    """A row of a table of refusals: options that have no effect on a request.
+
+    Args:
+        options: names of the options.
+        applies: whether they have no effect on this request.
+        reason: why.
+        hint: the next step; None to omit them.
+    """
+
+    options: Sequence[str]
+    applies: bool
+    reason: str
+    hint: str | None = None
+
+
+def refuse_without_effect(given: Collection[str], table: Iterable[NoEffect]) -> None:
+    """Raise for the first row of a table that applies to a given option.
+
+    Args:
+        given: names of the options of the request that differ from their defaults.
+        table: options that may have no effect.
+
+    Raises:
+        NoEffectError: there is such a row; it names all its options that are given.
+    """
+    for row in table:
+        options = [name for name in row.options if name in given]
+        if row.applies and options:
+            raise NoEffectError(options, row.reason, hint=row.hint)
 
 
 class CorruptError(CheckpointingException):

@@ -11,7 +11,8 @@ value, which took a tenth of the planning time for DeepSeek-V3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dataclasses import dataclass
@@ -48,4 +49,9 @@ else:
         return method
 
 
-__all__ = ["dataclass"]
+def changed_fields(value: Any) -> list[str]:
+    """Return the names of the fields of a value that differ from their defaults."""
+    return [field.name for field in fields(value) if getattr(value, field.name) != field.default]
+
+
+__all__ = ["changed_fields", "dataclass"]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS, TARGETS
 from core.errors import UsageError
+from core.verbs.convert.job_options import implied_format
 
 if TYPE_CHECKING:
     from ckpt_cli.options.transfer import TransferOptions
@@ -24,13 +25,9 @@ def convert(options: TransferOptions) -> int:
         UsageError: no option determines the format to write, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, converted or written.
     """
-    to = options.to
-    if not to:
-        from core.api.verbs import implied_format
-
-        to = implied_format(options.output or options.dst, options.names)
+    dst = options.output or options.dst
+    to = options.to or implied_format(dst, options.names)
     if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
-        dst = options.output or options.dst
         unknown = f", and the suffix {dst.suffix} implies no format" if dst and dst.suffix else ""
         raise UsageError(
             f"no target format: --to is missing{unknown}",

@@ -65,9 +65,12 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, launch_of, team, worker_threads
 from ckpt_cli.workers.progress import show_progress
-from core.engine.numbers.difference import Tolerance
 from core.engine.team.protocol import is_lead
-from core.errors import UsageError
+from core.errors import NoEffect, refuse_without_effect
+from core.opening.open import FILL
+from core.values import changed_fields
+from core.verbs.convert.job import DEFAULT_THREADS
+from core.verbs.diff.options import build_diff_job
 from core.verbs.diff.result import KINDS
 from core.verbs.diff.run import DiffJob, diff
 from core.verbs.pictures.heat import heat_maps
@@ -121,51 +124,29 @@ def _build_job(options: DiffOptions) -> DiffJob:
     Raises:
         UsageError: options contradict each other.
     """
-    rule = _parse_tolerance(options)
-    if options.stat_only and (rule is not None or options.read):
-        raise UsageError(
-            "--stat-only reads no values, so --rtol, --atol and --read do not apply",
-            hint="drop --stat-only, or the other options",
-        )
-    if options.map and options.quiet:
-        raise UsageError(
-            "--quiet prints only the verdict, so --map does not apply", hint="drop one of them"
-        )
+    verdict = NoEffect(("map",), options.quiet, "--quiet prints only the verdict")
+    refuse_without_effect(changed_fields(options), [verdict])
     check_file(options.rules, option="--rules")
-    defaults = DiffJob(a=options.a, b=options.b)
-    return DiffJob(
-        a=options.a,
-        b=options.b,
+    return build_diff_job(
+        options.a,
+        options.b,
+        rtol=options.rtol,
+        atol=options.atol,
+        nan_differs=options.nan_differs,
+        stat_only=options.stat_only,
+        read=options.read,
         iteration_a=options.iteration,
         iteration_b=options.iteration_b,
-        missing_chunks=options.missing_chunks or defaults.missing_chunks,
-        rule=rule,
-        reads=not options.stat_only,
-        believes=not options.read,
+        missing_chunks=options.missing_chunks or FILL,
         include=tuple(options.include or ()),
         exclude=tuple(options.exclude or ()),
         strip_prefix=tuple(options.strip_prefix or ()),
         with_optimizer=not options.no_optim,
         with_entries=not options.tensors_only,
         rules=options.rules,
-        threads=options.threads or worker_threads() or defaults.threads,
+        threads=options.threads or worker_threads() or DEFAULT_THREADS,
         memory_bytes=options.memory or default_memory(),
     )
-
-
-def _parse_tolerance(options: DiffOptions) -> Tolerance | None:
-    """Return the tolerance of a comparison by value; None to compare bit for bit.
-
-    Raises:
-        UsageError: ``--nan-differs`` is given without a tolerance.
-    """
-    if options.rtol is None and options.atol is None:
-        if options.nan_differs:
-            raise UsageError(
-                "--nan-differs only applies to comparisons by value", hint="add --rtol or --atol"
-            )
-        return None
-    return Tolerance(options.rtol or 0.0, options.atol or 0.0, not options.nan_differs)
 
 
 def _as_json(result: Diff) -> dict[str, object]:

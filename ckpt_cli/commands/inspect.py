@@ -115,12 +115,13 @@ from ckpt_cli.workers.progress import show_progress
 from core.engine.catalog.key_patterns import LIST_THEM
 from core.engine.catalog.tensor import Tensor
 from core.engine.plan.memory import limit_objects
-from core.errors import UnsupportedError, UsageError
+from core.errors import NoEffect, UnsupportedError, UsageError, refuse_without_effect
 from core.megatron.optimizer.form import role_of
 from core.opening.damaged import open_readable_part
 from core.opening.iterations import CHECKPOINTS_BELOW
 from core.opening.open import FILL, Checkpoint
 from core.progress import Phase, begin_phase, report_bytes
+from core.values import changed_fields
 from core.verbs.inspect.optimizer_states import is_state, states_of
 from core.verbs.inspect.select import model_tensors, require_key, select_entries, with_selected
 from core.verbs.inspect.summary import ROLES, Summary, bare_key, path_of, summarize
@@ -146,6 +147,8 @@ def inspect(options: InspectOptions) -> int:
         CheckpointingException: the checkpoint cannot be read.
     """
     _check_pictures(options)
+    unread = NoEffect(("threads",), not options.stats, "no values are read", "add --stats")
+    refuse_without_effect(changed_fields(options), [unread])
     if options.report is not None:
         from ckpt_cli.html_report.page import announce_report, check_html_path
 
@@ -448,8 +451,6 @@ def _measure(
         CheckpointingException: a tensor cannot be read.
     """
     if not options.stats:
-        if options.threads is not None:
-            raise UsageError("-j only applies to --stats", hint="add --stats")
         return {}
     chosen = tensors if options.keys or options.optim else model_tensors(summary)
     if not chosen:

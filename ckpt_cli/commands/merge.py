@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.merge import parse_numbers
-from core.api.verbs import implied_format
 from core.errors import UsageError
+from core.verbs.convert.job_options import implied_format
 from core.verbs.merge.request import build_merge
 
 if TYPE_CHECKING:

@@ -117,18 +117,6 @@ def _single_root(options: ValidateOptions) -> Path:
     paths = options.paths or [Path()]
     if len(paths) != 1:
         raise UsageError("--newest-valid takes one training root", hint="run it once for each root")
-    conflicting = (
-        ("--output", options.output),
-        ("--report", options.report),
-        ("--write-baseline", options.write_baseline),
-        ("--plan-for", options.plan_for),
-    )
-    for name, value in conflicting:
-        if value:
-            raise UsageError(
-                f"--newest-valid only prints a path and cannot be combined with {name}",
-                hint="give only one",
-            )
     if options.format not in (None, "text", "json"):
         raise UsageError(
             f"--newest-valid does not support --format {options.format}",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_cli.commands.transfer import SIZES, build_job, build_pipeline, transfer
-from core.errors import UsageError
+from ckpt_cli.commands.transfer import build_job, transfer
+from core.verbs.convert.job import SIZES
+from core.verbs.convert.options import check_reshard
 
 if TYPE_CHECKING:
     from ckpt_cli.options.transfer import TransferOptions
@@ -18,13 +19,9 @@ def reshard(options: TransferOptions) -> int:
         UsageError: no option changes the layout, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, resharded or written.
     """
-    # --to, --vocab-size or --experts may be the only change: the sizes then stay the source's.
-    sizes = (options.tp_new, options.pp_new, options.vpp_new, options.ep_new, options.etp_new)
-    has_target = build_pipeline(options) is not None or any(size is not None for size in sizes)
-    others = (options.to, options.vocab_size, options.experts)
-    if not has_target and all(option is None for option in others):
-        raise UsageError("no target size", hint=_target_size_hint(options))
-    return transfer(build_job(options, keeps_layout=True), options)
+    job = build_job(options, keeps_layout=True)
+    check_reshard(job, hint=_target_size_hint(options))
+    return transfer(job, options)
 
 
 def _target_size_hint(options: TransferOptions) -> str:

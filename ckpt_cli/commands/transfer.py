@@ -55,20 +55,11 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.options.shared.progress import progress_form
-from ckpt_cli.options.shared.values import (
-    check_file,
-    parse_casts,
-    parse_key_pairs,
-    parse_quantizations,
-    parse_renames,
-    parse_unstack_globs,
-)
 from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
@@ -78,25 +69,23 @@ from ckpt_cli.workers.published import finish_published, recall_report, remember
 from ckpt_cli.workers.remaining import InterruptedOutput
 from ckpt_cli.workers.work_state import traffic_fields
 from core.engine.team.protocol import broadcast_result, gather_results, is_lead
-from core.errors import ReplicaMismatchError, UsageError
+from core.errors import NoEffect, ReplicaMismatchError, UsageError, refuse_without_effect
 from core.files.remote_path import location_of
+from core.values import changed_fields
+from core.verbs.convert.job import SIZES
+from core.verbs.convert.job_options import OPTIONS, parse_job
 from core.verbs.convert.prepare import prepare
-from core.verbs.convert.run import Job, TopologyChange, run
+from core.verbs.convert.run import Job, run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from ckpt_cli.options.transfer import TransferOptions
     from core.engine.team.protocol import Team
-    from core.megatron.model.pipeline import Pipeline
-    from core.megatron.model.version import MegatronVersion
     from core.verbs.convert.job import Report
     from core.verbs.convert.prepared import Prepared
     from core.verbs.convert.report.dropped import DroppedReason
     from core.verbs.forecast.forecast import Forecast
-
-SIZES = ("tp", "pp", "vpp", "ep", "etp")
-"""Names of the parallel sizes, as in ``--tp`` and ``--tp-new``."""
 
 
 def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
@@ -109,75 +98,15 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
         UsageError: the options contradict each other, or a value is invalid.
     """
     _check_conflicts(options)
-    defaults = Job(src=options.src)
-    return Job(
-        src=options.src,
-        dst=options.output or options.dst,
-        to=options.to,
-        iteration=options.iteration,
-        topology=_build_topology(options),
-        keeps_layout=keeps_layout,
-        vocab_size=options.vocab_size,
-        vocab_divisor=options.vocab_divisor,
-        keep_padded_vocab=options.keep_padded_vocab,
-        optim="drop" if options.no_optim else None,
-        rng=options.rng,
-        missing_chunks=options.missing_chunks or defaults.missing_chunks,
-        replicas=options.replicas or defaults.replicas,
-        names=options.names,
-        config=options.config,
-        family=options.family,
-        text_model=options.text_model,
-        tokenizer=options.tokenizer,
-        transformer_impl=options.transformer_impl,
-        megatron_version=None
-        if options.megatron_version is None
-        else _parse_version(options.megatron_version),
-        experts=options.experts,
-        param_order=options.param_order,
-        dequantize=options.dequantize,
-        dequantize_optim=options.dequantize_optim,
-        include=tuple(options.include or ()),
-        exclude=tuple(options.exclude or ()),
-        strip_prefix=tuple(options.strip_prefix or ()),
-        add_prefix=options.add_prefix,
-        rename=parse_renames(options.rename),
-        untie=parse_key_pairs(options.untie, option="--untie"),
-        tie=parse_key_pairs(options.tie, option="--tie"),
-        stack_layers=options.stack_layers,
-        unstack_layers=parse_unstack_globs(options.unstack_layers),
-        layer_axis=options.layer_axis or 0,
-        dtype=parse_casts(options.dtype),
-        quantize=parse_quantizations(options.quantize),
-        max_file_bytes=options.max_shard_size,
-        metadata_only=options.metadata_only,
-        weights_only=options.weights_only,
-        drop_unknown=options.drop_unknown,
-        drop_missing=options.drop_missing,
-        memory_bytes=options.memory or default_memory(),
-        threads=options.threads or worker_threads() or defaults.threads,
-        resume=options.resume,
-        force=options.force,
-        crc=not options.no_crc,
-        digest=not options.no_digest,
-        fsync=not options.no_fsync,
-        fingerprint=options.fingerprint,
-        verify=options.verify,
-        rules=options.rules,
-        unknown=options.unknown or "refuse",
-        device=device(),
-    )
-
-
-def _build_topology(options: TransferOptions) -> TopologyChange | None:
-    """Return the change of parallel sizes and pipeline; None if no option concerns them."""
-    target_sizes = {name: getattr(options, f"{name}_new") for name in SIZES}
-    source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
-    pipeline = build_pipeline(options)
-    has_target = pipeline is not None or any(size is not None for size in target_sizes.values())
-    if not source_sizes and not has_target:
-        return None
-    return TopologyChange(**target_sizes, pipeline=pipeline, source=source_sizes)
+    values = {field.name: getattr(options, field.name) for field in fields(options)}
+    switches = [name for name, value in values.items() if name.startswith("no_") and value]
+    values |= dict.fromkeys((name.removeprefix("no_") for name in switches), False)
+    values["memory"] = options.memory or default_memory()
+    values["threads"] = options.threads or worker_threads()
+    job_options = {name: values.get(name) for name in (*OPTIONS, *SIZES)}
+    dst = options.output or options.dst
+    job = parse_job(options.src, dst, job_options, keeps_layout=keeps_layout)
+    return replace(job, device=device())
 
 
 def _check_conflicts(options: TransferOptions) -> None:
@@ -186,21 +115,19 @@ def _check_conflicts(options: TransferOptions) -> None:
     Raises:
         UsageError: two options cannot be combined, or the path of ``--rules`` is not a file.
     """
-    if options.rank is not None and not options.dry_run:
-        raise UsageError("--rank only applies to --dry-run", hint="add --dry-run")
-    if options.map is not None and not options.explain:
-        raise UsageError("--map only applies to --explain", hint="add --explain")
+    refuse_without_effect(
+        changed_fields(options),
+        (
+            NoEffect(
+                ("rank", "report"), not options.dry_run, "nothing is planned", "add --dry-run"
+            ),
+            NoEffect(("map",), not options.explain, "nothing is explained", "add --explain"),
+        ),
+    )
     if options.report is not None:
-        if not options.dry_run:
-            raise UsageError("--report only applies to --dry-run", hint="add --dry-run")
         from ckpt_cli.html_report.page import check_html_path
 
         check_html_path(options.report)
-    check_file(options.rules, option="--rules")
-    check_file(options.config, option="--config")
-    check_file(options.family, option="--family")
-    if options.param_order not in (None, "model"):
-        check_file(Path(options.param_order), option="--param-order")
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
             f"two destinations: {options.dst} and -o {options.output}", hint="give only one"
@@ -208,53 +135,10 @@ def _check_conflicts(options: TransferOptions) -> None:
     conflicts = (
         ("--explain and --dry-run", options.explain and options.dry_run),
         ("--explain and --quiet", options.explain and options.quiet),
-        (
-            "--keep-padded-vocab and --vocab-size",
-            options.keep_padded_vocab and options.vocab_size is not None,
-        ),
-        (
-            "--stack-layers and --unstack-layers",
-            options.stack_layers and options.unstack_layers,
-        ),
     )
     for pair, are_given in conflicts:
         if are_given:
             raise UsageError(f"{pair} cannot be combined", hint="give only one")
-    if options.layer_axis is not None and not (options.stack_layers or options.unstack_layers):
-        raise UsageError(
-            "--layer-axis has no effect without --stack-layers or --unstack-layers",
-            hint="add one of them, or omit it",
-        )
-
-
-def _parse_version(text: str) -> MegatronVersion:
-    """Parse the version of Megatron that is to load the rank files."""
-    from core.megatron.model.version import parse_version
-
-    return parse_version(text)
-
-
-def build_pipeline(options: TransferOptions) -> Pipeline | None:
-    """Return the distribution of layers over pipeline stages; None if no option concerns it.
-
-    The given options describe the distribution completely; the source's is not consulted.
-
-    Raises:
-        UsageError: the options contradict each other, or the layout is invalid.
-    """
-    flags = (options.account_for_embedding, options.account_for_loss)
-    counts = (options.decoder_first, options.decoder_last)
-    if options.pipeline_layout is None and all(value is None for value in (*flags, *counts)):
-        return None
-    from core.megatron.model.pipeline import Pipeline, parse_layout
-
-    return Pipeline(
-        first=options.decoder_first,
-        last=options.decoder_last,
-        counts_embedding=bool(options.account_for_embedding),
-        counts_loss=bool(options.account_for_loss),
-        layout=None if options.pipeline_layout is None else parse_layout(options.pipeline_layout),
-    )
 
 
 def transfer(job: Job, options: TransferOptions) -> int:

@@ -28,10 +28,11 @@ from ckpt_cli.screen.terminal import Screen, escaped, screen_of
 from ckpt_cli.workers.current_team import team
 from ckpt_cli.workers.progress import show_progress
 from core.engine.team.protocol import broadcast_result, is_lead
-from core.errors import UsageError
+from core.errors import NoEffect, UsageError, refuse_without_effect
 from core.files.remote_path import location_of
 from core.pickle.noted import gc_paused
 from core.progress import Phase, begin_phase
+from core.values import changed_fields
 from core.verbs.checks.file_codes import RANK_MISSING
 from core.verbs.validate.accepted import baseline_text
 from core.verbs.validate.run import build_refusal, distinct_paths
@@ -131,6 +132,17 @@ def _check_options(options: ValidateOptions) -> None:
         UsageError: two options cannot be combined, a value is invalid, or a report or rules file
             cannot be used.
     """
+    if options.newest_valid:
+        reasons = ("considers all iterations anyway", "only prints a path")
+        considered, printed = (f"--newest-valid {reason}" for reason in reasons)
+        others = ("output", "report", "write_baseline", "plan_for")
+        refuse_without_effect(
+            changed_fields(options),
+            (
+                NoEffect(("all_iterations",), True, considered),
+                NoEffect(others, True, printed, "omit it, or --newest-valid"),
+            ),
+        )
     # Options that cannot be combined.
     checks_all = options.all_iterations or options.newest_valid
     conflicts = (
@@ -148,11 +160,6 @@ def _check_options(options: ValidateOptions) -> None:
             options.iteration is not None and checks_all,
             "--iteration selects one iteration, but another option checks all of them",
             "drop --iteration, or --all-iterations and --newest-valid",
-        ),
-        (
-            options.newest_valid and options.all_iterations,
-            "--newest-valid considers all iterations anyway",
-            "drop --all-iterations",
         ),
         (
             options.baseline is not None and options.write_baseline is not None,

@@ -18,8 +18,8 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.launch import parse_nodes, parse_settings
-from core.errors import UsageError, WorkerError
-from core.values import dataclass
+from core.errors import NoEffect, UsageError, WorkerError, refuse_without_effect
+from core.values import changed_fields, dataclass
 
 if TYPE_CHECKING:
     from ckpt_cli.options.launch import LaunchOptions
@@ -39,8 +39,10 @@ _PROBE_MORE_S = 2
 _PAUSE_S = 0.5
 _QUIET_S = 5
 """Seconds of waiting before the user is informed."""
-_STATIC_OPTIONS = ("--node-rank", "--master-addr", "--master-port")
+_STATIC_OPTIONS = ("node_rank", "master_addr", "master_port")
 """Options that only a static rendezvous has."""
+_OPTIONS = ("rdzv_endpoint", "rdzv_backend", *_STATIC_OPTIONS)
+"""Options that describe a rendezvous of several hosts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +87,11 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
         UsageError: the options contradict each other, or one of them is missing or invalid.
     """
     _, most = parse_nodes(options.nnodes)
-    names = _given_options(options)
-    conflicts = [*names, "--nnodes"] if most > 1 else names
-    if options.standalone and conflicts:
-        raise UsageError(
-            f"--standalone uses only this host, so it excludes {conflicts[0]}",
-            hint="omit one of the two options",
-        )
+    names = [name for name in _OPTIONS if getattr(options, name) is not None]
+    others = [*names, "nnodes"] if most > 1 else names
+    reason = "--standalone uses only this host"
+    hint = "omit it, or --standalone"
+    refuse_without_effect(others, [NoEffect(others, options.standalone, reason, hint)])
     settings = _with_limits(parse_settings(options.rdzv_conf))
     # Only this host: any free port will do, and no other host needs to know the id.
     if most == 1 and not names:
@@ -107,18 +107,6 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
     if backend == "static":
         return _static_rendezvous(options, job_id, settings)
     return _served_rendezvous(options, backend, job_id, settings)
-
-
-def _given_options(options: LaunchOptions) -> list[str]:
-    """Return the names of the given options that describe a rendezvous of several hosts."""
-    values = {
-        "--rdzv-endpoint": options.rdzv_endpoint,
-        "--rdzv-backend": options.rdzv_backend,
-        "--node-rank": options.node_rank,
-        "--master-addr": options.master_addr,
-        "--master-port": options.master_port,
-    }
-    return [name for name, value in values.items() if value is not None]
 
 
 def _static_rendezvous(
@@ -169,12 +157,8 @@ def _served_rendezvous(
     Raises:
         UsageError: an option is only for a static rendezvous, or the endpoint is missing.
     """
-    static_names = [name for name in _given_options(options) if name in _STATIC_OPTIONS]
-    if static_names:
-        raise UsageError(
-            f"{static_names[0]} only applies to a static rendezvous, not to {backend}",
-            hint=f"omit {static_names[0]}",
-        )
+    numbered = NoEffect(_STATIC_OPTIONS, True, f"{backend} numbers the hosts itself")
+    refuse_without_effect(changed_fields(options), [numbered])
     if options.rdzv_endpoint is None:
         _, most = parse_nodes(options.nnodes)
         raise UsageError(

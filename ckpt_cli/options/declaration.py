@@ -28,7 +28,7 @@ from typer import Argument, Option
 from ckpt_cli.options.shared.progress import FORMS
 from ckpt_cli.options.shared.storage import parse_storage_options
 from ckpt_cli.options.shared.values import one_of, parse_size, whole_number
-from ckpt_cli.options.typer_command import HELP_ALL, LAUNCH_PANELS, PANELS, given_words
+from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from core.files.remote_path import RemotePath, is_remote
 from core.files.url import refuse_url
 from core.values import dataclass
@@ -49,6 +49,9 @@ class Panel:
     """A section of a help page, which declares the options below its heading."""
 
     title: str
+
+    def __post_init__(self) -> None:
+        assert self.title in PANELS, f"help pages have no place for {self.title}"
 
     def option(
         self,
@@ -93,8 +96,17 @@ class Panel:
         return self.option(names, text, default=default)
 
 
-MERGE, CHECKS, OUTPUT, LAYOUT, CONTENT, ENGINE, MESSAGES = map(Panel, PANELS)
-WORKERS, HOSTS, FAILURES, LOGS = map(Panel, LAUNCH_PANELS)
+MERGE = Panel("Merge")
+CHECKS = Panel("Checks")
+OUTPUT = Panel("Output")
+LAYOUT = Panel("Layout")
+CONTENT = Panel("Content")
+ENGINE = Panel("Engine")
+MESSAGES = Panel("Messages")
+WORKERS = Panel("Workers")
+HOSTS = Panel("Hosts")
+FAILURES = Panel("Failures")
+LOGS = Panel("Logs")
 OPTIONS = Panel("Options")
 """The only section of the commands with few options."""
 

@@ -27,17 +27,16 @@ from ckpt_cli.options.declaration import (
     threads_option,
 )
 from ckpt_cli.options.shared.values import (
-    AUTO,
     check_dtype,
     check_dtype_option,
     check_format,
     check_names,
     check_quantization,
     one_of,
-    parse_size,
     whole_number,
 )
 from core.values import dataclass
+from core.verbs.convert.job_options import AUTO, CHOICES, parse_size
 
 TARGETS = tuple(
     """
@@ -153,35 +152,35 @@ class TransferOptions:
     vpp: int | None = _source_size("vpp", "virtual-pipeline-model-parallel-size")
     ep: int | None = _source_size("ep", "expert-model-parallel-size")
     etp: int | None = _source_size("etp", "expert-tensor-parallel-size")
-    decoder_first: int | None = _pipeline_option(
+    decoder_first_pipeline_num_layers: int | None = _pipeline_option(
         "decoder-first-pipeline-num-layers",
         "N",
         "Layers in the first pipeline stage.",
         whole_number(1),
     )
-    decoder_last: int | None = _pipeline_option(
+    decoder_last_pipeline_num_layers: int | None = _pipeline_option(
         "decoder-last-pipeline-num-layers",
         "N",
         "Layers in the last pipeline stage.",
         whole_number(1),
     )
-    pipeline_layout: str | None = _pipeline_option(
+    pipeline_model_parallel_layout: str | None = _pipeline_option(
         "pipeline-model-parallel-layout",
         "TEXT",
         "Contents of each model chunk: 'E|(t|)*3,m|L'.",
         str,
     )
-    account_for_embedding: bool | None = _pipeline_flag(
+    account_for_embedding_in_pipeline_split: bool | None = _pipeline_flag(
         "account-for-embedding-in-pipeline-split", "Count the embedding as a layer."
     )
-    account_for_loss: bool | None = _pipeline_flag(
+    account_for_loss_in_pipeline_split: bool | None = _pipeline_flag(
         "account-for-loss-in-pipeline-split", "Count the loss as a layer."
     )
     # Layout: vocabulary, names and rules.
     vocab_size: int | None = LAYOUT.option(
         "--vocab-size N", "Vocabulary size without padding.", parser=whole_number(1)
     )
-    vocab_divisor: int | None = LAYOUT.option(
+    make_vocab_size_divisible_by: int | None = LAYOUT.option(
         "--make-vocab-size-divisible-by N",
         "Hugging Face to Megatron: pad the vocabulary to a multiple of N × TP. [128]",
         parser=whole_number(1),
@@ -211,7 +210,7 @@ class TransferOptions:
         "--transformer-impl IMPL",
         "Megatron module names to write: local or transformer_engine. "
         "[those of SRC; from Hugging Face transformer_engine]",
-        parser=one_of("local", "transformer_engine"),
+        parser=one_of(*CHOICES["transformer_impl"]),
     )
     megatron_version: str | None = LAYOUT.option(
         "--megatron-version X.Y",
@@ -221,14 +220,14 @@ class TransferOptions:
         "--experts KIND",
         "Module of the experts: sequential, te-grouped (Transformer Engine), or grouped "
         "(the old GroupedMLP, removed in megatron-core 0.17). [that of SRC]",
-        parser=one_of("sequential", "grouped", "te-grouped"),
+        parser=one_of(*CHOICES["experts"]),
     )
     rules: Path | None = rules_option()
     unknown: str | None = LAYOUT.option(
         "--unknown POLICY",
         "Tensors without a layout rule: refuse, or replicate those identical on all "
         "ranks. [refuse]",
-        parser=one_of("refuse", "replicate"),
+        parser=one_of(*CHOICES["unknown"]),
     )
 
     # Content: which tensors, under which keys, in which dtype.
@@ -295,13 +294,13 @@ class TransferOptions:
         "--rng keep|drop",
         "Random states: keep them or fail; drop them. "
         "[kept if the ranks stay the same, else dropped]",
-        parser=one_of("keep", "drop"),
+        parser=one_of(*CHOICES["rng"]),
     )
     missing_chunks: str | None = missing_chunks_option(CONTENT)
-    replicas: str | None = CONTENT.option(
+    on_replica_mismatch: str | None = CONTENT.option(
         "--on-replica-mismatch error|first",
         "If ranks hold different copies of one tensor: fail, or use the first. [error]",
-        parser=one_of("error", "first"),
+        parser=one_of(*CHOICES["on_replica_mismatch"]),
     )
     weights_only: bool = CONTENT.flag(
         "--weights-only",

@@ -22,11 +22,11 @@ from core.files.remote_path import location_of
 if TYPE_CHECKING:
     from ckpt_cli.screen.help_page import HelpPage, Section
 
-PANELS = ("Merge", "Checks", "Output", "Layout", "Content", "Engine", "Messages")
-"""Sections of a help page; options without one come first."""
-LAUNCH_PANELS = ("Workers", "Hosts", "Failures", "Logs")
-"""Sections of the help page of ``ckpt launch``."""
-
+PANELS = (
+    *("Options", "Merge", "Checks", "Output", "Layout", "Content", "Engine", "Messages"),
+    *("Workers", "Hosts", "Failures", "Logs"),
+)
+"""Sections of help pages, in their order; options without one are in the first."""
 
 _GIVEN_WORDS: ContextVar[tuple[str, ...]] = ContextVar("given_words", default=())
 
@@ -131,12 +131,11 @@ def full_page(command: Any, ctx: Any) -> HelpPage:
     from ckpt_cli.options.short_help import documentation_of
     from ckpt_cli.screen.help_page import HelpPage, Section
 
-    panels: dict[str, list[tuple[str, str]]] = {"Options": []}
-    panels |= {name: [] for name in PANELS + LAUNCH_PANELS}
+    panels: dict[str, list[tuple[str, str]]] = {name: [] for name in PANELS}
     for param in command.get_params(ctx):
         if param.param_type_name == "option" and not param.hidden:
             panel = getattr(param, "rich_help_panel", None) or "Options"
-            panels.setdefault(panel, []).append(_row(param, ctx))
+            panels[panel].append(_row(param, ctx))
     # Options without a section (--help) join the last one; inspect has no sections.
     if panels["Messages"]:
         panels["Messages"] += panels.pop("Options")

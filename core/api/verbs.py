@@ -1,24 +1,31 @@
 """The verbs of the command line as functions: what ``core.convert(…)`` and its like call.
 
-Each builds the job that its command would build, and runs it in this process. What is not an
-argument here is a field of ``core.verbs.convert.job.Job``; ``core.verbs.convert.run.run`` runs such
-a job.
+Each builds the job that its command would build, and runs it in this process. Arguments have the
+names of the options: ``--tp-new 4 --no-optim`` is ``tp_new=4, optim=False``. A new option of
+``convert``, ``reshard`` and ``merge`` is added to ``core.verbs.convert.job`` only.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from core.errors import UsageError, did_you_mean
+from core.api.arguments import takes_former_names, takes_options
+from core.errors import NoEffect, UsageError, refuse_without_effect
 from core.files.remote_path import location_of
 from core.progress import bytes_only
-from core.verbs.convert.job import DEFAULT_MEMORY_BYTES, Job, Report, TopologyChange
+from core.verbs.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS, Job, Report
+from core.verbs.convert.job_options import (
+    implied_format,
+    list_texts,
+    parse_job,
+    parse_size,
+)
 
 if TYPE_CHECKING:
-    from core.engine.numbers.difference import Tolerance
     from core.verbs.diff.result import Diff
     from core.verbs.inspect.summary import Summary
     from core.verbs.prune.run import Pruning
@@ -27,162 +34,113 @@ if TYPE_CHECKING:
 AnyPath = str | os.PathLike[str]
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in total) of the step that the data goes through."""
+_NOT_IN_MERGE = frozenset(
+    "iteration metadata_only optim dequantize dequantize_optim param_order".split()
+)
+"""Options that merge does not take: they move data, or concern one source."""
 
 
-def implied_format(dst: Path | None, names: str | None) -> str | None:
-    """Return the target format that Hugging Face's names or the suffix of a file imply, or None."""
-    if names is not None and names.startswith("hf"):
-        return "hf"
-    from core.formats.registry import format_of_suffix
+def _build_job(src: AnyPath, dst: AnyPath | None, options: Mapping[str, Any]) -> Job:
+    """Return a job in the format of the options, else the one that they imply, else the source's.
 
-    return None if dst is None else format_of_suffix(dst.suffix)
+    Raises:
+        UsageError: options contradict each other, or a value is invalid.
+    """
+    dst_path = None if dst is None else location_of(dst)
+    to = options.get("to") or implied_format(dst_path, options.get("names"))
+    return parse_job(location_of(src), dst_path, {**options, "to": to}, keeps_layout=to is None)
 
 
-def inspect(path: AnyPath, *, iteration: int | None = None) -> Summary:
+def _parse_memory(memory: str | int | None) -> int:
+    """Return a memory limit in bytes."""
+    return DEFAULT_MEMORY_BYTES if memory is None else parse_size(memory)
+
+
+@takes_former_names
+def inspect(
+    path: AnyPath,
+    *,
+    iteration: int | None = None,
+    missing_chunks: str = "fill",
+    memory: str | int | None = None,
+) -> Summary:
     """Read the metadata of a checkpoint and return what ``ckpt inspect`` shows.
+
+    Args:
+        path: a checkpoint, or a training root.
+        iteration: which iteration of a training root.
+        missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them.
+        memory: memory limit for objects, in bytes or as a text: ``8GiB``.
 
     Raises:
         CheckpointingException: the path is not a checkpoint, or its metadata are damaged.
     """
+    from core.engine.plan.memory import limit_objects
     from core.opening.open import open_checkpoint
     from core.verbs.inspect.summary import summarize
 
-    checkpoint = open_checkpoint(location_of(path), iteration=iteration)
-    try:
-        return summarize(checkpoint)
-    finally:
-        checkpoint.store.close()
+    with limit_objects(_parse_memory(memory)):
+        checkpoint = open_checkpoint(
+            location_of(path), iteration=iteration, missing_chunks=missing_chunks
+        )
+        try:
+            return summarize(checkpoint)
+        finally:
+            checkpoint.store.close()
 
 
+@takes_former_names
+@takes_options()
 def convert(
-    src: AnyPath,
-    dst: AnyPath | None = None,
-    *,
-    to: str | None = None,
-    iteration: int | None = None,
-    optimizer: bool | None = None,
-    names: str | None = None,
-    config: AnyPath | None = None,
-    family: AnyPath | None = None,
-    text_model: bool = False,
-    tokenizer: AnyPath | None = None,
-    dtype: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Mapping[str, str] | None = None,
-    verify: bool = False,
-    force: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    src: AnyPath, dst: AnyPath | None = None, *, progress: Progress | None = None, **options: Any
 ) -> Report:
     """Write a checkpoint in another format, as ``ckpt convert`` does; all or nothing.
 
     Args:
         src: a checkpoint of any format, or a training root.
         dst: the directory or file to write; None for a name in the directory of ``src``.
-        to: the target format; None for the one that ``names`` or the suffix of ``dst`` implies
-            (``.pt``, ``.safetensors``), or else that of the source.
-        iteration: which iteration of a training root.
-        optimizer: False excludes the optimizer's state; True insists on it; None carries it, except
-            into a Hugging Face checkpoint, which has none.
-        names: ``hf``, ``hf:MODEL_TYPE`` or ``megatron``: whose tensor names to write.
-        config: a ``config.json``, for a source without one, or for what Megatron's arguments lack.
-        family: a TOML file that describes a model family of your own, as ``--family`` does.
-        text_model: take the text model out of a vision-language model and leave out all else.
-        tokenizer: a directory whose tokenizer files are copied into a Hugging Face directory.
-        dtype: cast all floating-point tensors of the model.
-        include, exclude: globs of the keys to write, or to skip.
-        rename: regular expression → replacement, applied to keys in this order.
-        verify: read the result back and compare it with the source before it becomes visible.
-        force: replace an existing destination, once the new one is complete.
-        memory_bytes: memory limit of the process.
         progress: called with (bytes done, bytes in total) from the copying threads.
+        options: options of the command, in the types below or as their texts: ``rename={"a": "b"}``
+            or ``rename=["a=b"]``. Without ``to``, the format is the one that ``names`` or the
+            suffix of ``dst`` implies (``.pt``, ``.safetensors``), or else that of the source.
 
     Raises:
         CheckpointingException: the source is damaged, the destination cannot hold it, or an
-            argument contradicts it. The destination is untouched.
+            option contradicts it or has no effect. The destination is untouched.
     """
     from core.verbs.convert.run import run
 
-    dst_path = None if dst is None else Path(dst)
-    to = to or implied_format(dst_path, names)
-    job = Job(
-        src=location_of(src),
-        dst=dst_path,
-        to=to,
-        iteration=iteration,
-        keeps_layout=to is None,
-        optim=None if optimizer is None else "carry" if optimizer else "drop",
-        names=names,
-        config=None if config is None else Path(config),
-        family=None if family is None else Path(family),
-        text_model=text_model,
-        tokenizer=None if tokenizer is None else Path(tokenizer),
-        dtype=() if dtype is None else ((None, dtype),),
-        include=tuple(include),
-        exclude=tuple(exclude),
-        rename=tuple((rename or {}).items()),
-        verify=verify,
-        force=force,
-        memory_bytes=memory_bytes,
-    )
-    return run(job, progress=bytes_only(progress))
+    return run(_build_job(src, dst, options), progress=bytes_only(progress))
 
 
+@takes_former_names
+@takes_options()
 def reshard(
-    src: AnyPath,
-    dst: AnyPath | None = None,
-    *,
-    tp: int | None = None,
-    pp: int | None = None,
-    vpp: int | None = None,
-    ep: int | None = None,
-    etp: int | None = None,
-    experts: str | None = None,
-    to: str | None = None,
-    iteration: int | None = None,
-    optimizer: bool = True,
-    verify: bool = False,
-    force: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
-    progress: Progress | None = None,
+    src: AnyPath, dst: AnyPath | None = None, *, progress: Progress | None = None, **options: Any
 ) -> Report:
     """Write a Megatron checkpoint with other parallel sizes, as ``ckpt reshard`` does.
 
     Args:
         src: a Megatron checkpoint, or a training root.
         dst: the directory to write; None for a name in the directory of ``src``.
-        tp, pp, vpp, ep, etp: sizes of the destination; None keeps that of the source.
-        experts: module of the experts, ``sequential``, ``grouped`` or ``te-grouped``; None keeps
-            it.
-        to: the target format; None keeps that of the source.
-        iteration, optimizer, verify, force, memory_bytes, progress: as for ``convert``.
+        progress, options: as for ``convert``; at least one option changes the layout: a size such
+            as ``tp_new``, the pipeline, ``experts``, ``vocab_size`` or ``to``.
 
     Raises:
-        UsageError: neither a size nor ``experts`` is given, or the model cannot be divided so.
+        UsageError: no option changes the layout, or the model cannot be divided so.
         CheckpointingException: as for ``convert``.
     """
+    from core.verbs.convert.options import check_reshard
     from core.verbs.convert.run import run
 
-    topology = TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp)
-    if not topology.is_change and experts is None:
-        raise UsageError("reshard: no target size", hint="give one, such as tp=2")
-    job = Job(
-        src=location_of(src),
-        dst=None if dst is None else Path(dst),
-        to=to,
-        iteration=iteration,
-        topology=topology,
-        experts=experts,
-        keeps_layout=True,
-        optim="carry" if optimizer else "drop",
-        verify=verify,
-        force=force,
-        memory_bytes=memory_bytes,
-    )
+    dst_path = None if dst is None else location_of(dst)
+    job = parse_job(location_of(src), dst_path, options, keeps_layout=True)
+    check_reshard(job, hint="give one, such as tp_new=2")
     return run(job, progress=bytes_only(progress))
 
 
+@takes_former_names
+@takes_options(without=_NOT_IN_MERGE)
 def merge(
     sources: Sequence[AnyPath],
     dst: AnyPath,
@@ -197,13 +155,8 @@ def merge(
     lora: AnyPath | None = None,
     replace: bool = False,
     keep_first: bool = False,
-    to: str | None = None,
-    names: str | None = None,
-    dtype: str | None = None,
-    verify: bool = False,
-    force: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
     progress: Progress | None = None,
+    **options: Any,
 ) -> Report:
     """Compute one checkpoint from several of the same model, as ``ckpt merge`` does.
 
@@ -221,7 +174,7 @@ def merge(
         replace: the tensors of the second of two sources, and all others of the first.
         scale: factor of ``add_delta``; None for 1.
         keep_first: take integers and objects that differ from the first source.
-        to, names, dtype, verify, force, memory_bytes, progress: as for ``convert``.
+        progress, options: as for ``convert``.
 
     Raises:
         UsageError: not exactly one computation is requested, or it does not suit the sources.
@@ -246,106 +199,147 @@ def merge(
         replace=replace,
         keep_first=keep_first,
     )
-    dst_path = location_of(dst)
-    to = to or implied_format(dst_path, names)
-    job = Job(
-        src=paths[0],
-        dst=dst_path,
-        to=to,
-        keeps_layout=to is None,
-        names=names,
-        dtype=() if dtype is None else ((None, dtype),),
-        verify=verify,
-        force=force,
-        memory_bytes=memory_bytes,
-        merge=request,
-    )
+    job = dataclasses.replace(_build_job(paths[0], dst, options), merge=request)
     return run(job, progress=bytes_only(progress))
 
 
+@takes_former_names
 def validate(
     path: AnyPath,
     *,
-    level: str = "metadata",
+    headers: bool = False,
+    deep: bool = False,
     iteration: int | None = None,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    plan_for: str | None = None,
+    against: AnyPath | None = None,
+    missing_chunks: str = "fill",
+    rules: AnyPath | None = None,
+    threads: int | None = None,
+    memory: str | int | None = None,
     progress: Progress | None = None,
 ) -> Validation:
     """Check one checkpoint for missing, damaged or inconsistent data, as ``ckpt validate`` does.
 
     Args:
         path: a checkpoint, or a training root.
-        level: ``metadata``, ``headers`` (also small parts of every file) or ``deep`` (every byte).
+        headers: also read small parts of every file.
+        deep: also read every byte.
         iteration: which iteration of a training root.
-        memory_bytes: memory limit for reading data.
+        plan_for: also check whether it can be loaded at these sizes: ``tp=4,pp=2``.
+        against: also compare the tensors with another checkpoint, or with a manifest.
+        missing_chunks: treatment of zarr chunks that are not stored: ``fill`` or ``error``.
+        rules: a TOML file with additional layout rules.
+        threads: number of reading threads; None for one per processor.
+        memory: memory limit for reading data, in bytes or as a text: ``8GiB``.
         progress: called with (bytes read, bytes in total).
 
     Returns:
         The findings, the worst first; damage is a finding and raises nothing.
 
     Raises:
-        UsageError: the path does not exist, or ``level`` has another value.
+        UsageError: the path does not exist, or an option is invalid.
     """
     from core.verbs.checks.level import Level
     from core.verbs.validate.run import validate as run_checks
 
-    levels = {item.name.lower(): item for item in Level}
-    if level not in levels:
-        raise UsageError(
-            f"level={level!r} is none of: {', '.join(levels)}", hint=did_you_mean(level, levels)
-        )
+    given = ["headers"] if headers else []
+    refuse_without_effect(given, [NoEffect(("headers",), deep, "deep includes it")])
+    memory_bytes = _parse_memory(memory)
+    rules_path = None if rules is None else Path(rules)
+    request = None
+    if plan_for is not None:
+        from core.verbs.checks.plan_request import parse_plan_request
+
+        request = parse_plan_request(plan_for, rules=rules_path, memory_bytes=memory_bytes)
     return run_checks(
         location_of(path),
-        level=levels[level],
+        level=Level.DEEP if deep else Level.HEADERS if headers else Level.METADATA,
         iteration=iteration,
+        rules=rules_path,
+        threads=threads,
         memory_bytes=memory_bytes,
         progress=bytes_only(progress),
+        plan_for=request,
+        against=None if against is None else location_of(against),
+        missing_chunks=missing_chunks,
     )
 
 
+@takes_former_names
 def diff(
     a: AnyPath,
     b: AnyPath,
     *,
-    tolerance: Tolerance | None = None,
-    optimizer: bool = True,
-    entries: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+    nan_differs: bool = False,
+    stat_only: bool = False,
+    read: bool = False,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    tensors_only: bool = False,
+    optim: bool = True,
+    strip_prefix: Sequence[str] = (),
+    iteration: int | None = None,
+    iteration_b: int | None = None,
+    missing_chunks: str = "fill",
+    rules: AnyPath | None = None,
+    threads: int = DEFAULT_THREADS,
+    memory: str | int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
     """Compare two checkpoints tensor by tensor, across formats and layouts, as ``ckpt diff`` does.
 
     Args:
         a, b: the two checkpoints.
-        tolerance: the largest difference of values that counts as equal; None for exact equality.
-        optimizer: False excludes the optimizer's state and settings.
-        entries: False compares tensors only; otherwise also arguments, random states and the like.
+        rtol, atol: compare by value: equal if |A-B| <= atol + rtol·|B|; None for both compares bit
+            for bit.
+        nan_differs: when comparing by value, NaN is not equal to NaN.
+        stat_only: compare names, shapes, dtypes and entries; read no tensor.
+        read: read the tensors even if both manifests have fingerprints.
         include, exclude: globs of the keys to compare, or to skip.
-        memory_bytes: memory limit of the process.
+        tensors_only: skip arguments, settings, counters and random states.
+        optim: False excludes the optimizer's state and settings.
+        strip_prefix: prefixes to remove from keys if more of them then match.
+        iteration, iteration_b: iterations, where A and B are training roots.
+        missing_chunks: treatment of zarr chunks that are not stored: ``fill`` or ``error``.
+        rules: a TOML file with additional layout rules.
+        threads: number of threads.
+        memory: memory limit of the process, in bytes or as a text: ``8GiB``.
         progress: called with (bytes done, bytes in total).
 
     Raises:
+        UsageError: an option has no effect, or a pattern matches nothing.
         UnsupportedError: the two cannot be brought under the same names.
         CheckpointingException: one of the checkpoints cannot be read.
     """
-    from core.verbs.diff.run import DiffJob
+    from core.verbs.diff.options import build_diff_job
     from core.verbs.diff.run import diff as compare
 
-    job = DiffJob(
-        a=location_of(a),
-        b=location_of(b),
-        rule=tolerance,
-        with_optimizer=optimizer,
-        with_entries=entries,
-        include=tuple(include),
-        exclude=tuple(exclude),
-        memory_bytes=memory_bytes,
+    job = build_diff_job(
+        location_of(a),
+        location_of(b),
+        rtol=rtol,
+        atol=atol,
+        nan_differs=nan_differs,
+        stat_only=stat_only,
+        read=read,
+        iteration_a=iteration,
+        iteration_b=iteration_b,
+        missing_chunks=missing_chunks,
+        include=list_texts(include),
+        exclude=list_texts(exclude),
+        strip_prefix=list_texts(strip_prefix),
+        with_optimizer=optim,
+        with_entries=not tensors_only,
+        rules=None if rules is None else Path(rules),
+        threads=threads,
+        memory_bytes=_parse_memory(memory),
     )
     return compare(job, progress=bytes_only(progress))
 
 
+@takes_former_names
 def prune(
     root: AnyPath,
     *,
@@ -354,7 +348,8 @@ def prune(
     dry_run: bool = False,
     deep: bool = False,
     trust_metadata: bool = False,
-    memory_bytes: int = DEFAULT_MEMORY_BYTES,
+    threads: int | None = None,
+    memory: str | int | None = None,
     progress: Progress | None = None,
 ) -> Pruning:
     """Remove iterations of a training root that are not needed any more, as ``ckpt prune`` does.
@@ -369,7 +364,8 @@ def prune(
         dry_run: only decide; nothing is removed.
         deep: read every byte of an iteration before it counts as valid.
         trust_metadata: remove iterations although the data of the newest valid one were not read.
-        memory_bytes: memory limit for reading data.
+        threads: number of reading threads; None for one per processor.
+        memory: memory limit for reading data, in bytes or as a text: ``8GiB``.
         progress: called with (bytes read, bytes in total) of what is validated.
 
     Returns:
@@ -391,7 +387,8 @@ def prune(
         rules=KeepRules(keep_last=keep_last, keep_every=keep_every),
         level=Level.DEEP if deep else Level.HEADERS,
         trusts_metadata=trust_metadata,
-        memory_bytes=memory_bytes,
+        threads=threads,
+        memory_bytes=_parse_memory(memory),
     )
     pruning = examine(job, progress=report)
     if not dry_run:

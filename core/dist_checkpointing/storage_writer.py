@@ -365,7 +365,7 @@ class CkptStorageWriter(StorageWriter):
             dst=self._dst(),
             to=self._format.name,
             force=self._overwrite or _is_empty_dir(self._dst()),
-            max_file_bytes=self._max_file_bytes,
+            max_shard_size=self._max_file_bytes,
             fsync=self._fsync,
             threads=self._threads,
             **self._changes,

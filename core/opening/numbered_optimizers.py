@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.changes.rename import rename_entries
-from core.errors import UsageError, list_some
+from core.errors import NoEffectError, list_some
 from core.formats.torch.tree import keys_of
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, make_counter, rebuild
 from core.pickle.nesting import LeafEntry, Path, containers, entries, join_path, map_leaves
@@ -64,7 +64,6 @@ def with_parameter_names(
         UnsupportedError: states do not show the shapes of their parameters.
     """
     from core.formats.trainer.proven_names import (
-        OPTION,
         check_masters,
         check_named_optimizers,
         models_of,
@@ -74,10 +73,8 @@ def with_parameter_names(
 
     optimizers = list(_numbered_optimizers(catalog))
     if not optimizers:
-        raise UsageError(
-            f"{OPTION} has no effect: no optimizer of the checkpoint numbers its parameters",
-            hint="omit it",
-        )
+        reason = "no optimizer of the checkpoint numbers its parameters"
+        raise NoEffectError(("param_order",), reason)
     if order is not None:
         check_named_optimizers(order, optimizers)
     models = models_of(catalog, optimizers)

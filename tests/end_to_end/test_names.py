@@ -54,7 +54,7 @@ def test_megatron_to_hugging_face_and_back_gives_megatrons_own_files(
         dst=tmp_path / "back",
         to="megatron",
         topology=size,
-        vocab_divisor=64,
+        make_vocab_size_divisible_by=64,
         transformer_impl="local",
         fsync=False,
     )
@@ -231,13 +231,13 @@ def test_layers_of_a_converted_model_can_be_stacked_and_quantized(
 def test_options_of_the_vocabulary_are_refused_where_they_have_no_effect(
     golden: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="--make-vocab-size-divisible-by applies only to"):
+    with pytest.raises(UsageError, match="--make-vocab-size-divisible-by has no effect"):
         run(
             Job(
                 src=golden / GOLD / "tp1_pp1",
                 dst=tmp_path / "out",
                 to="hf",
-                vocab_divisor=64,
+                make_vocab_size_divisible_by=64,
                 fsync=False,
             )
         )
@@ -262,7 +262,7 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
                 src=golden / "hf/llama/safetensors_single",
                 dst=tmp_path / name,
                 to=to,
-                max_file_bytes=10,
+                max_shard_size=10,
             )
         )
 
@@ -437,7 +437,7 @@ def test_what_a_directory_holds_beside_its_model_is_told_of(golden: Path, tmp_pa
             src=tmp_path / "out",
             dst=tmp_path / "again",
             to="hf",
-            max_file_bytes=1 << 14,
+            max_shard_size=1 << 14,
             fsync=False,
         )
     )

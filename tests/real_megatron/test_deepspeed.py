@@ -59,7 +59,7 @@ def test_training_goes_on_after_the_way_through_deepspeed(
             topology=change_to(target, replace(source, ep=1, dp=1)),
             config=config,
             dtype=((None, "bf16"),) if optimizer.is_bf16 else (),
-            vocab_divisor=model.divisible_by,
+            make_vocab_size_divisible_by=model.divisible_by,
             transformer_impl="local",
             fsync=False,
         )

@@ -53,7 +53,7 @@ def test_megatron_goes_on_where_another_trainer_stopped(
             topology=change_to(layout, Layout()),
             config=run / "config.json" if is_dcp else None,
             dtype=((None, "bf16"),) if optimizer.is_bf16 else (),
-            vocab_divisor=LLAMA.divisible_by,
+            make_vocab_size_divisible_by=LLAMA.divisible_by,
             transformer_impl="local",
             fsync=False,
             **(RENAMED if source == "fsdp2" else {}),  # type: ignore[arg-type]

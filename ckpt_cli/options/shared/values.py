@@ -1,8 +1,8 @@
 """Parsers for the values of options.
 
-``one_of`` and ``whole_number`` return parsers for typer, ``parse_size`` and the functions
-``check_…`` are parsers: a wrong value is refused before the command runs. The other functions are
-called when a command builds its job from the options.
+``one_of`` and ``whole_number`` return parsers for typer, the functions ``check_…`` are parsers: a
+wrong value is refused before the command runs. ``core.verbs.convert.job_options`` has the parsers
+of what a job needs.
 """
 
 from __future__ import annotations
@@ -13,36 +13,12 @@ from pathlib import Path
 
 from core.errors import UsageError, did_you_mean
 
-AUTO = "auto"
-"""Value of ``--unstack-layers`` that selects the stacked tensors by their usual names."""
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
-
 
 def parse_size(text: str) -> int:
-    """Parse a size such as ``512MiB``, ``1GB``, ``1.5g`` or ``65536`` into bytes.
+    """Parse a size such as ``512MiB`` into bytes; raise UsageError if it is none."""
+    from core.verbs.convert.job_options import parse_size
 
-    ``k m g t`` are powers of ten, ``Ki Mi Gi Ti`` powers of two.
-
-    Raises:
-        UsageError: the text is not a size, or the size is zero.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    n_bytes = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
-    if n_bytes <= 0:
-        raise UsageError(f"{text!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
-    return n_bytes
+    return parse_size(text)
 
 
 def check_format(text: str) -> str:
@@ -68,6 +44,8 @@ def check_dtype(text: str) -> str:
 
 def check_dtype_option(text: str) -> str:
     """Return a value of ``--dtype`` if its element type exists; raise UsageError if not."""
+    from core.verbs.convert.job_options import parse_casts
+
     for _, dtype in parse_casts([text]):
         check_dtype(dtype)
     return text
@@ -76,97 +54,12 @@ def check_dtype_option(text: str) -> str:
 def check_quantization(text: str) -> str:
     """Return a value of ``--quantize`` if its kind exists; raise UsageError if not."""
     from core.engine.changes.quantize import KINDS
+    from core.verbs.convert.job_options import parse_quantizations
 
     parse_kind = one_of(*KINDS)
     for _, kind in parse_quantizations([text]):
         parse_kind(kind)
     return text
-
-
-def parse_casts(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """Parse each ``--dtype`` (``bf16`` or ``GLOB=bf16``) into ``(glob or None, dtype)``."""
-    return _parse_glob_pairs(
-        texts, option="--dtype", value="DTYPE", hint="for example '*.bias=fp32'"
-    )
-
-
-def parse_quantizations(texts: list[str] | None) -> tuple[tuple[str | None, str], ...]:
-    """Parse each ``--quantize`` (``block`` or ``GLOB=block``) into ``(glob or None, kind)``."""
-    return _parse_glob_pairs(
-        texts, option="--quantize", value="KIND", hint="KIND is block, tensor or none"
-    )
-
-
-def _parse_glob_pairs(
-    texts: list[str] | None, *, option: str, value: str, hint: str
-) -> tuple[tuple[str | None, str], ...]:
-    """Parse each ``WORD`` or ``GLOB=WORD`` into ``(glob or None, word)``.
-
-    Raises:
-        UsageError: a text has neither form; the message names ``option``, ``value`` and ``hint``.
-    """
-    pairs = []
-    for text in texts or ():
-        # Split at the last "=", as a glob may contain one.
-        glob, equals, word = text.rpartition("=")
-        if not word or (equals and not glob):
-            raise UsageError(f"{option}: {text!r} is neither {value} nor GLOB={value}", hint=hint)
-        pairs.append((glob if equals else None, word))
-    return tuple(pairs)
-
-
-def parse_renames(texts: list[str] | None) -> tuple[tuple[str, str], ...]:
-    """Parse each ``--rename OLD=NEW`` into ``(regex, replacement)``.
-
-    A ``=`` inside OLD is written ``\\=``.
-
-    Raises:
-        UsageError: a text is not ``OLD=NEW``.
-    """
-    pairs = []
-    for text in texts or ():
-        # OLD ends at the first "=" without a backslash; re reads the "\=" that remain as "=".
-        match = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
-        if match is None:
-            raise UsageError(
-                f"--rename: {text!r} is not OLD=NEW",
-                hint="OLD is a regular expression: '^module\\.='",
-            )
-        pairs.append((match[1], match[2]))
-    return tuple(pairs)
-
-
-def parse_key_pairs(texts: list[str] | None, *, option: str) -> tuple[tuple[str, str], ...]:
-    """Parse each ``A=B`` into ``(first key, second key)``.
-
-    Raises:
-        UsageError: a text is not two keys; the message names ``option``.
-    """
-    pairs = []
-    for text in texts or ():
-        first, equals, second = text.partition("=")
-        if not (first and equals and second) or "=" in second:
-            raise UsageError(
-                f"{option}: {text!r} is not KEY=KEY",
-                hint=f"for example {option} lm_head.weight=model.embed_tokens.weight",
-            )
-        pairs.append((first, second))
-    return tuple(pairs)
-
-
-def parse_unstack_globs(texts: list[str] | None) -> tuple[str, ...] | None:
-    """Return the globs of ``--unstack-layers``: () for ``auto``, None without the option.
-
-    Raises:
-        UsageError: ``auto`` is given together with a glob.
-    """
-    if not texts:
-        return None
-    if AUTO in texts and len(texts) > 1:
-        raise UsageError(
-            f"--unstack-layers: {AUTO} and globs cannot be combined", hint="give only the globs"
-        )
-    return () if texts == [AUTO] else tuple(texts)
 
 
 def check_names(text: str) -> str:
@@ -189,10 +82,10 @@ def check_file(path: Path | None, *, option: str) -> None:
     Raises:
         UsageError: the path is not a file; the message names ``option``.
     """
-    if path is not None and not path.is_file():
-        raise UsageError(
-            f"{option}: file not found", file=str(path), hint="check the spelling of the path"
-        )
+    if path is not None:
+        from core.verbs.convert.job_options import parse_file
+
+        parse_file(path, option=option)
 
 
 class OneOf:

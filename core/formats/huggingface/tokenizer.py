@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from core.engine.catalog.catalog import Catalog
-from core.errors import UsageError
+from core.errors import NoEffectError, UsageError
 from core.files.store import translate_os_errors
 from core.formats.huggingface.files import CONFIG, is_tokenizer_file
 
@@ -26,9 +26,10 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         StorageError: a file cannot be read.
     """
     if not carries_files or CONFIG not in catalog.files:
-        raise UsageError(
-            "--tokenizer: the destination is not a Hugging Face directory",
-            hint="omit --tokenizer, or write a directory with --to hf",
+        raise NoEffectError(
+            ("tokenizer",),
+            "the destination is not a Hugging Face directory",
+            hint="omit it, or write a directory with --to hf",
         )
     if not folder.is_dir():
         raise UsageError(

@@ -27,7 +27,7 @@ from dataclasses import replace
 from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.dropped import dropped_each
 from core.engine.catalog.facets import MegatronModel
-from core.errors import UnsupportedError, UsageError
+from core.errors import NoEffectError, UnsupportedError, UsageError
 from core.megatron.extras.common_state import EXTRA_STATE, get_common_state
 from core.megatron.extras.nested_dicts import drop_versions
 from core.megatron.model.args import fields_of, parse_facts, replaced
@@ -72,9 +72,7 @@ def with_expert_kind(
     if facts.n_experts is None:
         if kind is None:
             return catalog
-        raise UsageError(
-            f"{OPTION} {kind} has no effect: the model has no experts", hint="remove the option"
-        )
+        raise NoEffectError(("experts",), "the model has no experts")
     before = model.expert_names or facts.expert_names
     after = before if kind is None else KINDS[kind]
     is_local = facts.is_local if implementation is None else implementation == "local"

@@ -9,7 +9,7 @@ data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.dropped import dropped_together
@@ -19,7 +19,7 @@ from core.engine.catalog.files_beside import UNREAD
 from core.engine.catalog.tensor import without_fragments
 from core.engine.changes.select import without_optimizer
 from core.engine.plan.plan import make_plan
-from core.errors import UnsupportedError, UsageError
+from core.errors import NoEffect, UnsupportedError, UsageError, refuse_without_effect
 from core.formats.dcp.lightning_meta import META, meta_keys
 from core.formats.dcp.metadata_image import linked_metadata
 from core.formats.dcp.reading.data_files import METADATA
@@ -43,23 +43,15 @@ from core.verbs.convert.report.load_line import WrittenResult, load_line
 from core.verbs.convert.sizes import check_source_sizes, written_topology
 from core.verbs.convert.target_form import cut_form, describe_unsafe_files
 
-_OPTIONS = {
-    "topology": "parallel sizes or pipeline options",
-    "optim": "--no-optim",
-    "replicas": "--on-replica-mismatch",
-    "max_file_bytes": "--max-shard-size",
-    "vocab_divisor": "--make-vocab-size-divisible-by",
-}
-"""Descriptions of the job's fields whose options have other names."""
 _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_gather_scatter")
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset(
     """
     src dst to iteration keeps_layout metadata_only memory_bytes beside_bytes threads device
-    resume force crc digest fsync fingerprint
+    resume force no_crc no_digest no_fsync fingerprint
     """.split()
 )
-"""Fields of a job that do not change the content of the files."""
+"""Options of a job that do not change the content of the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,24 +243,16 @@ def _check_options(job: Job, format: str) -> None:
     """
     # DCP can drop and rename entries by new metadata; torch_dist loads at any sizes as it is.
     if format == "dcp":
-        allowed = _ANY | {"optim", "include", "exclude", "strip_prefix", "add_prefix", "rename"}
+        allowed = _ANY | {"no_optim", "include", "exclude", "strip_prefix", "add_prefix", "rename"}
     else:
-        allowed = _ANY | {"topology"}
-        if job.topology is not None and job.topology.is_change:
-            allowed |= {"rules", "unknown"}  # the layout is planned
+        allowed = _ANY
+        if job.topology is not None:
+            allowed |= {*job.topology.options, *job.topology.source}
+            if job.topology.is_change:
+                allowed |= {"rules", "unknown"}  # the layout is planned
         if job.rng == "keep":
             allowed |= {"rng"}
-
-    # Name every other option that differs from its default.
-    defaults = Job(src=job.src)
-    refused = [
-        field.name
-        for field in fields(Job)
-        if field.name not in allowed and getattr(job, field.name) != getattr(defaults, field.name)
-    ]
-    if refused:
-        names = ", ".join(_OPTIONS.get(name, "--" + name.replace("_", "-")) for name in refused)
-        raise UsageError(
-            f"--metadata-only writes no data, so it cannot be combined with {names} for {format}",
-            hint="omit them, or --metadata-only",
-        )
+    given = job.given_options
+    others = [name for name in given if name not in allowed]
+    reason = f"--metadata-only writes no data of {format}"
+    refuse_without_effect(given, [NoEffect(others, True, reason, "omit it, or --metadata-only")])

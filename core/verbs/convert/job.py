@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from core.files.syscalls import default_memory_bytes
+from core.values import changed_fields
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device
@@ -21,7 +22,16 @@ MIB = 1 << 20
 DEFAULT_MEMORY_BYTES = default_memory_bytes()
 DEFAULT_THREADS = 2
 
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+"""Names of the parallel sizes; options for those of the destination end in ``_new``."""
+PIPELINE_OPTIONS = {
+    "decoder_first_pipeline_num_layers": "first",
+    "decoder_last_pipeline_num_layers": "last",
+    "account_for_embedding_in_pipeline_split": "counts_embedding",
+    "account_for_loss_in_pipeline_split": "counts_loss",
+    "pipeline_model_parallel_layout": "layout",
+}
+"""Option → its field of ``core.megatron.model.pipeline.Pipeline``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,12 +57,22 @@ class TopologyChange:
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes to change, by name."""
-        return {name: size for name in _SIZES if (size := getattr(self, name)) is not None}
+        return {name: size for name in SIZES if (size := getattr(self, name)) is not None}
 
     @property
     def is_change(self) -> bool:
         """True if a size or the pipeline of the destination is given."""
         return bool(self.sizes) or self.pipeline is not None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Names of the options that give the sizes and the pipeline of the destination."""
+        sizes = [f"{name}_new" for name in self.sizes]
+        if self.pipeline is None:
+            return tuple(sizes)
+        changed = changed_fields(self.pipeline)
+        names = [option for option, field in PIPELINE_OPTIONS.items() if field in changed]
+        return (*sizes, *(names or [f"no_{name}" for name in PIPELINE_OPTIONS if "split" in name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +96,8 @@ class Job:
         text_model: take the text model out of a vision-language model and leave out all else
             (``core.hf.text_model``).
         tokenizer: a directory whose tokenizer files become part of a Hugging Face directory.
-        vocab_divisor: where Hugging Face's weights become Megatron's, padded vocabularies are
-            multiples of it times TP; None for Megatron's default.
+        make_vocab_size_divisible_by: where Hugging Face's weights become Megatron's, padded
+            vocabularies are multiples of it times TP; None for Megatron's default.
         keep_padded_vocab: keep padding rows as if they were real ones.
         optim: ``carry`` or ``drop`` the optimizer; None carries it, except into a Hugging Face
             checkpoint, which has none.
@@ -112,7 +132,7 @@ class Job:
         layer_axis: number of the axis along which layers are stacked or unstacked, from 0.
         dtype, quantize: (glob, dtype) pairs, of which later ones win; the glob None stands for the
             model's weights.
-        max_file_bytes: maximum size of an output file with tensors, where the format can split;
+        max_shard_size: maximum size of an output file with tensors, where the format can split;
             None for its default.
         metadata_only: write new metadata only; data files are hard links to the source's
             (``core.verbs.convert.hard_links``).
@@ -122,8 +142,8 @@ class Job:
         drop_missing: leave out entries that an index lists without data.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them
             (``core.opening.open``).
-        replicas: ``error`` compares the copies of a tensor that several ranks hold and refuses
-            different ones; ``first`` takes the first and does not read the others.
+        on_replica_mismatch: ``error`` compares the copies of a tensor that several ranks hold and
+            refuses different ones; ``first`` takes the first and does not read the others.
         memory_bytes: memory limit of the process, imports included.
         beside_bytes: part of ``memory_bytes`` that is used by what the engine does not count, such
             as the runtime of a team.
@@ -151,7 +171,7 @@ class Job:
     topology: TopologyChange | None = None
     keeps_layout: bool = False
     vocab_size: int | None = None
-    vocab_divisor: int | None = None
+    make_vocab_size_divisible_by: int | None = None
     keep_padded_vocab: bool = False
     optim: str | None = None
     rng: str | None = None
@@ -178,13 +198,13 @@ class Job:
     layer_axis: int = 0
     dtype: tuple[tuple[str | None, str], ...] = ()
     quantize: tuple[tuple[str | None, str], ...] = ()
-    max_file_bytes: int | None = None
+    max_shard_size: int | None = None
     metadata_only: bool = False
     weights_only: bool = False
     drop_unknown: bool = False
     drop_missing: bool = False
     missing_chunks: str = "fill"
-    replicas: str = "error"
+    on_replica_mismatch: str = "error"
     memory_bytes: int = DEFAULT_MEMORY_BYTES
     beside_bytes: int = 0
     threads: int = DEFAULT_THREADS
@@ -199,6 +219,19 @@ class Job:
     unknown: str = "refuse"
     device: Device | None = None
     merge: Merge | None = None
+
+    @property
+    def given_options(self) -> list[str]:
+        """Names of the options that differ from their defaults, as in ``NoEffectError``."""
+        names: list[str] = []
+        for name in changed_fields(self):
+            value = getattr(self, name)
+            if isinstance(value, TopologyChange):
+                names += (*value.options, *value.source)
+            else:
+                is_off = value is False or (name, value) == ("optim", "drop")
+                names.append(f"no_{name}" if is_off else name)
+        return names
 
     @property
     def stacking(self) -> bool | None:

@@ -1,16 +1,15 @@
 """Refuse options of a job that contradict one another, the source or the destination.
 
-No option is ignored: one without an effect is a ``UsageError``, whose hint is what to do instead.
+No option is ignored: one without an effect is a row of a table for ``refuse_without_effect``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NoReturn
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import MASTER, split_state_key
-from core.errors import UsageError
+from core.errors import NoEffect, UsageError, refuse_without_effect
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.verbs.convert.job import Job
@@ -20,7 +19,7 @@ HF_ALIASES = ("hf", "huggingface")
 
 FSDP_DTENSOR = "fsdp_dtensor"
 """Name of the DCP format that also asks for the names of Megatron-FSDP."""
-_FSDP_SIZES = frozenset({"tp", "ep", "etp"})
+_FSDP_SIZES = frozenset({"tp_new", "ep_new", "etp_new"})
 
 
 def check_merge(job: Job) -> None:
@@ -34,16 +33,30 @@ def check_merge(job: Job) -> None:
         raise UsageError(
             "optimizer states are not merged", hint="merge without them; training starts afresh"
         )
-    for option, is_given, hint in (
-        ("--metadata-only", job.metadata_only, "omit it: the data are computed"),
+    refuse_without_effect(
+        job.given_options,
         (
-            "--dequantize",
-            job.dequantize is not None,
-            "apply the scales of each checkpoint first: ckpt convert SRC DST --dequantize bf16",
+            NoEffect(("metadata_only",), True, "the data of a merge are computed"),
+            NoEffect(
+                ("dequantize",),
+                True,
+                "the sources of a merge are read as they are stored",
+                "apply the scales of each checkpoint first: ckpt convert SRC DST --dequantize bf16",
+            ),
         ),
-    ):
-        if is_given:
-            raise UsageError(f"{option} cannot be used when merging", hint=hint)
+    )
+
+
+def check_reshard(job: Job, *, hint: str) -> None:
+    """Raise unless a job that keeps the layout changes a part of it.
+
+    Raises:
+        UsageError: it changes nothing; with the hint.
+    """
+    # --to, --vocab-size or --experts may be the only change: the sizes then stay the source's.
+    others = (job.to, job.vocab_size, job.experts)
+    if not changes_layout(job) and all(option is None for option in others):
+        raise UsageError("no target size", hint=hint)
 
 
 def writes_fsdp_dtensor(job: Job) -> bool:
@@ -67,108 +80,72 @@ def has_model_form(job: Job, format: Format) -> bool:
     return format.has_layout or writes_fsdp_dtensor(job)
 
 
-def check_format_options(job: Job, format: Format, *, is_named: bool) -> None:
-    """Raise if the destination's format cannot honour an option.
+def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffect]:
+    """Return the options that have no effect on the destination's format.
 
     Args:
         job: the conversion.
         format: the format of the destination.
         is_named: the tensors' names are Megatron's or Hugging Face's.
-
-    Raises:
-        UsageError: an option has no effect on this format, or would unstack some layers only.
     """
+    layout_options = () if job.topology is None else job.topology.options
+    is_fsdp = writes_fsdp_dtensor(job)
+    is_cut = is_fsdp or format.has_layout or cuts_experts(job, format)
     # Without --to, tensors with other names get a better message later: no rule knows them.
-    if writes_fsdp_dtensor(job):
-        _check_fsdp_dtensor(job)
-    elif (
-        changes_layout(job)
-        and not format.has_layout
-        and not cuts_experts(job, format)
-        and (job.to is not None or is_named)
-    ):
-        _refuse_layout_change(job, format)
+    has_no_layout = not is_cut and (job.to is not None or is_named)
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
-    if job.max_file_bytes is not None and (not format.splits_files or is_one_file):
-        reason = (
-            "DST is one file"
-            if is_one_file
-            else f"{format.name} has its own way to divide tensors into files"
-        )
-        raise UsageError(
-            f"--max-shard-size has no effect: {reason}",
-            hint="omit it, or write a directory: --to safetensors",
-        )
-    if job.weights_only and not format.keeps_nesting:
-        raise UsageError(
-            f"--weights-only has no effect on {format.name}: it applies to torch.save files",
-            hint="omit it, or use --to torch",
-        )
-    _check_rank_options(job, format)
-
-
-def _refuse_layout_change(job: Job, format: Format) -> NoReturn:
-    """Raise because checkpoints of a format have no layout that the job's options could change."""
-    sizes = {} if job.topology is None else job.topology.sizes
-    options = ", ".join(f"--{name}-new" for name in sizes) or "pipeline options"
-    ep = "; --ep-new is for experts of DeepSpeed" if format.cut_experts is not None else ""
-    raise UsageError(
-        f"{options} cannot be used: {format.name} checkpoints have no parallel layout{ep}",
-        hint="omit the sizes, or use --to megatron or --to torch_dist",
-    )
-
-
-def _check_fsdp_dtensor(job: Job) -> None:
-    """Raise if an option has no effect on Megatron-FSDP's checkpoints.
-
-    Raises:
-        UsageError: it changes the pipeline, or stacks layers.
-    """
-    change = job.topology
-    if change is not None and (change.pipeline is not None or set(change.sizes) - _FSDP_SIZES):
-        raise UsageError(
-            f"pipeline options have no effect on {FSDP_DTENSOR}: Megatron-FSDP numbers layers over "
-            "the whole model",
-            hint="omit them; --tp-new sets the padding of the vocabulary, and --ep-new the size in "
+    files = f"{format.name} has its own way to divide tensors into files"
+    return [
+        NoEffect(
+            [name for name in layout_options if name not in _FSDP_SIZES],
+            is_fsdp,
+            "Megatron-FSDP numbers layers over the whole model",
+            "omit it; --tp-new sets the padding of the vocabulary, and --ep-new the size in "
             "the training arguments",
-        )
-    if job.stacking is not None:
-        raise UsageError(
-            f"--stack-layers and --unstack-layers have no effect on {FSDP_DTENSOR}, which has its "
-            "own names for layers",
-            hint="omit them",
-        )
-
-
-def _check_rank_options(job: Job, format: Format) -> None:
-    """Raise if options apply only to rank files and the destination has none, or the reverse."""
-    if format.is_rank_local:
-        if job.stacking is not None:
-            raise UsageError(
-                "--stack-layers and --unstack-layers have no effect on "
-                f"{format.name}, which has its own names for layers",
-                hint="omit them",
-            )
-        return
-    if job.megatron_version is not None:
-        from core.megatron.model.version import OPTION
-
-        raise UsageError(
-            f"{OPTION} is for rank files; {format.name} does not depend on the version",
-            hint=f"omit {OPTION}",
-        )
-    if job.layer_axis and format.has_layout:
-        raise UsageError(
-            f"--layer-axis: layers of {format.name} are always stacked along axis 0",
-            hint="omit it",
-        )
-    if job.unstack_layers and format.has_layout:
-        raise UsageError(
-            f"--unstack-layers: {format.name} has either one key for all layers or one per layer",
-            hint="use --unstack-layers auto",
-        )
+        ),
+        NoEffect(
+            layout_options,
+            has_no_layout,
+            f"{format.name} checkpoints have no parallel layout"
+            + ("; --ep-new is for experts of DeepSpeed" if format.cut_experts is not None else ""),
+            "omit the sizes, or use --to megatron or --to torch_dist",
+        ),
+        NoEffect(
+            ("stack_layers", "unstack_layers"),
+            is_fsdp or format.is_rank_local,
+            f"{FSDP_DTENSOR if is_fsdp else format.name} has its own names for layers",
+        ),
+        NoEffect(
+            ("max_shard_size",),
+            is_one_file or not format.splits_files,
+            "DST is one file" if is_one_file else files,
+            "omit it, or write a directory: --to safetensors",
+        ),
+        NoEffect(
+            ("weights_only",),
+            not format.keeps_nesting,
+            f"{format.name} writes no torch.save files",
+            "omit it, or use --to torch",
+        ),
+        NoEffect(
+            ("megatron_version",),
+            not format.is_rank_local,
+            f"only rank files depend on the version, and {format.name} has none",
+        ),
+        NoEffect(
+            ("layer_axis",),
+            format.has_layout and not format.is_rank_local,
+            f"layers of {format.name} are always stacked along axis 0",
+        ),
+        NoEffect(
+            ("unstack_layers",),
+            bool(job.unstack_layers) and format.has_layout,
+            f"{format.name} has either one key for all layers or one per layer",
+            "use --unstack-layers auto",
+        ),
+    ]
 
 
 def check_target_names(
@@ -214,21 +191,16 @@ def check_target_names(
     )
 
 
-def check_vocabulary_options(job: Job, config: Mapping[str, object]) -> None:
-    """Raise if options about vocabulary padding do not suit weights with Hugging Face's names.
+def check_vocabulary_size(job: Job, config: Mapping[str, object]) -> None:
+    """Raise if ``--vocab-size`` does not suit weights with Hugging Face's names.
 
     Args:
         job: the conversion.
         config: the parsed ``config.json`` of the model.
 
     Raises:
-        UsageError: padding rows are to be kept, which such weights do not have; or the vocabulary
-            size differs from that of the configuration.
+        UsageError: the vocabulary size differs from that of the configuration.
     """
-    if job.keep_padded_vocab:
-        raise UsageError(
-            "--keep-padded-vocab: Hugging Face weights have no padding rows", hint="omit it"
-        )
     n_rows = config.get("vocab_size")
     if job.vocab_size is not None and job.vocab_size != n_rows:
         raise UsageError(
@@ -254,33 +226,6 @@ def refuse_quantizing(job: Job, format: Format) -> None:
 def changes_layout(job: Job) -> bool:
     """Return True if the job gives parallel sizes or a pipeline for the destination."""
     return job.topology is not None and job.topology.is_change
-
-
-def refuse_layout_options(job: Job) -> None:
-    """Raise if an option is given that has an effect only on a parallel layout.
-
-    Raises:
-        UsageError: such an option is given.
-    """
-    given = {
-        "--vocab-size": job.vocab_size is not None,
-        "--keep-padded-vocab": job.keep_padded_vocab,
-        "--rules": job.rules is not None,
-        "--unknown": job.unknown != "refuse",
-        "--rng": job.rng is not None,
-        "--transformer-impl": job.transformer_impl is not None,
-    }
-    if job.megatron_version is not None or job.experts is not None:
-        from core.megatron.model.version import OPTION
-        from core.megatron.rules.experts import OPTION as EXPERTS
-
-        given |= {OPTION: job.megatron_version is not None, EXPERTS: job.experts is not None}
-    for name, is_given in given.items():
-        if is_given:
-            raise UsageError(
-                f"{name} has no effect: this conversion does not change the parallel layout",
-                hint="omit it",
-            )
 
 
 def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:

@@ -177,7 +177,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         from core.verbs.convert.hard_links import prepare_links
 
         return prepare_links(job, opened, format)
-    if job.replicas != "error" and job.tie:
+    if job.on_replica_mismatch != "error" and job.tie:
         raise UsageError(
             "--tie compares all copies, which --on-replica-mismatch first skips",
             hint="use only one of them",
@@ -200,7 +200,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     check_account(opened.catalog, catalog, target, dropped)
     write = replace(
         target.write,
-        max_file_bytes=job.max_file_bytes,
+        max_file_bytes=job.max_shard_size,
         is_file=result.is_file,
         is_release=source.is_release,
         is_step=dst.name.isascii() and dst.name.isdigit(),
@@ -226,7 +226,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
         + sending_bytes
         + estimate_object_bytes(source.catalog, 0 if format.keeps_nesting else len(target.objects)),
-        compares=job.replicas == "error",
+        compares=job.on_replica_mismatch == "error",
     )
     if plan.n_ignored:
         notes.append(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.errors import UsageError
+from core.errors import NoEffectError, UsageError
 from core.values import dataclass
 
 AVERAGE, WEIGHTS, EMA, SLERP, DELTA, ADD_DELTA, LORA, REPLACE = METHODS = (
@@ -162,7 +162,7 @@ def build_merge(
         raise UsageError(f"{names} cannot be combined", hint="give only one")
     (method,) = methods
     if scale is not None and method != ADD_DELTA:
-        raise UsageError("--scale only applies to --add-delta", hint="omit it")
+        raise NoEffectError(("scale",), "only --add-delta is scaled")
 
     # Deltas and adapters are sources as well, which are added to the only other one.
     others = tuple(sources[1:])

@@ -79,7 +79,7 @@ def test_the_report_and_the_plan_name_all_sources(
         ("{a} {b} --weights 1,1 -o out", "--weights sum to 2, not to 1", "0.5,0.5"),
         ("{a} {b} --ema 2 -o out", "--ema: 2.0 is not a number from 0 to 1", ""),
         ("{a} {b} --add-delta {b} -o out", "--add-delta takes one SRC, but 2 are given", ""),
-        ("{a} {b} --average --scale 2 -o out", "--scale only applies to --add-delta", ""),
+        ("{a} {b} --average --scale 2 -o out", "--scale has no effect: only --add-delta", ""),
         ("{a} --average -o out", "at least two checkpoints, but one is given", "A B"),
         ("{a} {a}/none --average -o out", "a/none", ""),
         ("{a} --lora {b} -o out", "there is no adapter_config.json", "save_pretrained"),

@@ -251,7 +251,10 @@ def test_json_in_the_page_cannot_end_its_script() -> None:
     [
         (("inspect", "SRC", "--report", "x.txt"), "does not end with .html"),
         (("inspect", "SRC", "--report", "/no/such/dir/x.html"), "directory does not exist"),
-        (("reshard", "SRC", "out", "--tp-new", "1", "--report", "x.html"), "applies to --dry-run"),
+        (
+            ("reshard", "SRC", "out", "--tp-new", "1", "--report", "x.html"),
+            "--report has no effect: nothing is planned",
+        ),
         (("diff", "SRC", "SRC", "--report", "x.json"), "does not end with .html"),
     ],
 )

@@ -76,8 +76,8 @@ def test_every_wait_has_a_limit() -> None:
     ("options", "text"),
     [
         ({"nnodes": "2"}, "--rdzv-endpoint is missing"),
-        ({"nnodes": "2", "standalone": True}, "so it excludes --nnodes"),
-        ({"standalone": True, "rdzv_endpoint": "a"}, "so it excludes --rdzv-endpoint"),
+        ({"nnodes": "2", "standalone": True}, "--nnodes has no effect: --standalone"),
+        ({"standalone": True, "rdzv_endpoint": "a"}, "--rdzv-endpoint has no effect: --standalone"),
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
         ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
         (
@@ -94,7 +94,7 @@ def test_every_wait_has_a_limit() -> None:
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
         (
             {"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"},
-            "--node-rank only applies to a static rendezvous",
+            "--node-rank has no effect: c10d numbers",
         ),
         ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
         ({"rdzv_endpoint": "a:99999"}, "is not HOST:PORT"),

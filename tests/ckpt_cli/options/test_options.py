@@ -12,19 +12,19 @@ from typer.main import get_command
 from ckpt_cli.app import app, main
 from ckpt_cli.commands.transfer import build_job
 from ckpt_cli.options.inspect import InspectOptions
-from ckpt_cli.options.shared.values import (
-    check_names,
-    parse_key_pairs,
-    parse_quantizations,
-    parse_size,
-    parse_unstack_globs,
-)
+from ckpt_cli.options.shared.values import check_names
 from ckpt_cli.options.transfer import TARGETS, TransferOptions
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
 from core.files.remote_path import location_of
 from core.formats.registry import formats
+from core.verbs.convert.job_options import (
+    parse_key_pairs,
+    parse_quantizations,
+    parse_size,
+    parse_unstack_globs,
+)
 
 
 def parsed(*arguments: str) -> Any:
@@ -142,7 +142,7 @@ def test_changes_of_content_reach_the_job() -> None:
         """.split()
     )
     job = build_job(options, keeps_layout=False)
-    assert (job.names, job.max_file_bytes, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
+    assert (job.names, job.max_shard_size, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
     assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
     assert job.dequantize_optim
     assert (job.strip_prefix, job.add_prefix) == (("module.", "model."), "net.")
@@ -152,7 +152,7 @@ def test_changes_of_content_reach_the_job() -> None:
 
 def test_without_them_the_job_changes_nothing() -> None:
     job = build_job(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
-    assert (job.names, job.max_file_bytes, job.dequantize, job.add_prefix) == (
+    assert (job.names, job.max_shard_size, job.dequantize, job.add_prefix) == (
         None,
         None,
         None,
@@ -164,10 +164,10 @@ def test_without_them_the_job_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "globs"),
-    [(None, None), ([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))],
+    [([], None), (["auto"], ()), (["a.*"], ("a.*",)), (["a", "b"], ("a", "b"))],
 )
 def test_stacks_go_by_the_usual_names_or_by_globs(
-    texts: list[str] | None, globs: tuple[str, ...] | None
+    texts: list[str], globs: tuple[str, ...] | None
 ) -> None:
     assert parse_unstack_globs(texts) == globs
 
@@ -279,7 +279,7 @@ def test_every_path_of_a_command_line_is_a_path_or_a_url() -> None:
 def test_an_axis_of_layers_needs_layers_to_stack() -> None:
     options = parsed("convert", "a", "--unstack-layers", "auto", "--layer-axis", "1")
     assert build_job(options, keeps_layout=False).layer_axis == 1
-    with pytest.raises(UsageError, match="has no effect without"):
+    with pytest.raises(UsageError, match="--layer-axis has no effect: no layers"):
         build_job(parsed("convert", "a", "--layer-axis", "0"), keeps_layout=False)
 
 

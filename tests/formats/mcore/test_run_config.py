@@ -81,7 +81,7 @@ def test_what_bridge_imported_comes_back_bit_for_bit(bridge: Path, tmp_path: Pat
 def test_a_checkpoint_with_a_run_config_is_resharded_to_rank_files_and_back(
     bridge: Path, tmp_path: Path
 ) -> None:
-    core.reshard(bridge / "megatron", tmp_path / "tp2", tp=2, pp=3, to="megatron")
+    core.reshard(bridge / "megatron", tmp_path / "tp2", tp_new=2, pp_new=3, to="megatron")
     assert not core.validate(tmp_path / "tp2").findings
     core.convert(tmp_path / "tp2", tmp_path / "hf", to="hf")
     expected = load_file(bridge / "hf" / "model.safetensors")
@@ -94,8 +94,8 @@ def test_a_model_with_experts_comes_back_through_any_layout(
 ) -> None:
     expected = load_file(bridge_moe / "hf" / "model.safetensors")
     source = bridge_moe / "megatron"
-    core.reshard(source, tmp_path / "ranks", tp=2, ep=2, to="megatron")
-    core.reshard(source, tmp_path / "dist", tp=1, pp=2, ep=2, to="torch_dist")
+    core.reshard(source, tmp_path / "ranks", tp_new=2, ep_new=2, to="megatron")
+    core.reshard(source, tmp_path / "dist", tp_new=1, pp_new=2, ep_new=2, to="torch_dist")
     for path in (source, tmp_path / "ranks", tmp_path / "dist"):
         target = tmp_path / "hf" / path.name
         core.convert(path, target, to="hf")

@@ -56,7 +56,7 @@ def test_tensorstore_reads_every_array_bit_for_bit(tmp_path: Path) -> None:
     tensors = {f"params.{'layer' * 40}.{number:05}": counted(3) for number in range(500)}
     tensors |= {f"dtype.{dtype}": counted(3, 5, dtype=dtype) for dtype in DTYPES}
     tensors |= {"flag": torch.tensor([True, False]), "empty": torch.zeros(0, 3), "one": counted()}
-    converted(tmp_path, tensors, max_file_bytes=2000, verify=True)
+    converted(tmp_path, tensors, max_shard_size=2000, verify=True)
 
     store = {"driver": "ocdbt", "base": f"file://{tmp_path / 'out'}/"}
     database = ts.KvStore.open(store).result()

@@ -59,7 +59,7 @@ def test_every_component_is_cast_and_split_into_files_of_its_own(
         dst=tmp_path / "out",
         to="safetensors",
         dtype=((None, "bfloat16"),),
-        max_file_bytes=20_000,
+        max_shard_size=20_000,
     )
     run(job)
     assert "unet/diffusion_pytorch_model.safetensors.index.json" in files_in(tmp_path / "out")

@@ -196,5 +196,5 @@ def test_what_adapters_of_megatron_cannot_be_is_refused(
 
 
 def test_options_about_vocabularies_are_refused(adapters: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no effect on adapters"):
+    with pytest.raises(UsageError, match="has no effect: the source is an adapter"):
         to_ranks(adapters, adapters / "lora_peft", tmp_path / "out", vocab_size=128)

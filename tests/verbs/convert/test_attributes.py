@@ -135,7 +135,7 @@ def test_other_readers_see_the_attributes_where_they_belong(tmp_path: Path) -> N
 def test_the_index_keeps_its_metadata(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     src = make_sharded(tmp_path / "in")
-    run(Job(src=src, dst=tmp_path / "out", max_file_bytes=32))
+    run(Job(src=src, dst=tmp_path / "out", max_shard_size=32))
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 44, "base": {"commit": "abc"}}
 

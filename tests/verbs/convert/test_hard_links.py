@@ -83,12 +83,32 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
 @pytest.mark.parametrize(
     ("case", "options", "error", "message"),
     [
-        (DCP, {"dtype": ((None, "float32"),)}, UsageError, "cannot be combined with --dtype"),
-        (DCP, {"verify": True}, UsageError, "cannot be combined with --verify"),
-        (DIST, {"optim": "drop"}, UsageError, "cannot be combined with --no-optim"),
-        (DIST, {"replicas": "first"}, UsageError, "cannot be combined with --on-replica-mismatch"),
-        (DIST, {"drop_unknown": True}, UsageError, "cannot be combined with --drop-unknown"),
-        (DIST, {"rules": Path("rules.toml")}, UsageError, "cannot be combined with --rules"),
+        (
+            DCP,
+            {"dtype": ((None, "float32"),)},
+            UsageError,
+            "--dtype has no effect: --metadata-only writes",
+        ),
+        (DCP, {"verify": True}, UsageError, "--verify has no effect: --metadata-only writes"),
+        (DIST, {"optim": "drop"}, UsageError, "--no-optim has no effect: --metadata-only writes"),
+        (
+            DIST,
+            {"on_replica_mismatch": "first"},
+            UsageError,
+            "--on-replica-mismatch has no effect: --metadata-only writes",
+        ),
+        (
+            DIST,
+            {"drop_unknown": True},
+            UsageError,
+            "--drop-unknown has no effect: --metadata-only writes",
+        ),
+        (
+            DIST,
+            {"rules": Path("rules.toml")},
+            UsageError,
+            "--rules has no effect: --metadata-only writes",
+        ),
         (
             DIST,
             {"topology": TopologyChange(source={"tp": 4})},
@@ -106,9 +126,14 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
             DCP,
             {"topology": TopologyChange(tp=2)},
             UsageError,
-            "cannot be combined with parallel sizes",
+            "--tp-new has no effect: --metadata-only writes",
         ),
-        (DCP, {"drop_unknown": True}, UsageError, "cannot be combined with --drop-unknown"),
+        (
+            DCP,
+            {"drop_unknown": True},
+            UsageError,
+            "--drop-unknown has no effect: --metadata-only writes",
+        ),
         (DIST, {"to": "dcp"}, UnsupportedError, "needs dcp or torch_dist on both sides"),
         ("mcore_legacy/dense_gqa/tp1_pp1", {}, UnsupportedError, "this is megatron"),
         (

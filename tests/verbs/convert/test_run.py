@@ -544,7 +544,7 @@ def test_a_limit_on_file_sizes_holds_whatever_wrote_the_source(
 
     src, limit = golden / source, 20_000
     run(Job(src=src, dst=tmp_path / "whole", to=target, fsync=False))
-    run(Job(src=src, dst=tmp_path / "split", to=target, max_file_bytes=limit, fsync=False))
+    run(Job(src=src, dst=tmp_path / "split", to=target, max_shard_size=limit, fsync=False))
     assert READERS[target](tmp_path / "split") == READERS[target](tmp_path / "whole")
     names = ["*.safetensors"] if target == "safetensors" else ["*.distcp"]
     sizes = [path.stat().st_size for name in names for path in (tmp_path / "split").rglob(name)]

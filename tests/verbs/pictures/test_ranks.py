@@ -131,7 +131,7 @@ def test_missing_file_of_torch_dist_is_a_missing_rank(golden: Path, tmp_path: Pa
 
 def test_converted_torch_dist_in_one_file_has_no_grid(golden: Path, tmp_path: Path) -> None:
     source, target = golden / "mcore_torch_dist/dense_gqa/tp2_pp2", tmp_path / "target"
-    core.reshard(source, target, tp=4, pp=1)
+    core.reshard(source, target, tp_new=4, pp_new=1)
     assert grid_of(target) is None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
-from core.errors import UsageError
 from core.formats.huggingface.files import CONFIG
 from core.megatron.model.args import fields_of
 from core.opening.open import Checkpoint
@@ -23,7 +22,7 @@ from core.verbs.convert.global_form.steps import (
     merge_if_requested,
 )
 from core.verbs.convert.job import Job
-from core.verbs.convert.options import check_vocabulary_options, refuse_quantizing
+from core.verbs.convert.options import check_vocabulary_size, refuse_quantizing
 
 VOCAB_DIVISOR = 128
 """Megatron's default for ``--make-vocab-size-divisible-by``."""
@@ -49,7 +48,7 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
 
     job = request.job
     assert request.config is not None
-    check_vocabulary_options(job, request.config)
+    check_vocabulary_size(job, request.config)
     refuse_quantizing(job, request.format)
     step = merge_if_requested(request, drop_optimizer(request, catalog), source)
 
@@ -62,7 +61,7 @@ def form_as_megatron(request: FormRequest, catalog: Catalog, source: Checkpoint)
 
     # Rename the tensors and merge them as Megatron does, by the configuration after the changes.
     config = config_after(cast.catalog, request.config)
-    divisor = job.vocab_divisor or VOCAB_DIVISOR
+    divisor = job.make_vocab_size_divisible_by or VOCAB_DIVISOR
     with blaming_options(job, first, "Hugging Face"):
         tabled = (*model_types(), *composite_types())
         if request.family is None and config.get("model_type") in tabled:
@@ -118,14 +117,6 @@ def form_as_adapter(request: FormRequest, catalog: Catalog, source: Checkpoint) 
 
     job, format = request.job, request.format
     assert request.config is not None
-    for option, is_given in (
-        ("--vocab-size", job.vocab_size is not None),
-        ("--keep-padded-vocab", job.keep_padded_vocab),
-        ("--make-vocab-size-divisible-by", job.vocab_divisor is not None),
-        ("--experts", job.experts is not None),
-    ):
-        if is_given:
-            raise UsageError(f"{option} has no effect on adapters", hint="omit it")
     refuse_quantizing(job, format)
 
     # Apply the changes that match peft's names, convert, and apply those about Megatron's.

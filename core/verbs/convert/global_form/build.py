@@ -21,7 +21,7 @@ from core.engine.catalog.dropped import dropped_together
 from core.engine.catalog.facets import MegatronModel, WeightDeltas
 from core.engine.catalog.files_beside import ADAPTER_CONFIG, UNREAD
 from core.engine.catalog.tensor import without_ties
-from core.errors import UnsupportedError, UsageError
+from core.errors import NoEffectError, UnsupportedError
 from core.formats.format import Format
 from core.formats.torch.object_tensors import with_array_tensors
 from core.opening.config_beside import lacks_arguments
@@ -139,13 +139,10 @@ def _describe_source(
     if not (format.has_live_objects or format.keeps_unknown_classes):
         catalog = with_array_tensors(catalog, source.store)
     if job.param_order is not None:
-        from core.formats.trainer.proven_names import OPTION as PARAM_ORDER
         from core.opening.numbered_optimizers import with_parameter_names
 
         if job.optim == "drop":
-            raise UsageError(
-                f"{PARAM_ORDER} has no effect: the optimizer is left out", hint="omit it"
-            )
+            raise NoEffectError(("param_order",), "the optimizer is left out")
         catalog = with_parameter_names(catalog, source.store, read_param_order(job.param_order))
 
     # Check the options that do not depend on names, and find files that nobody reads.

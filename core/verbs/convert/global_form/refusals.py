@@ -9,10 +9,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import is_optimizer_key
-from core.errors import UnsupportedError, UsageError
+from core.errors import (
+    NoEffect,
+    NoEffectError,
+    UnsupportedError,
+    UsageError,
+    refuse_without_effect,
+)
 from core.formats.huggingface.files import CONFIG
 from core.verbs.convert.global_form.request import FormRequest
-from core.verbs.convert.options import changes_layout, check_format_options, check_target_names
+from core.verbs.convert.options import (
+    changes_layout,
+    check_target_names,
+    has_model_form,
+    list_format_rows,
+)
 
 if TYPE_CHECKING:
     from core.megatron.rules.rules import Rules
@@ -32,11 +43,6 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
     takes_config = request.comes_from_hf or request.is_described or _is_origin(request, catalog)
     if job.config is not None and not takes_config:
         _refuse_config(request, catalog)
-    if job.family is not None and not (request.becomes_hf or request.becomes_megatron):
-        raise UsageError(
-            "--family has no effect: the tensors keep their names",
-            hint="omit it, or rename them with --names hf or --names megatron",
-        )
 
     # The names to write must suit the source's names and the destination.
     check_target_names(
@@ -46,7 +52,6 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         format,
         request.config if request.comes_from_hf else None,
     )
-    check_format_options(job, format, is_named=is_named)
     if request.names == "megatron" and not is_named and not catalog.is_rank_local:
         refuse_without_arguments(catalog, request.rules)
         option = "--names megatron" if job.names is not None else f"--to {job.to}"
@@ -56,17 +61,38 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
             hint=f"give the model's {CONFIG} with --config FILE",
         )
 
-    # Some options apply to one family of names only.
-    if request.comes_from_hf and job.rng is not None:
-        raise UsageError(
-            "--rng has no effect: Hugging Face checkpoints have no random states", hint="omit it"
-        )
-    if job.vocab_divisor is not None and not request.becomes_megatron:
-        raise UsageError(
-            "--make-vocab-size-divisible-by applies only to converting Hugging Face weights "
-            "to Megatron",
-            hint="omit it; a Megatron checkpoint keeps its own",
-        )
+    becomes_megatron = request.becomes_megatron
+    table = (
+        NoEffect(
+            ("family",),
+            not (request.becomes_hf or becomes_megatron),
+            "the tensors keep their names",
+            "omit it, or rename them with --names hf or --names megatron",
+        ),
+        *list_format_rows(job, format, is_named=is_named),
+        NoEffect(("rng",), request.comes_from_hf, "Hugging Face checkpoints have no random states"),
+        NoEffect(
+            ("make_vocab_size_divisible_by",),
+            not becomes_megatron,
+            "no weights of Hugging Face become Megatron's",
+            "omit it; a Megatron checkpoint keeps its own",
+        ),
+        NoEffect(
+            ("vocab_size", "keep_padded_vocab", "make_vocab_size_divisible_by", "experts"),
+            becomes_megatron and request.is_peft,
+            "the source is an adapter",
+        ),
+        NoEffect(
+            ("keep_padded_vocab",), becomes_megatron, "Hugging Face weights have no padding rows"
+        ),
+        NoEffect(
+            ("transformer_impl", "experts"),
+            not (becomes_megatron or has_model_form(job, format)),
+            f"{format.name} stores no modules of Megatron",
+            "use it with --to megatron or --to torch_dist",
+        ),
+    )
+    refuse_without_effect(job.given_options, table)
 
 
 def _is_origin(request: FormRequest, catalog: Catalog) -> bool:
@@ -106,10 +132,7 @@ def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:
         )
     if not catalog.is_rank_local and not request.has_megatron_model(catalog):
         refuse_without_arguments(catalog, request.rules)
-    raise UsageError(
-        "--config has no effect: a Megatron checkpoint has its own training arguments",
-        hint="omit it",
-    )
+    raise NoEffectError(("config",), "a Megatron checkpoint has its own training arguments")
 
 
 def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import MegatronModel
-from core.errors import UsageError
+from core.errors import NoEffect, refuse_without_effect
 from core.formats.format import Format
 from core.opening.open import Checkpoint
 from core.verbs.convert.global_form.refusals import refuse_names, refuse_without_arguments
@@ -22,9 +22,14 @@ from core.verbs.convert.options import (
     changes_layout,
     cuts_experts,
     has_model_form,
-    refuse_layout_options,
     refuse_quantizing,
 )
+
+_LAYOUT_OPTIONS = (
+    *("vocab_size", "keep_padded_vocab", "rules", "unknown", "rng"),
+    *("transformer_impl", "megatron_version", "experts"),
+)
+"""Options that concern a parallel layout."""
 
 
 def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint) -> GlobalStep:
@@ -41,7 +46,8 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
     # Without a change of layout or names the tensors stay as they are.
     is_renamed = request.becomes_hf or request.is_restacked
     if not (is_renamed or _needs_global_form(request, catalog, source.format)):
-        refuse_layout_options(job)
+        unchanged = NoEffect(_LAYOUT_OPTIONS, True, "the parallel layout stays as it is")
+        refuse_without_effect(job.given_options, [unchanged])
         step = merge_if_requested(request, drop_optimizer(request, catalog), source)
         if not format.has_common_state or step.catalog.common is None:
             return step
@@ -59,7 +65,6 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
 
     from core.megatron.extras.random_states import with_rng
     from core.megatron.reshard.unshard import unshard
-    from core.megatron.rules.experts import OPTION as EXPERTS
     from core.verbs.convert.sizes import target_topology
 
     # Unshard; names that no rule matches can neither be renamed nor cut.
@@ -87,12 +92,6 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
     catalog = with_rng(
         step.catalog, job.rng, has_place=format.has_layout, has_ranks=format.is_rank_local
     )
-    for option, value in (("--transformer-impl", job.transformer_impl), (EXPERTS, job.experts)):
-        if value is not None and not has_model_form(job, format):
-            raise UsageError(
-                f"{option} has no effect on {format.name}",
-                hint="use it with --to megatron or --to torch_dist",
-            )
     if has_model_form(job, format):
         from core.megatron.placement.expert_kind import with_expert_kind
 

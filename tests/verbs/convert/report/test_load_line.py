@@ -48,7 +48,7 @@ def test_one_file_of_tensors_is_loaded_by_safetensors(golden: Path, tmp_path: Pa
 
 def test_several_files_of_tensors_are_loaded_together(golden: Path, tmp_path: Path) -> None:
     source = golden / "torch_dcp/tp2_only"
-    line = next_line(source, tmp_path, "safetensors", max_file_bytes=30_000)
+    line = next_line(source, tmp_path, "safetensors", max_shard_size=30_000)
     tensors = eval(line, {"load_file": load_file, "glob": glob})
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     single = tmp_path / "single.safetensors"
