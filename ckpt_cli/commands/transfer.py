@@ -69,7 +69,8 @@ from ckpt_cli.options.shared.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
+from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_blocks, report_lines
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
@@ -348,14 +349,11 @@ def _plan(job: Job, options: TransferOptions) -> int:
         elif options.quiet:
             _note_dropped(prepared.dropped_reasons)
         else:
-            for line in plan_lines(
-                screen_of(sys.stdout),
-                prepared,
-                expected,
-                rank=options.rank,
-                rank_files=files,
-                command=_command_without_dry_run(options, expected),
-            ):
+            command = _command_without_dry_run(options, expected)
+            blocks = plan_blocks(
+                prepared, expected, rank=options.rank, rank_files=files, command=command
+            )
+            for line in draw_text(screen_of(sys.stdout), blocks):
                 print(line)
         if expected.shortage is not None:
             raise expected.shortage

@@ -1,25 +1,29 @@
 """The right side of the screen: the pages of a tensor and of a module.
 
-Pure functions from what was read to lines with the colours of a terminal; ``None`` stands for what
-is still being read. Every name is escaped.
+Pure functions from what was read to blocks; ``None`` stands for what is still being read. Names are
+escaped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_tensor import number_text
+from ckpt_cli.pages.inspect_tensor import number_text, place_cells, stored_text
 from ckpt_cli.pages.pictures.bars import draw_bar
 from ckpt_cli.pages.pictures.histogram import histogram_line, scale_of
 from ckpt_cli.pages.pictures.shards import picture_lines
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
-    box_text,
+    Facts,
+    Table,
     bytes_text,
     count_text,
+    dim_cell,
     elements_text,
-    facts,
     n_text,
     shape_text,
     table,
@@ -29,7 +33,6 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.failure import failure_of
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
 from core.arrays.dtypes import itemsize
-from core.engine.catalog.stored import coords_text
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ if TYPE_CHECKING:
     from core.engine.catalog.tensor import Tensor
     from core.engine.numbers.statistics import ValueStatistics
     from core.progress import Progress
-    from core.verbs.inspect.preview import BoxLocation, Number
+    from core.verbs.inspect.preview import Number
 
 LONGEST_NAME = 400
 """Most characters of a name that are shown."""
@@ -77,12 +80,13 @@ class TensorDetails:
 
 
 NO_NUMBERS = "the dtype has no numbers"
+_READING = dim_cell("reading…")
 
 
-def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
-    """Yield the lines of a tensor: facts, statistics, places, and values."""
+def tensor_page(details: TensorDetails) -> Iterator[Block]:
+    """Yield the page of a tensor: facts, statistics, places, and values."""
     tensor = details.meta
-    yield from _title(screen, details.key)
+    yield partial(_draw_title, name=details.key)
     pairs: list[tuple[str, Cell | str]] = [
         ("shape", shape_text(tensor.shape)),
         ("dtype", tensor.dtype),
@@ -90,17 +94,15 @@ def tensor_page(screen: Screen, details: TensorDetails) -> Iterator[str]:
     ]
     placement, shards = details.placement, None
     if placement is not None and not isinstance(placement, Exception):
-        n_copies = placement.n_places - placement.n_boxes
-        replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
-        pairs.append(("stored", n_text(placement.n_boxes, "box", "boxes") + replicas))
+        pairs.append(("stored", stored_text(placement.n_boxes, placement.n_places)))
         shards = placement.shards
-    yield from facts(screen, pairs)
-    yield from _section(screen, "statistics", _statistics_lines(screen, details))
+    yield Facts(pairs)
+    yield from ("", dim_cell("statistics"), *_statistics_blocks(details))
     # A single box is the complete tensor: there is nothing to draw.
     if shards is not None and len(shards.shards) > 1:
-        yield from _section(screen, "map", picture_lines(screen, shards, highest=8))
-    yield from _section(screen, "places", _place_lines(screen, placement))
-    yield from _section(screen, "first values", _values_lines(screen, details))
+        yield from ("", dim_cell("map"), partial(picture_lines, shards=shards, highest=8))
+    yield from ("", dim_cell("places"), *_place_blocks(placement))
+    yield from ("", dim_cell("first values"), *_value_blocks(details))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,27 +129,24 @@ def totals_of(entry: Entry) -> ModuleTotals:
     return ModuleTotals(n_elements, dict(sorted(bytes_of.items(), key=lambda item: -item[1])))
 
 
-def module_page(
-    screen: Screen, entry: Entry, *, title: str, totals: ModuleTotals | None
-) -> Iterator[str]:
-    """Yield the lines of a module: totals, and its members, the largest first.
+def module_page(entry: Entry, *, title: str, totals: ModuleTotals | None) -> Iterator[Block]:
+    """Yield the page of a module: totals, and its members, the largest first.
 
     Args:
         totals: the totals; None while they are being added up.
     """
-    yield from _title(screen, title)
+    yield partial(_draw_title, name=title)
     elements = dtypes = "…"
     if totals is not None:
         elements = count_text(totals.n_elements)
         dtypes = ", ".join(f"{name} {bytes_text(n)}" for name, n in totals.bytes_of.items())
-    yield from facts(
-        screen,
+    yield Facts(
         [
             ("tensors", f"{entry.n_tensors:,}"),
             ("elements", elements),
             ("size", bytes_text(entry.n_bytes)),
             ("dtypes", dtypes),
-        ],
+        ]
     )
     members = sorted(entry.children(), key=lambda member: -member.n_bytes)
     if not members:
@@ -157,31 +156,19 @@ def module_page(
     rows = []
     for member in members[:_MOST_MEMBERS]:
         share = member.n_bytes / entry.n_bytes if entry.n_bytes else 0.0
+        bar = Cell(draw_bar(share, _BAR), ("cyan",))
         name = escaped(member.label[:LONGEST_NAME])
-        rows.append(
-            [
-                Cell(name),
-                Cell(bytes_text(member.n_bytes)),
-                Cell(f"{share:.0%}", ("dim",)),
-                Cell(draw_bar(share, _BAR), ("cyan",)),
-            ]
-        )
-    yield from _named_rows(screen, rows, align="<>><")
+        rows.append((name, bytes_text(member.n_bytes), dim_cell(f"{share:.0%}"), bar))
+    yield Table(rows, align="<>><", fits=True)
     if len(members) > _MOST_MEMBERS:
-        more = f"… {n_text(len(members) - _MOST_MEMBERS, 'more member')}"
-        yield screen.plain(screen.styled(more, "dim"))
+        yield dim_cell(f"… {n_text(len(members) - _MOST_MEMBERS, 'more member')}")
 
 
-def error_lines(screen: Screen, err: BaseException) -> list[str]:
-    """Return the lines of an error, in the words of the command line, within the screen."""
+def error_facts(err: BaseException) -> Facts:
+    """Return an error in the words of the command line."""
     failure = failure_of(err, command="ckpt explore")
     parts = (("error", failure.message), ("at", failure.place), ("hint", failure.hint))
-    return list(
-        facts(
-            screen,
-            [(name, Cell(text, ("red",) * (name == "error"))) for name, text in parts if text],
-        )
-    )
+    return Facts([(name, Cell(text, ("red",) * (name == "error"))) for name, text in parts if text])
 
 
 def progress_text(progress: Progress) -> str:
@@ -195,7 +182,7 @@ def progress_text(progress: Progress) -> str:
     return f"{progress.phase}: {bytes_text(progress.done)}{total}"
 
 
-def _title(screen: Screen, name: str) -> Iterator[str]:
+def _draw_title(screen: Screen, name: str) -> Iterator[str]:
     """Yield a name in bold, in as many lines as it needs."""
     text = escaped(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…")
     width = screen.width or columns_of(text) or 1
@@ -209,120 +196,90 @@ def _title(screen: Screen, name: str) -> Iterator[str]:
         start = end
 
 
-def _section(screen: Screen, title: str, lines: Iterable[str]) -> Iterator[str]:
-    """Yield an empty line, a title, and the lines below it."""
-    yield ""
-    yield screen.styled(title, "dim")
-    yield from lines
-
-
-def _statistics_lines(screen: Screen, details: TensorDetails) -> Iterator[str]:
+def _statistics_blocks(details: TensorDetails) -> Iterator[Block]:
     """Yield the statistics, how far they are, or how to get them."""
     statistics = details.statistics
     if isinstance(statistics, Exception):
-        yield from error_lines(screen, statistics)
+        yield error_facts(statistics)
     elif isinstance(statistics, str):
-        yield screen.styled(statistics, "dim")
+        yield dim_cell(statistics)
     elif isinstance(statistics, Reading):
         if statistics.progress is None:
-            yield screen.styled(f"s reads {bytes_text(details.meta.n_bytes)}", "dim")
+            yield dim_cell(f"s reads {bytes_text(details.meta.n_bytes)}")
         else:
-            yield screen.styled(progress_text(statistics.progress), "dim")
+            yield dim_cell(progress_text(statistics.progress))
     elif statistics is None:
-        yield screen.styled("reading…", "dim")
+        yield _READING
     else:
-        yield from _numbers(screen, statistics)
+        # The extremes, the mean, and what is unusual.
+        pairs = (("min", statistics.least), ("max", statistics.greatest))
+        more_pairs = (("mean", statistics.mean), ("std", statistics.std))
+        rows = [
+            [
+                cell
+                for name, value in row
+                for cell in (dim_cell(name), "–" if value is None else f"{value:.4g}")
+            ]
+            for row in (pairs, more_pairs)
+        ]
+        yield Table(rows, align="<><>")
+        if statistics.histogram.top is not None:  # else there are only zeros
+            scale = scale_of(statistics.histogram)
+            yield histogram_line(statistics.histogram, statistics.n_zeros, scale)
+        bad: Cell | str = "no NaN or Inf"
+        if statistics.n_nan + statistics.n_infinite:
+            text = f"{statistics.n_nan:,} NaN, {statistics.n_infinite:,} Inf"
+            bad = Cell(text, ("red", "bold"))
+        yield bad, f", {n_text(statistics.n_zeros, 'zero')}"
 
 
-def _numbers(screen: Screen, statistics: ValueStatistics) -> Iterator[str]:
-    """Yield the extremes, the mean, and what is unusual."""
-
-    def number(value: float | None) -> str:
-        return "–" if value is None else f"{value:.4g}"
-
-    pairs = (("min", statistics.least), ("max", statistics.greatest))
-    more_pairs = (("mean", statistics.mean), ("std", statistics.std))
-    rows = [
-        [cell for name, value in row for cell in (Cell(name, ("dim",)), Cell(number(value)))]
-        for row in (pairs, more_pairs)
-    ]
-    yield from table(screen, rows, align="<><>")
-    if statistics.histogram.top is not None:  # else there are only zeros
-        scale = scale_of(statistics.histogram)
-        yield histogram_line(screen, statistics.histogram, statistics.n_zeros, scale)
-    n_bad = statistics.n_nan + statistics.n_infinite
-    counts = f"{statistics.n_nan:,} NaN, {statistics.n_infinite:,} Inf"
-    zeros = n_text(statistics.n_zeros, "zero")
-    bad = screen.styled(counts, "red", "bold") if n_bad else "no NaN or Inf"
-    yield screen.plain(f"{bad}, {zeros}")
-
-
-def _values_lines(screen: Screen, details: TensorDetails) -> Iterator[str]:
+def _value_blocks(details: TensorDetails) -> Iterator[Block]:
     """Yield the first values, or the error of reading them."""
     values = details.values
     if isinstance(values, Exception):
-        yield from error_lines(screen, values)
+        yield error_facts(values)
     elif values is None:
-        yield screen.styled("reading…", "dim")
+        yield _READING
     else:
         texts = [number_text(value, details.meta.dtype) for value in values]
         rest = details.meta.n_elements - len(values)
         text = " ".join(texts) if texts else "none"
-        for line in wrapped(f"{text} …" if rest else text, screen.width or 1_000):
-            yield screen.plain(line)
+        yield lambda screen: wrapped(f"{text} …" if rest else text, screen.width or 1_000)
 
 
-def _place_lines(screen: Screen, placement: Placement | Exception | None) -> Iterator[str]:
-    """Yield the places: a table if there is room for it, else two lines for each."""
+def _place_blocks(placement: Placement | Exception | None) -> Iterator[Block]:
+    """Yield the places, or the error of finding them."""
     if placement is None:
-        yield screen.styled("reading…", "dim")
-        return
-    if isinstance(placement, Exception):
-        yield from error_lines(screen, placement)
-        return
-    # The boxes have the numbers of the map.
-    shards = placement.shards.shards
-    numbers = {shard.box: str(at) for at, shard in enumerate(shards)} if len(shards) > 1 else {}
-    rows = [(Cell(numbers.get(place.box, "")), *_place_row(place)) for place in placement.places]
+        yield _READING
+    elif isinstance(placement, Exception):
+        yield error_facts(placement)
+    else:
+        # The boxes have the numbers of the map.
+        shards = placement.shards.shards
+        numbers = {shard.box: str(at) for at, shard in enumerate(shards)} if len(shards) > 1 else {}
+        rows = []
+        for place in placement.places:
+            box, rank, file, *_ = place_cells(place, 0)
+            byte = f"byte {place.offset:,}" if place.file and place.offset is not None else ""
+            number = Cell(numbers.get(place.box, ""))
+            rows.append((number, box, replace(rank, styles=("bold",)), file, dim_cell(byte)))
+        yield partial(_draw_places, rows=rows)
+        n_more = placement.n_places - len(placement.places)
+        if n_more:
+            yield dim_cell(f"… {n_text(n_more, 'more place')}")
+
+
+def _draw_places(screen: Screen, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:
+    """Yield a row for each place if there is room for it, else two lines for each."""
     columns = [i for i in range(5) if any(row[i].text for row in rows)]
     cells = [[row[i] for i in columns] for row in rows]
     align = "".join("><<<>"[i] for i in columns)
     if screen.width is None or table_width(cells, align=align) <= screen.width:
         yield from table(screen, cells, align=align)
-    else:
-        for number, box, rank, file, byte in rows:
-            title = f"{number.text} {box.text}".lstrip()
-            yield screen.plain(f"{title}  {screen.styled(rank.text, 'bold')}".rstrip())
-            room = screen.width - len(byte.text) - 3
-            name = shortened(file.text, room, ellipsis=screen.plain("…"))
-            yield f"  {screen.styled(name, 'cyan')} {screen.styled(byte.text, 'dim')}".rstrip()
-    n_more = placement.n_places - len(placement.places)
-    if n_more:
-        yield screen.plain(screen.styled(f"… {n_text(n_more, 'more place')}", "dim"))
-
-
-def _place_row(place: BoxLocation) -> tuple[Cell, Cell, Cell, Cell]:
-    """Return box, rank, file and byte of a place."""
-    rank = coords_text(place.rank)
-    box = Cell(box_text(place.box))
-    if place.file is None:
-        return box, Cell(escaped(rank)), Cell("zeros (padding)", ("dim",)), Cell("")
-    return (
-        box,
-        Cell(escaped(rank), ("bold",)),
-        Cell(escaped(place.file), ("cyan",)),
-        Cell(f"byte {place.offset:,}" if place.offset is not None else "", ("dim",)),
-    )
-
-
-def _named_rows(screen: Screen, rows: list[list[Cell]], *, align: str) -> Iterator[str]:
-    """Yield the rows of a table, with names that leave room for the figures."""
-    if screen.width is not None:
-        figures = [[Cell(""), *row[1:]] for row in rows]
-        room = max(screen.width - table_width(figures, align=align) - 2, 8)
-        ellipsis = screen.plain("…")
-        rows = [
-            [Cell(shortened(row[0].text, room, ellipsis=ellipsis), row[0].styles), *row[1:]]
-            for row in rows
-        ]
-    yield from table(screen, rows, align=align)
+        return
+    for number, box, rank, file, byte in rows:
+        title = f"{number.text} {box.text}".lstrip()
+        yield screen.plain(f"{title}  {screen.styled(rank.text, 'bold')}".rstrip())
+        room = screen.width - len(byte.text) - 3
+        name = shortened(file.text, room, ellipsis=screen.plain("…"))
+        yield f"  {screen.styled(name, 'cyan')} {screen.styled(byte.text, 'dim')}".rstrip()

@@ -7,15 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_cli.findings.grouping import FindingGroup, group_similar
 from ckpt_cli.findings.text import validation_facts
-from ckpt_cli.html_report.page import named_facts, render
-from ckpt_cli.html_report.rank_table import (
-    CellFindings,
-    rank_name,
-    rank_table,
-    zero_name,
-    zero_table,
-)
-from ckpt_cli.screen.blocks import n_text
+from ckpt_cli.html_report.grid import CellFindings
+from ckpt_cli.html_report.page import Section, render
+from ckpt_cli.html_report.rank_table import rank_name, rank_table, zero_name, zero_table
+from ckpt_cli.screen.blocks import Facts, n_text
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.registry import find_code
@@ -40,29 +35,26 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
     worst = max(map(_worst, verdicts), default=0)
     is_single = len(verdicts) == 1
     views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
-    sections = [("checkpoints", "Checkpoints")]
+    anchors = [Section("checkpoints", "Checkpoints", [""])]
     if is_single:
-        ranks = [("ranks-1", "Ranks")] if views[0]["grid"] is not None else []
-        sections = [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
-    context = {
-        "title": "validate",
-        "subject": verdicts[0].validation.path
-        if is_single
-        else n_text(len(verdicts), "checkpoint"),
-        "headline": verdicts[0].counts_text
-        if is_single
-        else f"{n_bad:,} with errors"
-        if n_bad
-        else "none with errors",
-        "worst": _LABELS[worst],
-        "sections": sections,
-        "all": [
+        anchors = [Section("summary-1", "Summary", [""])]
+        anchors += [Section("ranks-1", "Ranks", [""])] if views[0]["grid"] is not None else []
+        anchors += [Section("findings-1", "Findings", [""])]
+    several = f"{n_bad:,} with errors" if n_bad else "none with errors"
+    mark = "✓" if worst in (0, Severity.NOTE) else "!" if worst == Severity.WARNING else "✗"
+    return render(
+        "validate",
+        verdicts[0].validation.path if is_single else n_text(len(verdicts), "checkpoint"),
+        f"{mark} {verdicts[0].counts_text if is_single else several}",
+        anchors,
+        style=_LABELS[worst],
+        template="validate.html.j2",
+        all=[
             (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
             for verdict in ([] if is_single else verdicts[:1000])
         ],
-        "checkpoints": views,
-    }
-    return render("validate.html.j2", context, data={})
+        checkpoints=views,
+    )
 
 
 _LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}}
@@ -107,7 +99,7 @@ def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
     return {
         "path": validation.path,
         "verdict": verdict.counts_text,
-        "facts": named_facts(validation_facts(verdict)),
+        "facts": Facts(list(validation_facts(verdict))),
         "severities": [
             (severity.label, n_text(verdict.judgement.n_of(severity), severity.label))
             for severity in sorted(Severity, reverse=True)

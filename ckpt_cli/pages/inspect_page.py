@@ -7,18 +7,20 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
+    Facts,
+    Table,
     bytes_text,
     count_text,
     fact_list,
-    facts,
     first_lines,
     list_facts,
     n_text,
-    table,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.attributes import PATHS_ENTRY, ROOT
+from core.verbs.inspect.summary import ROLE_TITLES
 
 if TYPE_CHECKING:
     from core.engine.catalog.catalog import Catalog
@@ -29,14 +31,6 @@ if TYPE_CHECKING:
     from core.verbs.inspect.optimizer_states import OptimizerStates
     from core.verbs.inspect.summary import Summary
     from core.verbs.pictures.shards import ShardMap
-
-GROUP_TITLES = {
-    "model": "model",
-    "moments": "optimizer moments",
-    "masters": "master weights",
-    "other": "other",
-}
-
 
 _MOST_ATTRIBUTED = 4
 """Maximum number of containers and tensors whose attributes are shown above the tree."""
@@ -121,33 +115,21 @@ def detail_lines(
     yield from object_lines(screen, entries, limit=limit)
 
 
-def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
-    yield screen.styled(escaped(summary.path), "bold")
-    yield from facts(screen, header_facts(summary, checkpoint))
+def header_blocks(summary: Summary, checkpoint: Checkpoint) -> Iterator[Block]:
+    """Yield facts about the checkpoint and a table of its groups."""
+    yield Facts(header_facts(summary, checkpoint))
     # The groups (model, moments, …), with a total if there are several.
     yield ""
-    rows: list[list[Cell | str]] = [
-        [Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]
-    ]
-    for group in summary.groups:
+    rows: list[list[Cell | str]] = []
+    for group in (*summary.groups, *([summary.total] * (len(summary.groups) > 1))):
         figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
-        rows.append([GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
-    if len(summary.groups) > 1:
-        total = summary.total
-        rows.append(
-            [
-                "total",
-                f"{total.n_tensors:,}",
-                count_text(total.n_elements),
-                bytes_text(total.n_bytes),
-            ]
-        )
-    yield from table(screen, rows, align="<>>><", fits=True)
+        title = ROLE_TITLES.get(group.name, group.name)
+        rows.append([title, *figures, Cell(", ".join(group.dtypes), ("cyan",))])
+    yield Table(rows, align="<>>><", head=("", "tensors", "elements", "bytes"), fits=True)
 
 
-def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
-    """Yield the line below the tree for an optimizer whose tensors are not listed.
+def optimizer_facts(states: OptimizerStates) -> Facts:
+    """Return the line below the tree for an optimizer whose tensors are not listed.
 
     For example ``Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 1.21 GiB (--optim shows them)``.
     """
@@ -161,7 +143,7 @@ def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
         texts.append(f"{', '.join(names)}, {times}{bytes_text(n_bytes)}")
     algorithm = f"{states.algorithm}: " if states.algorithm else ""
     text = f"{algorithm}{'; '.join(texts)} (--optim shows them)"
-    yield from facts(screen, [("optimizer", text)])
+    return Facts([("optimizer", text)])
 
 
 def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_line, histogram_text, scale_of
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.blocks import Cell, bytes_text, draw_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.verbs.inspect.stats import FoldedStatistics, fold_statistics
 
@@ -101,7 +101,8 @@ def _histogram_lines(screen: Screen, row: FoldedStatistics, *, has_members: bool
         return
     scale = scale_of(row.total.histogram)
     if len(row.members) == 1 or not has_members:
-        yield "    " + histogram_line(screen, row.total.histogram, row.total.n_zeros, scale)
+        line = histogram_line(row.total.histogram, row.total.n_zeros, scale)
+        yield from draw_text(screen, [("    ", *line)])
         return
     # Of very many members, those whose deviations are the most unusual.
     parts = row.parts

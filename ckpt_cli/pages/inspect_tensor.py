@@ -55,9 +55,7 @@ def tensor_lines(
     # A place is a box of the tensor in one file; replicas are places of the same box.
     yield screen.styled(escaped(key), "bold")
     n_boxes = len({place.box for place in places})
-    n_copies = len(places) - n_boxes
-    replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
-    stored = n_text(n_boxes, "box", "boxes") + replicas + _encoding_text(places)
+    stored = stored_text(n_boxes, len(places)) + _encoding_text(places)
     elements = elements_text(tensor.n_elements)
     yield from facts(
         screen,
@@ -71,7 +69,7 @@ def tensor_lines(
     # One row for each place, without empty columns.
     yield ""
     head = [Cell(title, ("dim",)) for title in _COLUMNS]
-    rows = [_row(place, itemsize(tensor.dtype)) for place in places]
+    rows = [place_cells(place, itemsize(tensor.dtype)) for place in places]
     columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
     align = "".join(list(_COLUMNS.values())[i] for i in columns)
     yield from table(screen, [[row[i] for i in columns] for row in (head, *rows)], align=align)
@@ -85,7 +83,14 @@ def tensor_lines(
         )
 
 
-def _row(place: BoxLocation, size: int) -> list[Cell]:
+def stored_text(n_boxes: int, n_places: int) -> str:
+    """Return the number of a tensor's boxes, and of the replicas that are stored besides."""
+    n_copies = n_places - n_boxes
+    replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
+    return n_text(n_boxes, "box", "boxes") + replicas
+
+
+def place_cells(place: BoxLocation, size: int) -> list[Cell]:
     """Return the cells of a place, in the order of ``_COLUMNS``; expected values are left empty.
 
     Args:

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import (
     LISTED,
+    Block,
     Cell,
+    Facts,
+    Table,
     bytes_text,
+    dim_cell,
     facts,
     list_facts,
     n_text,
@@ -16,6 +20,7 @@ from ckpt_cli.screen.blocks import (
     shape_text,
     table,
     table_width,
+    title_cell,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.current_team import default_memory
@@ -30,15 +35,14 @@ if TYPE_CHECKING:
     from core.verbs.forecast.forecast import Forecast
 
 
-def plan_lines(
-    screen: Screen,
+def plan_blocks(
     prepared: Prepared,
     expected: Forecast,
     *,
     rank: int | None,
     rank_files: Sequence[str] | None,
     command: str | None = None,
-) -> Iterator[str]:
+) -> Iterator[Block]:
     """Yield the plan of a dry run.
 
     Args:
@@ -48,29 +52,27 @@ def plan_lines(
         command: the command that does what is planned; None if it is not known.
     """
     # The facts: source, destination, and what the job reads, writes and holds in memory.
-    title = screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
-    yield f"{title} (dry run: nothing was written)"
-    yield from facts(screen, plan_facts(prepared, expected))
+    yield title_cell(f"would write {prepared.dst}"), " (dry run: nothing was written)"
+    yield Facts(plan_facts(prepared, expected))
     # The files of the destination, and the source files that one of its ranks needs.
     yield ""
-    rows = [
-        [Cell(escaped(path)), Cell(bytes_text(size), ("dim",))]
-        for path, size in prepared.files[:LISTED]
-    ]
-    yield from table(screen, rows, align="<>", indent=2)
-    if len(prepared.files) > LISTED:
-        yield screen.plain(
-            screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim")
-        )
+    yield from file_blocks(prepared.files)
     if rank_files is not None:
         yield ""
-        yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'source file')}", "bold")
-        for name in rank_files:
-            yield f"  {escaped(name)}"
+        yield title_cell(f"rank {rank} needs {n_text(len(rank_files), 'source file')}")
+        yield from (f"  {escaped(name)}" for name in rank_files)
     # However long, the command is not wrapped, so that it can be copied.
     if command is not None and expected.shortage is None:
         yield ""
-        yield f"{screen.styled('next', 'dim')}  {escaped(command)}"
+        yield dim_cell("next"), f"  {escaped(command)}"
+
+
+def file_blocks(files: Sequence[tuple[str, int]], *, limit: int = LISTED) -> Iterator[Block]:
+    """Yield the first files of the destination with their bytes, and the number of the others."""
+    rows = [(escaped(path), dim_cell(bytes_text(size))) for path, size in files[:limit]]
+    yield Table(rows, align="<>", indent=2)
+    if len(files) > limit:
+        yield dim_cell(f"  … {n_text(len(files) - limit, 'more file')}")
 
 
 def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell | str]]:

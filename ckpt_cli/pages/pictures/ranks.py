@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.blocks import Block, Cell, bytes_text, draw_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
@@ -68,29 +68,37 @@ def rank_lines(screen: Screen, grid: RankGrid, *, folds: bool = True) -> Iterato
     Args:
         folds: fold equal rows if there are many.
     """
-    missing = [cell for cell in grid.cells if cell.is_missing]
-    n_bytes = sum(cell.model_bytes + cell.optimizer_bytes for cell in grid.cells)
-    sizes = [f"TP {grid.tp}", f"PP {grid.pp}"]
-    sizes += [f"VPP {grid.vpp}"] if grid.vpp > 1 else []
-    sizes += [f"EP {grid.ep}"] if grid.ep > 1 else []
-    count = f"{n_text(len(grid.cells), 'rank')}, {bytes_text(n_bytes)}"
-    alarm = screen.styled(f", {len(missing):,} missing", "red") if missing else ""
-    yield screen.plain(f"{' · '.join(sizes)}: {count}{alarm}")
-    yield ""
+    yield from draw_text(screen, [rank_title(grid), ""])
     rows = _rows_of(grid)
     if folds and len(rows) > _MOST_ROWS:
         rows = _fold(rows, "ep")
     if folds and len(rows) > _MOST_ROWS:
         rows = _fold(rows, "pp")
     yield from _grid_lines(screen, grid, rows)
-    # Named in plain text, too: colours are not for everyone.
-    if missing:
+    texts = [_missing_text(cell, grid) for cell in grid.cells if cell.is_missing]
+    yield from draw_text(screen, missing_blocks(texts, "rank"))
+
+
+def rank_title(grid: RankGrid) -> tuple[Cell | str, ...]:
+    """Return the line above the grid: its sizes, and how many ranks are missing."""
+    n_bytes = sum(cell.model_bytes + cell.optimizer_bytes for cell in grid.cells)
+    sizes = [f"TP {grid.tp}", f"PP {grid.pp}"]
+    sizes += [f"VPP {grid.vpp}"] if grid.vpp > 1 else []
+    sizes += [f"EP {grid.ep}"] if grid.ep > 1 else []
+    count = f"{n_text(len(grid.cells), 'rank')}, {bytes_text(n_bytes)}"
+    n_missing = sum(cell.is_missing for cell in grid.cells)
+    alarm = f", {n_missing:,} missing" if n_missing else ""
+    return f"{' · '.join(sizes)}: {count}", Cell(alarm, ("red",))
+
+
+def missing_blocks(texts: Sequence[str], noun: str) -> Iterator[Block]:
+    """Yield the first texts about what is missing: colours are not for everyone."""
+    if texts:
         yield ""
-        for cell in missing[:_MOST_NAMED]:
-            yield screen.plain(screen.styled(_missing_text(cell, grid), "red"))
-        if len(missing) > _MOST_NAMED:
-            n_more = len(missing) - _MOST_NAMED
-            yield screen.plain(screen.styled(f"… {n_text(n_more, 'more missing rank')}", "red"))
+    for text in texts[:_MOST_NAMED]:
+        yield Cell(text, ("red",))
+    if len(texts) > _MOST_NAMED:
+        yield Cell(f"… {n_text(len(texts) - _MOST_NAMED, f'more missing {noun}')}", ("red",))
 
 
 def _missing_text(cell: RankCell, grid: RankGrid) -> str:
