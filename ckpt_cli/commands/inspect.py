@@ -97,7 +97,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.damage import damage_blocks, damage_json
-from ckpt_cli.pages.inspect_page import detail_lines, header_blocks, map_page, optimizer_facts
+from ckpt_cli.pages.inspect_page import detail_lines, header_blocks, map_blocks, optimizer_facts
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
@@ -269,8 +269,9 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     if options.map:
         notes = _note_lines(screen, checkpoint, selection.notes)
         is_complete = options.limit == 0
-        lines = map_page(screen, summary, checkpoint, list(tensors), is_complete=is_complete)
-        print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
+        blocks = map_blocks(summary, checkpoint, list(tensors), is_complete=is_complete)
+        drawn = list(draw_text(screen, blocks))
+        print_page(chain(notes, first_lines(screen, drawn, options.limit or 0)), pager)
         return
     lines = _page(checkpoint, summary, selection, statistics, layers, options, limit=limit)
     print_page(lines, pager)

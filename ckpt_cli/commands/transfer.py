@@ -69,7 +69,7 @@ from ckpt_cli.options.shared.values import (
     parse_renames,
     parse_unstack_globs,
 )
-from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_blocks, report_lines
+from ckpt_cli.pages.transfer import explain_lines, plan_blocks, plan_move_blocks, report_blocks
 from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
@@ -282,7 +282,8 @@ def transfer(job: Job, options: TransferOptions) -> int:
     elif options.quiet:
         _note_dropped(report.dropped_reasons)
     else:
-        for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
+        blocks = report_blocks(report, is_proposed=job.dst is None)
+        for line in draw_text(screen_of(sys.stdout), blocks):
             print(line)
     return 0
 
@@ -306,7 +307,7 @@ def _explain(job: Job, options: TransferOptions) -> int:
                 fields = {"schema": "ckpt.explain/1", **header, "tensors": [], "maps": maps}
                 print(json.dumps(fields))
                 return 0
-            for text in moves_page(screen_of(sys.stdout), plan, keys):
+            for text in draw_text(screen_of(sys.stdout), plan_move_blocks(plan, keys)):
                 print(text)
             return 0
         lines = prepared.explain_layout()

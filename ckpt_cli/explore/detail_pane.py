@@ -213,13 +213,11 @@ class DetailPane(VerticalScroll):
         if self._shown is not None and self._shown.key == key:
             self._set(tensor_page(details))
 
-    def _is_shown(self, details: TensorDetails) -> bool:
-        return self._shown is not None and self._shown.meta is details.meta
-
     def _show_step(self, details: TensorDetails, cancellation: Cancellation) -> None:
         """Show how far the statistics are, unless they have ended since."""
         is_over = not isinstance(self._details(details).statistics, Reading | None)
-        if not (cancellation.is_cancelled() or is_over) and self._is_shown(details):
+        is_shown = self._shown is not None and self._shown.meta is details.meta
+        if is_shown and not (cancellation.is_cancelled() or is_over):
             self._set(tensor_page(details))
 
     def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:
@@ -240,16 +238,16 @@ class DetailPane(VerticalScroll):
 
     def _read_object(self, source: CheckpointSource, key: str, cancellation: Cancellation) -> None:
         """Read an object; called in a worker."""
-        from ckpt_cli.pages.inspect_object import object_json, object_lines
+        from ckpt_cli.pages.inspect_object import object_blocks, object_json
 
-        page: Block
+        page: Iterable[Block]
         try:
             value = object_json(source.view.objects[key], source.checkpoint)
-            page = partial(object_lines, entries=[(key, value)], limit=_MOST_OBJECT_LINES)
+            page = object_blocks([(key, value)], limit=_MOST_OBJECT_LINES)
         except Exception as err:
-            page = error_facts(err)
+            page = [error_facts(err)]
         cancellation.check()
-        self.app.call_later(self._set_unless, [page], cancellation)
+        self.app.call_later(self._set_unless, page, cancellation)
 
     def _add_up(self, entry: Entry, title: str, cancellation: Cancellation) -> None:
         """Add the tensors of a large module up; called in a worker."""

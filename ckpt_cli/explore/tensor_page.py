@@ -6,10 +6,10 @@ escaped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_cli.pages.inspect_tensor import number_text, place_cells, stored_text
 from ckpt_cli.pages.pictures.bars import draw_bar
@@ -28,10 +28,10 @@ from ckpt_cli.screen.blocks import (
     shape_text,
     table,
     table_width,
-    wrapped,
+    title_cell,
 )
 from ckpt_cli.screen.failure import failure_of
-from ckpt_cli.screen.terminal import Screen, columns_of, escaped, shortened
+from ckpt_cli.screen.terminal import Screen, escaped, shortened
 from core.arrays.dtypes import itemsize
 from core.values import dataclass
 
@@ -80,13 +80,13 @@ class TensorDetails:
 
 
 NO_NUMBERS = "the dtype has no numbers"
-_READING = dim_cell("reading…")
+_Part = TypeVar("_Part")
 
 
 def tensor_page(details: TensorDetails) -> Iterator[Block]:
     """Yield the page of a tensor: facts, statistics, places, and values."""
     tensor = details.meta
-    yield partial(_draw_title, name=details.key)
+    yield _title(details.key)
     pairs: list[tuple[str, Cell | str]] = [
         ("shape", shape_text(tensor.shape)),
         ("dtype", tensor.dtype),
@@ -97,12 +97,14 @@ def tensor_page(details: TensorDetails) -> Iterator[Block]:
         pairs.append(("stored", stored_text(placement.n_boxes, placement.n_places)))
         shards = placement.shards
     yield Facts(pairs)
-    yield from ("", dim_cell("statistics"), *_statistics_blocks(details))
+    yield from _section(
+        "statistics", details.statistics, partial(_statistics_blocks, tensor=tensor)
+    )
     # A single box is the complete tensor: there is nothing to draw.
     if shards is not None and len(shards.shards) > 1:
         yield from ("", dim_cell("map"), partial(picture_lines, shards=shards, highest=8))
-    yield from ("", dim_cell("places"), *_place_blocks(placement))
-    yield from ("", dim_cell("first values"), *_value_blocks(details))
+    yield from _section("places", placement, _place_blocks)
+    yield from _section("first values", details.values, partial(_value_blocks, tensor=tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +137,7 @@ def module_page(entry: Entry, *, title: str, totals: ModuleTotals | None) -> Ite
     Args:
         totals: the totals; None while they are being added up.
     """
-    yield partial(_draw_title, name=title)
+    yield _title(title)
     elements = dtypes = "…"
     if totals is not None:
         elements = count_text(totals.n_elements)
@@ -182,46 +184,46 @@ def progress_text(progress: Progress) -> str:
     return f"{progress.phase}: {bytes_text(progress.done)}{total}"
 
 
-def _draw_title(screen: Screen, name: str) -> Iterator[str]:
-    """Yield a name in bold, in as many lines as it needs."""
-    text = escaped(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…")
-    width = screen.width or columns_of(text) or 1
-    # Names have no spaces to break at.
-    start = 0
-    while start < len(text) or start == 0:
-        end = start + width
-        while columns_of(text[start:end]) > width:
-            end -= 1
-        yield screen.styled(text[start:end], "bold")
-        start = end
+def _title(name: str) -> Cell:
+    """Return a name in bold, whose end is left out if it is very long."""
+    return title_cell(name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}…")
 
 
-def _statistics_blocks(details: TensorDetails) -> Iterator[Block]:
+def _section(
+    title: str, part: _Part | Exception | None, draw: Callable[[_Part], Iterable[Block]]
+) -> Iterator[Block]:
+    """Yield a part of a page below its title, or the error of reading it.
+
+    Args:
+        part: what was read; None while it is being read.
+    """
+    yield from ("", dim_cell(title))
+    if part is None:
+        yield dim_cell("reading…")
+    elif isinstance(part, Exception):
+        yield error_facts(part)
+    else:
+        yield from draw(part)
+
+
+def _statistics_blocks(
+    statistics: ValueStatistics | Reading | str, tensor: Tensor
+) -> Iterator[Block]:
     """Yield the statistics, how far they are, or how to get them."""
-    statistics = details.statistics
-    if isinstance(statistics, Exception):
-        yield error_facts(statistics)
-    elif isinstance(statistics, str):
+    if isinstance(statistics, str):
         yield dim_cell(statistics)
     elif isinstance(statistics, Reading):
-        if statistics.progress is None:
-            yield dim_cell(f"s reads {bytes_text(details.meta.n_bytes)}")
-        else:
-            yield dim_cell(progress_text(statistics.progress))
-    elif statistics is None:
-        yield _READING
+        progress = statistics.progress
+        text = f"s reads {bytes_text(tensor.n_bytes)}"
+        yield dim_cell(text if progress is None else progress_text(progress))
     else:
         # The extremes, the mean, and what is unusual.
-        pairs = (("min", statistics.least), ("max", statistics.greatest))
-        more_pairs = (("mean", statistics.mean), ("std", statistics.std))
-        rows = [
-            [
-                cell
-                for name, value in row
-                for cell in (dim_cell(name), "–" if value is None else f"{value:.4g}")
-            ]
-            for row in (pairs, more_pairs)
+        figures = [
+            "–" if value is None else f"{value:.4g}"
+            for value in (statistics.least, statistics.greatest, statistics.mean, statistics.std)
         ]
+        names = list(map(dim_cell, ("min", "max", "mean", "std")))
+        rows = [(names[i], figures[i], names[i + 1], figures[i + 1]) for i in (0, 2)]
         yield Table(rows, align="<><>")
         if statistics.histogram.top is not None:  # else there are only zeros
             scale = scale_of(statistics.histogram)
@@ -233,40 +235,26 @@ def _statistics_blocks(details: TensorDetails) -> Iterator[Block]:
         yield bad, f", {n_text(statistics.n_zeros, 'zero')}"
 
 
-def _value_blocks(details: TensorDetails) -> Iterator[Block]:
-    """Yield the first values, or the error of reading them."""
-    values = details.values
-    if isinstance(values, Exception):
-        yield error_facts(values)
-    elif values is None:
-        yield _READING
-    else:
-        texts = [number_text(value, details.meta.dtype) for value in values]
-        rest = details.meta.n_elements - len(values)
-        text = " ".join(texts) if texts else "none"
-        yield lambda screen: wrapped(f"{text} …" if rest else text, screen.width or 1_000)
+def _value_blocks(values: Sequence[Number], tensor: Tensor) -> Iterator[Block]:
+    """Yield the first values on one line, which the pane wraps."""
+    text = " ".join(number_text(value, tensor.dtype) for value in values) or "none"
+    yield f"{text} …" if tensor.n_elements > len(values) else text
 
 
-def _place_blocks(placement: Placement | Exception | None) -> Iterator[Block]:
-    """Yield the places, or the error of finding them."""
-    if placement is None:
-        yield _READING
-    elif isinstance(placement, Exception):
-        yield error_facts(placement)
-    else:
-        # The boxes have the numbers of the map.
-        shards = placement.shards.shards
-        numbers = {shard.box: str(at) for at, shard in enumerate(shards)} if len(shards) > 1 else {}
-        rows = []
-        for place in placement.places:
-            box, rank, file, *_ = place_cells(place, 0)
-            byte = f"byte {place.offset:,}" if place.file and place.offset is not None else ""
-            number = Cell(numbers.get(place.box, ""))
-            rows.append((number, box, replace(rank, styles=("bold",)), file, dim_cell(byte)))
-        yield partial(_draw_places, rows=rows)
-        n_more = placement.n_places - len(placement.places)
-        if n_more:
-            yield dim_cell(f"… {n_text(n_more, 'more place')}")
+def _place_blocks(placement: Placement) -> Iterator[Block]:
+    """Yield the places; their boxes have the numbers of the map."""
+    shards = placement.shards.shards
+    numbers = {shard.box: str(at) for at, shard in enumerate(shards)} if len(shards) > 1 else {}
+    rows = []
+    for place in placement.places:
+        box, rank, file, *_ = place_cells(place, 0)
+        byte = f"byte {place.offset:,}" if place.file and place.offset is not None else ""
+        number = Cell(numbers.get(place.box, ""))
+        rows.append((number, box, replace(rank, styles=("bold",)), file, dim_cell(byte)))
+    yield partial(_draw_places, rows=rows)
+    n_more = placement.n_places - len(placement.places)
+    if n_more:
+        yield dim_cell(f"… {n_text(n_more, 'more place')}")
 
 
 def _draw_places(screen: Screen, rows: Sequence[Sequence[Cell]]) -> Iterator[str]:

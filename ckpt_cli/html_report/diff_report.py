@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.heat_table import heat_tables
 from ckpt_cli.html_report.page import Section, render
-from ckpt_cli.pages.diff_page import COLUMNS, count_table, diff_facts, verdict_line
+from ckpt_cli.pages.diff_page import COLUMNS, count_table, diff_facts, entry_rows, verdict_line
+from ckpt_cli.pages.diff_rows import VALUES_HEAD, Row, values_row
 from ckpt_cli.screen.blocks import (
     Block,
     Cell,
@@ -57,9 +58,9 @@ def _tensor_blocks(result: Diff) -> Iterator[Block]:
     ]
     if not differing:
         return
-    head = ("tensor", "result", "relative", "max |A−B|", "differing", "dtype", "shape")
+    head = ("tensor", "result", *VALUES_HEAD[1:], "dtype", "shape")
     rows = list(map(_tensor_row, differing[:MAX_TENSORS]))
-    yield Table(rows, align="<<>>><<", head=head, filter="name or kind")
+    yield Table(rows, align="<<>>>><<<", head=head, filter="name or kind")
     if len(differing) > MAX_TENSORS:
         count = n_text(len(differing) - MAX_TENSORS, "more tensor")
         yield dim_cell(f"and {count}: --json lists all")
@@ -67,27 +68,20 @@ def _tensor_blocks(result: Diff) -> Iterator[Block]:
 
 def _tensor_row(tensor: TensorDiff) -> list[Cell | str]:
     """Return the cells of a tensor that differs."""
-    a, b, values = tensor.a, tensor.b, tensor.values
-    shapes = dict.fromkeys(shape_text(meta.shape) for meta in (a, b) if meta is not None)
-    dtypes = dict.fromkeys(meta.dtype for meta in (a, b) if meta is not None)
-    kind = COLUMNS[tensor.kind]
-    figures: list[Cell | str] = ["", "", ""]
-    if values is not None:
-        kind += f", {values.n_nan:,} NaN" if values.n_nan else ""
-        figures = [
-            "" if values.relative is None else f"{values.relative:.3g}",
-            "" if values.max_abs is None else f"{values.max_abs:.3g}",
-            f"{100 * values.share:.3g} %",
-        ]
-    return [tensor.key, kind, *figures, " → ".join(dtypes), " → ".join(shapes)]
+    sides = [meta for meta in (tensor.a, tensor.b) if meta is not None]
+    shapes = dict.fromkeys(shape_text(meta.shape) for meta in sides)
+    dtypes = dict.fromkeys(meta.dtype for meta in sides)
+    figures: list[Cell | str] = [""] * len(VALUES_HEAD[1:])
+    if tensor.values is not None:
+        figures = values_row(Row("", tensor, (tensor,)))
+    return [tensor.key, COLUMNS[tensor.kind], *figures, " → ".join(dtypes), " → ".join(shapes)]
 
 
 def _entry_blocks(result: Diff) -> Iterator[Block]:
     """Yield the table of the entries that differ and are no tensors; nothing without any."""
-    entries = result.entries
-    if entries:
-        rows = [(entry.path, entry.a or "missing", entry.b or "missing") for entry in entries]
-        yield Table(rows[:MAX_ENTRIES], align="<<<", head=("entry", "A", "B"))
-    if len(entries) > MAX_ENTRIES:
-        count = n_text(len(entries) - MAX_ENTRIES, "more entry", "more entries")
+    rows = entry_rows(result)
+    if rows:
+        yield Table(rows[:MAX_ENTRIES], align="<<", head=("entry", "A → B"))
+    if len(rows) > MAX_ENTRIES:
+        count = n_text(len(rows) - MAX_ENTRIES, "more entry", "more entries")
         yield dim_cell(f"and {count}: --json lists all")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.screen.blocks import bytes_text, cell_of, n_text
+from ckpt_cli.screen.blocks import bytes_text, make_cell, n_text
 from ckpt_cli.screen.output_file import check_report_path, write_lines
 from ckpt_cli.screen.terminal import escaped
 from core.errors import UsageError
@@ -76,7 +76,8 @@ class Section:
 
     Args:
         id: its name in links.
-        blocks: those of the terminal's pages, a ``Grid``, a ``SizeDrawings`` or a ``TensorList``.
+        blocks: those of the terminal's pages without drawings, a ``Grid``, a ``SizeDrawings`` or a
+            ``TensorList``; a section without any is left out.
     """
 
     id: str
@@ -182,8 +183,8 @@ def _environment() -> Environment:
         "name": shown_name,
         "bytes": bytes_text,
         "n": n_text,
-        "cell": cell_of,
-        "style": lambda value: " ".join(cell_of(value).styles),
+        "cell": make_cell,
+        "style": lambda value: " ".join(make_cell(value).styles),
         "kind": lambda block: type(block).__name__,
     }
     return environment

@@ -28,9 +28,9 @@ from ckpt_cli.screen.blocks import (
     Facts,
     Table,
     bytes_text,
-    cell_of,
     dim_cell,
     fact_list,
+    make_cell,
     n_text,
     seconds_text,
     table,
@@ -116,15 +116,26 @@ def diff_blocks(
             n_more=sum(len(row.members) for row in rows[len(shown) :]),
             noun="tensor",
         )
-    # Entries with the same change whose paths differ only in numbers share a line.
-    entries = (f"{entry.path}{END}{_change_text(entry)}" for entry in result.entries)
-    lines = [line.partition(END) for line in folded(entries, end=END)]
+    entries = entry_rows(result)
     yield from _list_blocks(
         f"other entries ({len(result.entries):,})",
-        [[escaped(path), dim_cell(escaped(change))] for path, _, change in lines[: limit or None]],
-        n_more=len(lines) - limit if limit else 0,
+        entries[: limit or None],
+        n_more=len(entries) - limit if limit else 0,
         noun="line",
     )
+
+
+def entry_rows(result: Diff) -> list[list[Cell | str]]:
+    """Return the entries that differ and are no tensors, with their changes from A to B.
+
+    Entries with the same change whose paths differ only in numbers share a row.
+    """
+    texts = []
+    for entry in result.entries:
+        change = {"only_a": f"only in A: {entry.a}", "only_b": f"only in B: {entry.b}"}
+        texts.append(f"{entry.path}{END}{change.get(entry.kind, f'{entry.a} → {entry.b}')}")
+    lines = (line.partition(END) for line in folded(texts, end=END))
+    return [[escaped(path), dim_cell(escaped(change))] for path, _, change in lines]
 
 
 def _list_blocks(
@@ -159,7 +170,9 @@ def _draw_rows(
     # With a head, the columns between the name and the first difference contain numbers.
     n_columns = max(map(len, rows))
     align = "<" + ">" * (n_columns - 2) + "<" if head else "<" * n_columns
-    cells = [list(map(dim_cell, head))] * bool(head) + [list(map(cell_of, row)) for row in rows]
+    cells = [list(map(make_cell, row)) for row in rows]
+    if head:
+        cells.insert(0, list(map(dim_cell, head)))
     width = screen.width
     if width is None or table_width(cells, align=align, indent=2) <= width:
         yield from table(screen, cells, align=align, indent=2)
@@ -332,12 +345,3 @@ def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
         Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing)
     )
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
-
-
-def _change_text(entry: EntryDiff) -> str:
-    """Return the change of an entry from A to B."""
-    if entry.kind == "only_a":
-        return f"only in A: {entry.a}"
-    if entry.kind == "only_b":
-        return f"only in B: {entry.b}"
-    return f"{entry.a} → {entry.b}"

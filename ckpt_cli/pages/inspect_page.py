@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
+from ckpt_cli.pages.inspect_object import attributes_text, object_blocks, object_json
 from ckpt_cli.screen.blocks import (
     Block,
     Cell,
@@ -13,6 +14,7 @@ from ckpt_cli.screen.blocks import (
     Table,
     bytes_text,
     count_text,
+    draw_text,
     fact_list,
     first_lines,
     list_facts,
@@ -52,34 +54,24 @@ def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
     return shard_map(choose_catalog(summary, checkpoint, key), key)
 
 
-def map_page(
-    screen: Screen,
-    summary: Summary,
-    checkpoint: Checkpoint,
-    keys: Sequence[str],
-    *,
-    is_complete: bool,
-) -> Iterator[str]:
+def map_blocks(
+    summary: Summary, checkpoint: Checkpoint, keys: Sequence[str], *, is_complete: bool
+) -> Iterator[Block]:
     """Yield the drawings of some tensors' boxes.
 
     Args:
         keys: keys of the tensors.
         is_complete: draw all tensors, and list all of their boxes.
     """
-    from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
+    from ckpt_cli.pages.pictures.shards import LISTED, MAPS, draw_keys, map_lines
 
-    shown = keys if is_complete else keys[:MAPS]
-    for number, key in enumerate(shown):
-        if number:
-            yield ""
-        yield screen.styled(escaped(key), "bold")
+    def draw(key: str) -> Iterator[Block]:
         shards = map_of(summary, checkpoint, key)
         listed = 0 if is_complete else LISTED
-        yield from map_lines(screen, shards, listed=listed, hint="; --limit 0 lists all")
-    if len(shown) < len(keys):
-        more = f"… {n_text(len(keys) - len(shown), 'more tensor')}; --limit 0 draws all"
-        yield ""
-        yield screen.plain(screen.styled(more, "dim"))
+        yield partial(map_lines, shards=shards, listed=listed, hint="; --limit 0 lists all")
+
+    limit = None if is_complete else MAPS
+    yield from draw_keys(keys, draw, limit=limit, hint="--limit 0 draws all")
 
 
 def detail_lines(
@@ -98,7 +90,7 @@ def detail_lines(
         n_values: number of values to show of each tensor.
         limit: maximum number of lines of each entry; 0 for all.
     """
-    from ckpt_cli.pages.inspect_tensor import tensor_lines
+    from ckpt_cli.pages.inspect_tensor import tensor_blocks
     from core.verbs.inspect.preview import first_values, places_of
 
     # Tensors: an empty line between two of them.
@@ -109,10 +101,10 @@ def detail_lines(
         values = first_values(checkpoint.store, catalog, key, n_values) if n_values else None
         attributes = summary.attributes.get(key, {})
         places = places_of(catalog, key)
-        lines = list(tensor_lines(screen, key, tensor, places, values, attributes=attributes))
-        yield from first_lines(screen, lines, limit)
+        blocks = tensor_blocks(key, tensor, places, values, attributes=attributes)
+        yield from first_lines(screen, list(draw_text(screen, blocks)), limit)
     entries = [(key, object_json(summary.view.objects[key], checkpoint)) for key in objects]
-    yield from object_lines(screen, entries, limit=limit)
+    yield from draw_text(screen, object_blocks(entries, limit=limit))
 
 
 def header_blocks(summary: Summary, checkpoint: Checkpoint) -> Iterator[Block]:

@@ -135,38 +135,32 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
         yield from facts(screen, [("", cell) for cell in row[2:]], indent=2)
 
 
-def moves_page(screen: Screen, plan: Plan, keys: Sequence[str]) -> Iterator[str]:
+def plan_move_blocks(plan: Plan, keys: Sequence[str]) -> Iterator[Block]:
     """Yield the boxes of some tensors before and after, and what moves where.
 
     Args:
         keys: names of the tensors in the destination; the first few are drawn.
     """
-    from ckpt_cli.pages.pictures.shard_moves import move_lines
-    from ckpt_cli.pages.pictures.shards import MAPS
+    from ckpt_cli.pages.pictures.shard_moves import move_blocks
+    from ckpt_cli.pages.pictures.shards import draw_keys
     from core.verbs.pictures.shards import shard_move
 
-    for number, key in enumerate(keys[:MAPS]):
-        if number:
-            yield ""
-        yield screen.styled(escaped(key), "bold")
+    def draw(key: str) -> Iterator[Block]:
         yield ""
-        yield from move_lines(screen, shard_move(plan, key), hint="; --json lists all")
-    if len(keys) > MAPS:
-        more = f"… {n_text(len(keys) - MAPS, 'more tensor')}; --json lists all"
-        yield ""
-        yield screen.plain(screen.styled(more, "dim"))
+        yield from move_blocks(shard_move(plan, key), hint="; --json lists all")
+
+    yield from draw_keys(keys, draw, hint="--json lists all")
 
 
-def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
+def report_blocks(report: Report, *, is_proposed: bool) -> Iterator[Block]:
     """Yield the report of a finished conversion.
 
     Args:
         is_proposed: the destination's name was derived from the source's.
     """
     # What was written, and how fast.
-    label = screen.styled("✓ wrote", "green", "bold")
     reason = " (no DST given; named after SRC)" if is_proposed else ""
-    yield screen.plain(f"{label} {screen.styled(escaped(str(report.dst)), 'bold')}{reason}")
+    yield Cell("✓ wrote", ("green", "bold")), " ", title_cell(str(report.dst)), reason
     rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
     size = (
         f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
@@ -209,7 +203,7 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     pairs.append(("manifest", escaped(report.manifest)))
     pairs += list_facts("not carried", list(map(str, report.dropped_reasons)), "yellow")
     pairs += list_facts("note", report.notes, "yellow")
-    yield from facts(screen, pairs, indent=2)
+    yield Facts(pairs, indent=2)
     # However long, the line that loads the result is not wrapped, so that it can be copied.
     label_width = max(len(name) for name, _ in pairs) + 2
-    yield f"  {screen.styled('next'.ljust(label_width), 'dim')}{escaped(report.next)}"
+    yield "  ", dim_cell("next".ljust(label_width)), escaped(report.next)

@@ -110,7 +110,7 @@ class Cell:
     lead: int = 0
 
 
-def cell_of(value: Cell | str) -> Cell:
+def make_cell(value: Cell | str) -> Cell:
     """Return a value as a cell."""
     return value if isinstance(value, Cell) else Cell(value)
 
@@ -164,13 +164,13 @@ def draw_text(screen: Screen, blocks: Iterable[Block]) -> Iterator[str]:
         elif callable(block):
             yield from block(screen)
         else:
-            cells = map(cell_of, block if isinstance(block, tuple) else (block,))
+            cells = map(make_cell, block if isinstance(block, tuple) else (block,))
             yield screen.plain("".join(screen.styled(cell.text, *cell.styles) for cell in cells))
 
 
 def line_text(line: Cell | str | tuple[Cell | str, ...]) -> str:
     """Return the text of a line without its styles."""
-    return "".join(cell_of(part).text for part in (line if isinstance(line, tuple) else (line,)))
+    return "".join(make_cell(part).text for part in (line if isinstance(line, tuple) else (line,)))
 
 
 def title_cell(text: str) -> Cell:
@@ -221,7 +221,7 @@ def table(
         keeps_names: instead of shortening a long cell of the first column, give it its own line.
     """
     # Rows may have fewer cells than there are columns.
-    cells = [list(map(cell_of, row)) for row in rows]
+    cells = [list(map(make_cell, row)) for row in rows]
     widths = [
         max((columns_of(row[i].text) for row in cells if i < len(row)), default=0)
         for i in range(len(align))
@@ -312,7 +312,7 @@ def facts(
     pairs = list(pairs)
     label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
     for name, value in pairs:
-        cell = cell_of(value)
+        cell = make_cell(value)
         lead = " " * indent + screen.styled(padded(name, label_width), "dim")
         # At least 24 columns: in a narrower terminal, the terminal itself breaks the lines.
         room = None if screen.width is None else max(screen.width - indent - label_width - 1, 24)
