@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.heat_table import heat_tables
-from ckpt_cli.html_report.page import Section, render
+from ckpt_cli.html_report.page import ReportSection, render
 from ckpt_cli.pages.diff_page import COLUMNS, count_table, diff_facts, entry_rows, verdict_line
 from ckpt_cli.pages.diff_rows import VALUES_HEAD, Row, values_row
 from ckpt_cli.screen.blocks import (
@@ -37,10 +37,10 @@ def diff_html(result: Diff) -> str:
     heats = heat_tables(heat_maps(result.tensors))
     legend = "Relative difference |A−B| / |A| of each layer and module; = is equal."
     sections = [
-        Section("summary", "Summary", [facts, count_table(result)]),
-        Section("heat", "Heat map", [legend, *heats] if heats else []),
-        Section("worst", "Worst tensors first", list(_tensor_blocks(result))),
-        Section("entries", "Other entries that differ", list(_entry_blocks(result))),
+        ReportSection("summary", "Summary", [facts, count_table(result)]),
+        ReportSection("heat", "Heat map", [legend, *heats] if heats else []),
+        ReportSection("worst", "Worst tensors first", list(_tensor_blocks(result))),
+        ReportSection("entries", "Other entries that differ", list(_entry_blocks(result))),
     ]
     return render(
         "diff",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import Section, TensorList, render
+from ckpt_cli.html_report.page import ReportSection, TensorList, render
 from ckpt_cli.html_report.rank_table import rank_table
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
@@ -67,11 +67,11 @@ def inspect_html(
     )
     problems = checkpoint.problems
     sections = [
-        Section("problems", "Damage", list(damage_blocks(problems, limit=MAX_PROBLEMS))),
-        Section("summary", "Summary", list(header_blocks(summary, checkpoint))),
-        Section("sizes", "Where the bytes are", [sizes] if sizes else []),
-        Section("ranks", "Ranks", [rank_table(grid)] if grid else []),
-        Section("tensors", "Tensors", [TensorList(note)]),
+        ReportSection("problems", "Damage", list(damage_blocks(problems, limit=MAX_PROBLEMS))),
+        ReportSection("summary", "Summary", list(header_blocks(summary, checkpoint))),
+        ReportSection("sizes", "Where the bytes are", [sizes] if sizes else []),
+        ReportSection("ranks", "Ranks", [rank_table(grid)] if grid else []),
+        ReportSection("tensors", "Tensors", [TensorList(note)]),
     ]
     total = summary.total
     count = f"{n_text(total.n_tensors, 'tensor')}, {bytes_text(total.n_bytes)}"

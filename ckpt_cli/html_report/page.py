@@ -71,7 +71,7 @@ def announce_report(path: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class ReportSection:
     """A part of a report.
 
     Args:
@@ -100,7 +100,7 @@ def render(
     title: str,
     subject: str,
     headline: str,
-    sections: Sequence[Section],
+    sections: Sequence[ReportSection],
     *,
     style: str = "",
     template: str = "base.html.j2",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.moves_table import moves_table
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import Section, TensorList, render
+from ckpt_cli.html_report.page import ReportSection, TensorList, render
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
 from ckpt_cli.pages.transfer import file_blocks, plan_facts
@@ -49,11 +49,11 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
         f" destination, side by side.{left_out_text(table)}"
     )
     sections = [
-        Section("summary", "Plan", [Facts(plan_facts(prepared, expected))]),
-        Section("moves", "Bytes that move between ranks", [matrix] if matrix else []),
-        Section("tensors", "Tensors, before and after", [TensorList(note)]),
-        Section("sizes", "Where the bytes are", [sizes] if sizes else []),
-        Section("files", "Files", list(file_blocks(prepared.files, limit=MAX_FILES))),
+        ReportSection("summary", "Plan", [Facts(plan_facts(prepared, expected))]),
+        ReportSection("moves", "Bytes that move between ranks", [matrix] if matrix else []),
+        ReportSection("tensors", "Tensors, before and after", [TensorList(note)]),
+        ReportSection("sizes", "Where the bytes are", [sizes] if sizes else []),
+        ReportSection("files", "Files", list(file_blocks(prepared.files, limit=MAX_FILES))),
     ]
     source = shown_name(str(prepared.source.path))
     command = {"command": f"ckpt {verb} {source} … --explain --map KEY"}

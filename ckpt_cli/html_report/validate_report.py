@@ -9,7 +9,7 @@ from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.findings.text import validation_facts
 from ckpt_cli.findings.verdict import mark_of
 from ckpt_cli.html_report.grid import CellFindings
-from ckpt_cli.html_report.page import Section, render
+from ckpt_cli.html_report.page import ReportSection, render
 from ckpt_cli.html_report.rank_table import rank_name, rank_table, zero_name, zero_table
 from ckpt_cli.screen.blocks import Facts, n_text
 from core.megatron.model.topology import Rank, Topology, rank_dir
@@ -36,11 +36,11 @@ def validate_html(verdicts: Sequence[Verdict]) -> str:
     worst = verdicts[0].worst if verdicts else None
     is_single = len(verdicts) == 1
     views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
-    anchors = [Section("checkpoints", "Checkpoints", [""])]
+    anchors = [ReportSection("checkpoints", "Checkpoints", [""])]
     if is_single:
-        anchors = [Section("summary-1", "Summary", [""])]
-        anchors += [Section("ranks-1", "Ranks", [""])] if views[0]["grid"] is not None else []
-        anchors += [Section("findings-1", "Findings", [""])]
+        anchors = [ReportSection("summary-1", "Summary", [""])]
+        anchors += [ReportSection("ranks-1", "Ranks", [""])] if views[0]["grid"] is not None else []
+        anchors += [ReportSection("findings-1", "Findings", [""])]
     several = f"{n_bad:,} with errors" if n_bad else "none with errors"
     return render(
         "validate",
