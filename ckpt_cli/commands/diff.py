@@ -59,8 +59,9 @@ from typing import TYPE_CHECKING
 from ckpt_cli.html_report.page import check_html_path, write_report
 from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.options.shared.values import check_file
-from ckpt_cli.pages.diff_page import page_of, verdict_line
+from ckpt_cli.pages.diff_page import diff_blocks, verdict_line
 from ckpt_cli.pages.pictures.heat import maps_json
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, launch_of, team, worker_threads
@@ -110,11 +111,13 @@ def run_diff(options: DiffOptions) -> int:
             pictures = {"map": maps_json(heat_maps(result.tensors))} if options.map else {}
             print(json.dumps(_as_json(result) | pictures))
         elif options.quiet:
-            print(verdict_line(screen, result))
+            print(*draw_text(screen, [verdict_line(result)]))
         else:
             limit = _LIMIT if options.limit is None else options.limit
-            lines = page_of(screen, result, limit=limit, is_flat=options.flat, has_map=options.map)
-            print_page(lines, None if options.no_pager else pager_of(sys.stdout))
+            blocks = diff_blocks(result, limit=limit, is_flat=options.flat, has_map=options.map)
+            print_page(
+                draw_text(screen, blocks), None if options.no_pager else pager_of(sys.stdout)
+            )
     return 0 if result.same else 1
 
 

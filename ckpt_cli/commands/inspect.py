@@ -96,15 +96,17 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckpt_cli.options.shared.progress import progress_form
-from ckpt_cli.pages.damage import damage_json, damage_lines
-from ckpt_cli.pages.inspect_page import detail_lines, header_lines, map_page, optimizer_lines
+from ckpt_cli.pages.damage import damage_blocks, damage_json
+from ckpt_cli.pages.inspect_page import detail_lines, header_blocks, map_blocks, optimizer_facts
 from ckpt_cli.screen.blocks import (
     Cell,
     bytes_text,
+    draw_text,
     first_lines,
     more_lines,
     shape_text,
     table,
+    title_cell,
     tree_rows,
 )
 from ckpt_cli.screen.failure import failure_of
@@ -218,7 +220,7 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     except UsageError:
         # Damage may be why a KEY matches nothing.
         if not options.json:
-            print_page(damage_lines(screen, checkpoint.problems), None)
+            print_page(draw_text(screen, damage_blocks(checkpoint.problems)), None)
         raise
     summary = with_selected(summary, selection)
     tensors = selection.tensors
@@ -270,8 +272,9 @@ def _print_checkpoint(checkpoint: Checkpoint, options: InspectOptions) -> None:
     if options.map:
         notes = _note_lines(screen, checkpoint, selection.notes)
         is_complete = options.limit == 0
-        lines = map_page(screen, summary, checkpoint, list(tensors), is_complete=is_complete)
-        print_page(chain(notes, first_lines(screen, list(lines), options.limit or 0)), pager)
+        blocks = map_blocks(summary, checkpoint, list(tensors), is_complete=is_complete)
+        drawn = list(draw_text(screen, blocks))
+        print_page(chain(notes, first_lines(screen, drawn, options.limit or 0)), pager)
         return
     lines = _page(checkpoint, summary, selection, statistics, layers, options, limit=limit)
     print_page(lines, pager)
@@ -405,7 +408,7 @@ def _picture_lines(
 
 def _note_lines(screen: Screen, checkpoint: Checkpoint, notes: Iterable[str]) -> Iterator[str]:
     """Yield the damage of the checkpoint, and notes."""
-    yield from damage_lines(screen, checkpoint.problems)
+    yield from draw_text(screen, damage_blocks(checkpoint.problems))
     for note in notes:
         yield screen.styled(escaped(f"note: {note}"), "yellow")
 
@@ -529,8 +532,8 @@ def _lines(
     view = summary.view
     states: dict[str, Tensor] = {}
     if not options.keys:
-        yield from header_lines(screen, summary, checkpoint)
-        yield ""
+        header = (title_cell(summary.path), *header_blocks(summary, checkpoint), "")
+        yield from draw_text(screen, header)
         if not options.optim:
             states = {key: t for key, t in tensors.items() if is_state(bare_key(key, view))}
         if len(states) == len(tensors):
@@ -546,7 +549,8 @@ def _lines(
     if limit:
         yield from more_lines(screen, len(rows) - limit)
     if states:
-        yield from optimizer_lines(screen, states_of(states, bare=lambda key: bare_key(key, view)))
+        states_facts = optimizer_facts(states_of(states, bare=lambda key: bare_key(key, view)))
+        yield from draw_text(screen, [states_facts])
 
 
 def _in_order(tensors: Mapping[str, Tensor], sort: str | None) -> list[tuple[str, Tensor]]:

@@ -121,10 +121,16 @@ def _as_json(contents: Inventory, path: Path, seconds: float) -> dict[str, objec
 
 def _print_report(screen: Screen, contents: Inventory, path: Path, seconds: float) -> None:
     """Print the path of the manifest, what it contains, and how long it took."""
-    from ckpt_cli.screen.blocks import bytes_text, facts, n_text, seconds_text
+    from ckpt_cli.screen.blocks import (
+        Cell,
+        Facts,
+        bytes_text,
+        draw_text,
+        n_text,
+        seconds_text,
+        title_cell,
+    )
 
-    label = screen.styled("✓ wrote", "green", "bold")
-    print(screen.plain(f"{label} {screen.styled(escaped(str(path)), 'bold')}"))
     rate = bytes_text(round(contents.n_bytes / seconds)) if seconds > 0 else "–"
     pairs = [
         ("files", f"{n_text(len(contents.files), 'file')}, {bytes_text(contents.n_bytes)}"),
@@ -135,5 +141,6 @@ def _print_report(screen: Screen, contents: Inventory, path: Path, seconds: floa
         again = f", {contents.n_read_again:,} of them read twice" if contents.n_read_again else ""
         pairs.insert(2, ("fingerprints", f"{len(contents.fingerprints):,}{again}"))
     pairs += [("note", escaped(note)) for note in contents.notes]
-    for line in facts(screen, pairs):
+    title = (Cell("✓ wrote", ("green", "bold")), " ", title_cell(str(path)))
+    for line in draw_text(screen, (title, Facts(pairs))):
         print(line)

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.options.shared.progress import progress_form
-from ckpt_cli.pages.prune_page import prune_json, prune_lines
-from ckpt_cli.screen.blocks import bytes_text, n_text
+from ckpt_cli.pages.prune_page import prune_blocks, prune_json
+from ckpt_cli.screen.blocks import bytes_text, draw_text, n_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import default_memory
@@ -67,7 +67,7 @@ def prune(options: PruneOptions) -> int:
     has_work = bool(pruning.removed or pruning.unfinished) and not options.dry_run
     if has_work and not options.yes:
         with _remaining("nothing was removed"):
-            for line in prune_lines(screen_of(sys.stdout), pruning, is_done=False):
+            for line in draw_text(screen_of(sys.stdout), prune_blocks(pruning, is_done=False)):
                 print(line)
             has_work = _is_confirmed(pruning)
         if not has_work:
@@ -84,7 +84,7 @@ def prune(options: PruneOptions) -> int:
         report |= rules | prune_json(pruning) | {"seconds": time.monotonic() - begun}
         print(json.dumps({"schema": "ckpt.prune/1"} | report))
     elif not options.quiet:
-        lines = list(prune_lines(screen_of(sys.stdout), pruning, is_done=has_work))
+        lines = list(draw_text(screen_of(sys.stdout), prune_blocks(pruning, is_done=has_work)))
         # On a terminal, the table has been shown before the question.
         for line in lines if options.yes or not has_work else lines[-1:]:
             print(line)

@@ -60,7 +60,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
 from ckpt_cli.options.shared.progress import progress_form
-from ckpt_cli.pages.transfer import explain_lines, moves_page, plan_lines, report_lines
+from ckpt_cli.pages.transfer import explain_lines, plan_blocks, plan_move_blocks, report_blocks
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import print_note, screen_of
 from ckpt_cli.workers.current_team import default_memory, device, launch_of, team, worker_threads
@@ -165,7 +166,8 @@ def transfer(job: Job, options: TransferOptions) -> int:
     elif options.quiet:
         _note_dropped(report.dropped_reasons)
     else:
-        for line in report_lines(screen_of(sys.stdout), report, is_proposed=job.dst is None):
+        blocks = report_blocks(report, is_proposed=job.dst is None)
+        for line in draw_text(screen_of(sys.stdout), blocks):
             print(line)
     return 0
 
@@ -189,7 +191,7 @@ def _explain(job: Job, options: TransferOptions) -> int:
                 fields = {"schema": "ckpt.explain/1", **header, "tensors": [], "maps": maps}
                 print(json.dumps(fields))
                 return 0
-            for text in moves_page(screen_of(sys.stdout), plan, keys):
+            for text in draw_text(screen_of(sys.stdout), plan_move_blocks(plan, keys)):
                 print(text)
             return 0
         lines = prepared.explain_layout()
@@ -232,14 +234,11 @@ def _plan(job: Job, options: TransferOptions) -> int:
         elif options.quiet:
             _note_dropped(prepared.dropped_reasons)
         else:
-            for line in plan_lines(
-                screen_of(sys.stdout),
-                prepared,
-                expected,
-                rank=options.rank,
-                rank_files=files,
-                command=_command_without_dry_run(options, expected),
-            ):
+            command = _command_without_dry_run(options, expected)
+            blocks = plan_blocks(
+                prepared, expected, rank=options.rank, rank_files=files, command=command
+            )
+            for line in draw_text(screen_of(sys.stdout), blocks):
                 print(line)
         if expected.shortage is not None:
             raise expected.shortage

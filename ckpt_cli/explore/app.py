@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
-from collections.abc import Iterable
 from functools import partial
 from typing import ClassVar
 
@@ -34,11 +33,10 @@ from ckpt_cli.explore.drawn_text import label_of
 from ckpt_cli.explore.name_tree import NameTree
 from ckpt_cli.explore.names import Entry
 from ckpt_cli.explore.path_prompt import PathPrompt
-from ckpt_cli.explore.report_screen import Draw, ReportScreen
+from ckpt_cli.explore.report_screen import ReportScreen
 from ckpt_cli.explore.search import SearchPanel
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions, open_source
-from ckpt_cli.screen.blocks import bytes_text, n_text
-from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.screen.blocks import Block, bytes_text, n_text
 from core.files.remote_path import location_of
 from core.files.requests.ending import allow_requests, end_requests
 from core.files.store import override
@@ -163,18 +161,14 @@ class ExplorerApp(App[int]):
         if source is None:
             return
 
-        def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
+        def work(cancellation: Cancellation, progress: OnProgress) -> list[Block]:
             from ckpt_cli.findings.text import text_lines
             from ckpt_cli.findings.verdict import Verdict
             from core.verbs.validate.accepted import Acceptance
 
             validation = source.validate(cancellation, progress)
             verdict = Verdict(validation, Acceptance().judge(validation.findings))
-
-            def draw(screen: Screen) -> Iterable[str]:
-                return text_lines(screen, [verdict], limit=None, is_quiet=False)
-
-            return draw
+            return [partial(text_lines, verdicts=[verdict], limit=None, is_quiet=False)]
 
         self.push_screen(ReportScreen("Validate", str(source.checkpoint.path), work))
 
@@ -240,18 +234,13 @@ class ExplorerApp(App[int]):
         self._other = other
         path = location_of(other).expanduser()
 
-        def work(cancellation: Cancellation, progress: OnProgress) -> Draw:
-            from ckpt_cli.pages.diff_page import page_of
+        def work(cancellation: Cancellation, progress: OnProgress) -> list[Block]:
+            from ckpt_cli.pages.diff_page import diff_blocks
 
             result = source.compare(entry, path, cancellation, progress)
-
             # Equal checkpoints, and a single tensor, need no map.
             has_map = not result.same and len(result.tensors) > 1
-
-            def draw(screen: Screen) -> Iterable[str]:
-                return page_of(screen, result, limit=_DIFF_ROWS, is_flat=False, has_map=has_map)
-
-            return draw
+            return list(diff_blocks(result, limit=_DIFF_ROWS, is_flat=False, has_map=has_map))
 
         self.push_screen(ReportScreen("Compare", f"{subject} with {other}", work))
 

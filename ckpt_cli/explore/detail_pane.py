@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -14,19 +14,17 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from ckpt_cli.explore.cancellation import Cancellation, Cancelled
-from ckpt_cli.explore.drawn_text import screen_of_width, text_of_lines
-from ckpt_cli.explore.report_screen import Draw
+from ckpt_cli.explore.drawn_text import text_of_blocks
 from ckpt_cli.explore.tensor_page import (
     NO_NUMBERS,
     Reading,
     TensorDetails,
-    error_lines,
+    error_facts,
     module_page,
     tensor_page,
     totals_of,
 )
-from ckpt_cli.screen.blocks import bytes_text, facts, n_text
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.blocks import Block, Cell, Facts, bytes_text, dim_cell, n_text, title_cell
 from core.engine.numbers.difference import has_numbers
 
 if TYPE_CHECKING:
@@ -51,10 +49,10 @@ class DetailPane(VerticalScroll):
     def __init__(self) -> None:
         super().__init__()
         self._source: CheckpointSource | None = None
-        self._draw: Draw | None = None
+        self._page: Sequence[Block] = ()
         self._cancellation = Cancellation()
         self._kept: OrderedDict[str, TensorDetails] = OrderedDict()
-        self._overview: Draw | None = None
+        self._overview: Sequence[Block] | None = None
         self._shown: TensorDetails | None = None
 
     def compose(self) -> ComposeResult:
@@ -90,22 +88,22 @@ class DetailPane(VerticalScroll):
         # What was begun for the last entry is of no use.
         cancellation = self._begin()
         if is_root:
-            self._set(self._overview or partial(_first_lines_of, source, entry))
+            self._set(self._overview or _first_facts(source, entry))
             if self._overview is None:
                 self._read(cancellation, partial(self._read_overview, source))
         elif self._shown is not None:
             self._show_tensor(source, self._shown, cancellation)
         elif entry.kind == "object":
-            self._set(lambda screen: [screen.styled("reading…", "dim")])
+            self._set([dim_cell("reading…")])
             self._read(cancellation, partial(self._read_object, source, entry.key or ""))
         elif entry.is_object:
             count = n_text(len(entry.children()), "entry", "entries")
-            self._set(lambda screen: [screen.styled(escaped(entry.label), "bold"), count])
+            self._set([title_cell(entry.label), count])
         else:
             title = ".".join(entry.path) if entry.kind == "module" else entry.label
             is_small = entry.n_tensors <= _ADDED_AT_ONCE
             totals = totals_of(entry) if is_small else None
-            self._set(partial(module_page, entry=entry, title=title, totals=totals))
+            self._set(module_page(entry, title=title, totals=totals))
             if not is_small:
                 self._read(cancellation, partial(self._add_up, entry, title))
         self.scroll_home(animate=False)
@@ -131,7 +129,7 @@ class DetailPane(VerticalScroll):
     ) -> None:
         """Show what is kept of a tensor, and read what is missing."""
         details = self._details(shown)
-        self._set(partial(tensor_page, details=details))
+        self._set(tensor_page(details))
         if None in (details.placement, details.values, details.statistics):
             self._read(cancellation, partial(self._read_tensor, source, shown))
 
@@ -213,67 +211,64 @@ class DetailPane(VerticalScroll):
         while len(self._kept) > _MOST_KEPT:
             self._kept.popitem(last=False)
         if self._shown is not None and self._shown.key == key:
-            self._set(partial(tensor_page, details=details))
-
-    def _is_shown(self, details: TensorDetails) -> bool:
-        return self._shown is not None and self._shown.meta is details.meta
+            self._set(tensor_page(details))
 
     def _show_step(self, details: TensorDetails, cancellation: Cancellation) -> None:
         """Show how far the statistics are, unless they have ended since."""
         is_over = not isinstance(self._details(details).statistics, Reading | None)
-        if not (cancellation.is_cancelled() or is_over) and self._is_shown(details):
-            self._set(partial(tensor_page, details=details))
+        is_shown = self._shown is not None and self._shown.meta is details.meta
+        if is_shown and not (cancellation.is_cancelled() or is_over):
+            self._set(tensor_page(details))
 
     def _read_overview(self, source: CheckpointSource, cancellation: Cancellation) -> None:
         """Read the facts about the checkpoint; called in a worker."""
         from ckpt_cli.explore.overview import read_overview
 
-        draw: Draw
+        page: list[Block]
         try:
-            draw = read_overview(source)
+            page = read_overview(source)
         except Exception as err:
-            draw = partial(error_lines, err=err)
-        self.app.call_later(self._set_overview, draw, cancellation)
+            page = [error_facts(err)]
+        self.app.call_later(self._set_overview, page, cancellation)
 
-    def _set_overview(self, draw: Draw, cancellation: Cancellation) -> None:
+    def _set_overview(self, page: Sequence[Block], cancellation: Cancellation) -> None:
         """Keep the facts about the checkpoint, and show them if the cursor is still there."""
-        self._overview = draw
-        if not cancellation.is_cancelled():
-            self._set(draw)
+        self._overview = page
+        self._set_unless(page, cancellation)
 
     def _read_object(self, source: CheckpointSource, key: str, cancellation: Cancellation) -> None:
         """Read an object; called in a worker."""
-        from ckpt_cli.pages.inspect_object import object_json, object_lines
+        from ckpt_cli.pages.inspect_object import object_blocks, object_json
 
-        draw: Draw
+        page: Iterable[Block]
         try:
             value = object_json(source.view.objects[key], source.checkpoint)
-            draw = partial(object_lines, entries=[(key, value)], limit=_MOST_OBJECT_LINES)
+            page = object_blocks([(key, value)], limit=_MOST_OBJECT_LINES)
         except Exception as err:
-            draw = partial(error_lines, err=err)
+            page = [error_facts(err)]
         cancellation.check()
-        self.app.call_later(self._set_unless, draw, cancellation)
+        self.app.call_later(self._set_unless, page, cancellation)
 
     def _add_up(self, entry: Entry, title: str, cancellation: Cancellation) -> None:
         """Add the tensors of a large module up; called in a worker."""
-        draw = partial(module_page, entry=entry, title=title, totals=totals_of(entry))
-        self.app.call_later(self._set_unless, draw, cancellation)
+        page = module_page(entry, title=title, totals=totals_of(entry))
+        self.app.call_later(self._set_unless, page, cancellation)
 
-    def _set_unless(self, draw: Draw, cancellation: Cancellation) -> None:
-        """Show something unless the cursor has moved on."""
+    def _set_unless(self, page: Iterable[Block], cancellation: Cancellation) -> None:
+        """Show a page unless the cursor has moved on."""
         if not cancellation.is_cancelled():
-            self._set(draw)
+            self._set(page)
 
-    def _set(self, draw: Draw) -> None:
-        """Show something from now on."""
-        self._draw = draw
+    def _set(self, page: Iterable[Block]) -> None:
+        """Show a page from now on."""
+        self._page = list(page)
         self._redraw()
 
     def _redraw(self) -> None:
         """Draw what is shown, at the width of the pane."""
-        if self._draw is not None and self.is_mounted:
-            screen = screen_of_width(self.scrollable_content_region.width)
-            self.query_one(Static).update(text_of_lines(self._draw(screen)))
+        if self._page and self.is_mounted:
+            width = self.scrollable_content_region.width
+            self.query_one(Static).update(text_of_blocks(self._page, width))
 
 
 def _run(work: Callable[[Cancellation], None], cancellation: Cancellation) -> None:
@@ -293,15 +288,12 @@ def _or_error(read: Callable[[], _Result]) -> _Result | Exception:
         return err
 
 
-def _first_lines_of(source: CheckpointSource, entry: Entry, screen: Screen) -> Iterator[str]:
-    """Yield the facts about a checkpoint that are in memory when it is open."""
-    yield screen.styled(escaped(str(source.checkpoint.path)), "bold")
+def _first_facts(source: CheckpointSource, entry: Entry) -> list[Block]:
+    """Return the facts about a checkpoint that are in memory when it is open."""
     format = source.checkpoint.format
-    pairs = [("format", f"{format.name}: {format.title}")]
+    pairs: list[tuple[str, Cell | str]] = [("format", f"{format.name}: {format.title}")]
     if source.checkpoint.iteration is not None:
         pairs.append(("iteration", str(source.checkpoint.iteration)))
     pairs.append(("tensors", f"{entry.n_tensors:,}"))
     pairs.append(("size", bytes_text(entry.n_bytes)))
-    yield from facts(screen, pairs)
-    yield ""
-    yield screen.styled("reading…", "dim")
+    return [title_cell(str(source.checkpoint.path)), Facts(pairs), "", dim_cell("reading…")]

@@ -1,4 +1,4 @@
-"""Bring lines with escape sequences for colours into textual, without reading markup in them."""
+"""Bring pages with escape sequences for colours into textual, without reading markup in them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterable
 
 from rich.text import Text
 
+from ckpt_cli.screen.blocks import Block, draw_text
 from ckpt_cli.screen.terminal import Screen, escaped, shortened
 
 _LONGEST_LABEL = 120
 
 
-def screen_of_width(width: int) -> Screen:
-    """Return the capabilities of a pane; textual drops the colours if they are not wanted."""
-    return Screen(width=max(width, 20), has_color=True)
+def text_of_blocks(blocks: Iterable[Block], width: int) -> Text:
+    """Return a page, whose names are escaped, as one text.
 
-
-def text_of_lines(lines: Iterable[str]) -> Text:
-    """Return lines, whose names are escaped, as one text."""
-    return Text("\n").join(Text.from_ansi(line) for line in lines)
+    Args:
+        width: columns of the pane; textual drops the colours if they are not wanted.
+    """
+    screen = Screen(width=max(width, 20), has_color=True)
+    return Text("\n").join(Text.from_ansi(line) for line in draw_text(screen, blocks))
 
 
 def label_of(name: str, *, width: int = _LONGEST_LABEL) -> Text:

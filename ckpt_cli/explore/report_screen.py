@@ -5,7 +5,7 @@ The work runs in a worker. Esc cancels it or, when it has ended, closes the scre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import ClassVar
 
@@ -18,14 +18,12 @@ from textual.widgets import Footer, Static
 from textual.worker import get_current_worker
 
 from ckpt_cli.explore.cancellation import Cancellation, Cancelled
-from ckpt_cli.explore.drawn_text import label_of, screen_of_width, text_of_lines
-from ckpt_cli.explore.tensor_page import error_lines, progress_text
-from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.explore.drawn_text import label_of, text_of_blocks
+from ckpt_cli.explore.tensor_page import error_facts, progress_text
+from ckpt_cli.screen.blocks import Block
 from core.progress import OnProgress, Progress
 
-Draw = Callable[[Screen], Iterable[str]]
-"""Draws a result at a width."""
-Work = Callable[[Cancellation, OnProgress], Draw]
+Work = Callable[[Cancellation, OnProgress], Sequence[Block]]
 """Called in a worker; raises ``Cancelled`` when it was asked to end."""
 _REFRESH_S = 0.1
 
@@ -50,7 +48,7 @@ class ReportScreen(TextualScreen[None]):
         self._subject = subject
         self._work = work
         self._cancellation = Cancellation()
-        self._draw: Draw | None = None
+        self._page: Sequence[Block] | None = None
         self._progress: Progress | None = None
         self._shown_at = 0.0
 
@@ -85,19 +83,14 @@ class ReportScreen(TextualScreen[None]):
         """Do the work; called in a worker."""
         worker = get_current_worker()
         self._cancellation.watch_this_thread()
-        draw: Draw
         try:
-            draw = self._work(self._cancellation, self._report)
+            page = self._work(self._cancellation, self._report)
         except Cancelled:
             return
         except Exception as err:
-            failure = err
-
-            def draw(screen: Screen) -> Iterable[str]:
-                return error_lines(screen, failure)
-
+            page = [error_facts(err)]
         if not (worker.is_cancelled or self._cancellation.is_cancelled()):
-            self.app.call_later(self._finish, draw)
+            self.app.call_later(self._finish, page)
 
     def _report(self, progress: Progress) -> None:
         """Show how far the work is, a few times per second; called from any thread."""
@@ -107,9 +100,9 @@ class ReportScreen(TextualScreen[None]):
             self._shown_at = now
             self.app.call_later(self._show)
 
-    def _finish(self, draw: Draw) -> None:
+    def _finish(self, page: Sequence[Block]) -> None:
         """Show the result."""
-        self._draw = draw
+        self._page = page
         self._show()
 
     def _show(self) -> None:
@@ -117,8 +110,8 @@ class ReportScreen(TextualScreen[None]):
         if not self.is_mounted:
             return
         result = self.query_one("#result", Static)
-        if self._draw is not None:
+        if self._page is not None:
             width = self.query_one(VerticalScroll).scrollable_content_region.width
-            result.update(text_of_lines(self._draw(screen_of_width(width))))
+            result.update(text_of_blocks(self._page, width))
         elif self._progress is not None:
             result.update(Text(f"{progress_text(self._progress)}   (Esc cancels)", "dim"))

@@ -7,8 +7,18 @@ from collections.abc import Iterator, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from ckpt_cli.findings.verdict import Verdict
-from ckpt_cli.screen.blocks import Cell, bytes_text, fact_list, facts, n_text, seconds_text, wrapped
+from ckpt_cli.findings.verdict import Verdict, mark_of
+from ckpt_cli.screen.blocks import (
+    Cell,
+    Facts,
+    bytes_text,
+    draw_text,
+    fact_list,
+    n_text,
+    seconds_text,
+    title_cell,
+    wrapped,
+)
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.level import Level
@@ -73,13 +83,10 @@ def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str
     """Yield the block of one checkpoint."""
     # The verdict in one line, and facts about what was read.
     validation, judgement = verdict.validation, verdict.judgement
-    worst = max((finding.severity for finding in judgement.counted), default=Severity.NOTE)
-    mark, color = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}.get(
-        worst, ("✓", "green")
-    )
-    lead = screen.styled(f"{mark} {verdict.counts_text}", "bold", color)
-    yield screen.plain(f"{lead} in {screen.styled(escaped(validation.path), 'bold')}")
-    yield from facts(screen, validation_facts(verdict), indent=2)
+    mark, color = mark_of(verdict.worst)
+    lead = Cell(f"{mark} {verdict.counts_text}", ("bold", color))
+    title = (lead, " in ", title_cell(validation.path))
+    yield from draw_text(screen, (title, Facts(list(validation_facts(verdict)), indent=2)))
     # The findings by code. A finding may have another severity than its code.
     groups: dict[tuple[Severity, str], list[Finding]] = {}
     for finding in judgement.counted:

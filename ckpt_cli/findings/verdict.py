@@ -29,6 +29,11 @@ class Verdict:
     judgement: Judgement
 
     @property
+    def worst(self) -> Severity | None:
+        """The worst severity of the findings that count; None without any."""
+        return max((finding.severity for finding in self.judgement.counted), default=None)
+
+    @property
     def counts_text(self) -> str:
         """Number of findings that count, by severity: ``2 errors, 1 warning``; ``no findings``."""
         counted = [
@@ -50,6 +55,12 @@ class Verdict:
         # A tracker is next to the checkpoint's directory; the finding contains its path as it is.
         is_outside = os.path.lexists(name) and not os.path.lexists(path)
         return name if is_outside else path
+
+
+def mark_of(worst: Severity | None) -> tuple[str, str]:
+    """Return the mark of a result and its colour: ``✗``, ``!`` or ``✓``."""
+    marks = {Severity.ERROR: ("✗", "red"), Severity.WARNING: ("!", "yellow")}
+    return marks.get(worst or Severity.NOTE, ("✓", "green"))
 
 
 def exit_code_of(verdicts: Sequence[Verdict]) -> int:

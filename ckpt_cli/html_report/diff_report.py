@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.heat_table import heat_tables
-from ckpt_cli.html_report.page import named_facts, render
-from ckpt_cli.pages.diff_page import COLUMNS, count_rows, diff_facts, verdict_line
-from ckpt_cli.screen.blocks import Cell, fact_list, shape_text
-from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.html_report.page import ReportSection, render
+from ckpt_cli.pages.diff_page import COLUMNS, count_table, diff_facts, entry_rows, verdict_line
+from ckpt_cli.pages.diff_rows import VALUES_HEAD, Row, values_row
+from ckpt_cli.screen.blocks import (
+    Block,
+    Cell,
+    Facts,
+    Table,
+    dim_cell,
+    fact_list,
+    line_text,
+    n_text,
+    shape_text,
+)
 from core.verbs.pictures.heat import heat_maps
 
 if TYPE_CHECKING:
@@ -22,53 +33,55 @@ MAX_ENTRIES = 300
 
 def diff_html(result: Diff) -> str:
     """Return the report of a comparison."""
+    facts = Facts([*fact_list("note", result.warnings, "yellow"), *diff_facts(result)])
+    heats = heat_tables(heat_maps(result.tensors))
+    legend = "Relative difference |A−B| / |A| of each layer and module; = is equal."
+    sections = [
+        ReportSection("summary", "Summary", [facts, count_table(result)]),
+        ReportSection("heat", "Heat map", [legend, *heats] if heats else []),
+        ReportSection("worst", "Worst tensors first", list(_tensor_blocks(result))),
+        ReportSection("entries", "Other entries that differ", list(_entry_blocks(result))),
+    ]
+    return render(
+        "diff",
+        f"{result.a.source.path} ↔ {result.b.source.path}",
+        line_text(verdict_line(result)),
+        sections,
+        style="good" if result.same else "error",
+    )
+
+
+def _tensor_blocks(result: Diff) -> Iterator[Block]:
+    """Yield the table of the tensors that differ; nothing if none does."""
     differing = [
         tensor for tensor in result.tensors if not tensor.is_same or tensor.kind == "close"
     ]
-    heats = heat_tables(heat_maps(result.tensors))
-    sections = [("summary", "Summary")]
-    sections += [("heat", "Heat map")] if heats else []
-    sections += [("worst", "Worst tensors")] if differing else []
-    sections += [("entries", "Other entries")] if result.entries else []
-    paths = [str(side.source.path) for side in (result.a, result.b)]
-    counts = [
-        [cell.text if isinstance(cell, Cell) else cell for cell in row]
-        for row in count_rows(result)
-    ]
-    context = {
-        "title": "diff",
-        "subject": f"{paths[0]} ↔ {paths[1]}",
-        "headline": verdict_line(Screen(), result),
-        "is_same": result.same,
-        "sections": sections,
-        "facts": named_facts([*fact_list("note", result.warnings, "yellow"), *diff_facts(result)]),
-        "counts": counts,
-        "heats": heats,
-        "tensors": [_tensor_row(tensor) for tensor in differing[:MAX_TENSORS]],
-        "n_more": max(len(differing) - MAX_TENSORS, 0),
-        "entries": result.entries[:MAX_ENTRIES],
-        "n_more_entries": max(len(result.entries) - MAX_ENTRIES, 0),
-    }
-    return render("diff.html.j2", context, data={})
+    if not differing:
+        return
+    head = ("tensor", "result", *VALUES_HEAD[1:], "dtype", "shape")
+    rows = list(map(_tensor_row, differing[:MAX_TENSORS]))
+    yield Table(rows, align="<<>>>><<<", head=head, filter="name or kind")
+    if len(differing) > MAX_TENSORS:
+        count = n_text(len(differing) - MAX_TENSORS, "more tensor")
+        yield dim_cell(f"and {count}: --json lists all")
 
 
-def _tensor_row(tensor: TensorDiff) -> dict[str, str]:
-    """Return what the table shows of one tensor that differs."""
-    a, b, values = tensor.a, tensor.b, tensor.values
-    shapes = dict.fromkeys(shape_text(tensor.shape) for tensor in (a, b) if tensor is not None)
-    dtypes = dict.fromkeys(tensor.dtype for tensor in (a, b) if tensor is not None)
-    row = {
-        "key": tensor.key,
-        "kind": COLUMNS[tensor.kind],
-        "shape": " → ".join(shapes),
-        "dtype": " → ".join(dtypes),
-        "relative": "",
-        "greatest": "",
-        "share": "",
-    }
-    if values is not None:
-        row["relative"] = "" if values.relative is None else f"{values.relative:.3g}"
-        row["greatest"] = "" if values.max_abs is None else f"{values.max_abs:.3g}"
-        row["share"] = f"{100 * values.share:.3g} %"
-        row["kind"] += f", {values.n_nan:,} NaN" if values.n_nan else ""
-    return row
+def _tensor_row(tensor: TensorDiff) -> list[Cell | str]:
+    """Return the cells of a tensor that differs."""
+    sides = [side for side in (tensor.a, tensor.b) if side is not None]
+    shapes = dict.fromkeys(shape_text(side.shape) for side in sides)
+    dtypes = dict.fromkeys(side.dtype for side in sides)
+    figures: list[Cell | str] = [""] * len(VALUES_HEAD[1:])
+    if tensor.values is not None:
+        figures = values_row(Row("", tensor, (tensor,)))
+    return [tensor.key, COLUMNS[tensor.kind], *figures, " → ".join(dtypes), " → ".join(shapes)]
+
+
+def _entry_blocks(result: Diff) -> Iterator[Block]:
+    """Yield the table of the entries that differ and are no tensors; nothing without any."""
+    rows = entry_rows(result)
+    if rows:
+        yield Table(rows[:MAX_ENTRIES], align="<<", head=("entry", "A → B"))
+    if len(rows) > MAX_ENTRIES:
+        count = n_text(len(rows) - MAX_ENTRIES, "more entry", "more entries")
+        yield dim_cell(f"and {count}: --json lists all")

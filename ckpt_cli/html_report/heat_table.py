@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import isfinite, log10
 
+from ckpt_cli.html_report.grid import Grid, GridCell
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import n_text
-from core.values import dataclass
 from core.verbs.pictures.heat import HeatCell, HeatMap, most_different
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
@@ -26,84 +26,60 @@ _KIND_TEXTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HeatTableCell:
-    """A cell: its text, and the class of its colour."""
-
-    text: str
-    style: str
-    tip: str
-
-
-@dataclass(frozen=True, slots=True)
-class HeatTable:
-    """A table.
-
-    Args:
-        title: what its tensors belong to.
-        columns: titles of the columns.
-        rows: title and cells of each row.
-        is_cut: a sentence about what is left out; "" if nothing is.
-    """
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[HeatTableCell | None, ...]], ...]
-    is_cut: str
-
-
-def heat_tables(maps: Iterable[HeatMap]) -> list[HeatTable]:
+def heat_tables(maps: Iterable[HeatMap]) -> list[Grid]:
     """Return the tables of each part: that of its layers, and that of what is outside layers."""
     tables = []
     for heat in maps:
-        tables += [layer_table(heat)] if heat.layers else []
-        tables += [outside_table(heat)] if heat.outside else []
+        tables += [_layer_table(heat)] if heat.layers else []
+        tables += [_outside_table(heat)] if heat.outside else []
     return tables
 
 
-def layer_table(heat: HeatMap) -> HeatTable:
+def _layer_table(heat: HeatMap) -> Grid:
     """Arrange the differences inside layers by layer and module."""
     columns = most_different(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
     rows = most_different([list(row) for row in heat.cells], MAX_ROWS)
     n_rows, n_columns = len(heat.layers) - len(rows), len(heat.modules) - len(columns)
-    left_out = [
+    left_out = " and ".join(
         f"{n:,} {noun}" for n, noun in ((n_rows, "layers"), (n_columns, "modules")) if n > 0
-    ]
+    )
     labels = [f"{shown_name(heat.stack, 60)} {layer}" for layer in heat.layers]
     modules = [shown_name(module, 80) for module in heat.modules]
-    return HeatTable(
-        heat.part,
+    return Grid(
+        "heat",
+        heat.part.capitalize(),
+        "layer",
         tuple(modules[column] for column in columns),
         tuple(
             (
                 labels[row],
                 tuple(
-                    _table_cell(heat.cells[row][column], f"{labels[row]}, {modules[column]}")
+                    _grid_cell(heat.cells[row][column], f"{labels[row]}, {modules[column]}")
                     for column in columns
                 ),
             )
             for row in rows
         ),
-        f"Those with the greatest differences; {' and '.join(left_out)} are left out."
-        if left_out
-        else "",
+        left_out and f"Those with the greatest differences; {left_out} are left out.",
     )
 
 
-def outside_table(heat: HeatMap) -> HeatTable:
+def _outside_table(heat: HeatMap) -> Grid:
     """List the differences of the tensors outside layers, the greatest first."""
     cells = heat.outside[:MAX_ROWS]
     n_more = len(heat.outside) - len(cells)
     names = [shown_name(cell.keys[0], 80) for cell in cells]
-    return HeatTable(
-        f"{heat.part}, outside layers",
+    return Grid(
+        "heat",
+        f"{heat.part.capitalize()}, outside layers",
+        "tensor",
         ("difference",),
-        tuple((name, (_table_cell(cell, name),)) for name, cell in zip(names, cells, strict=True)),
+        tuple((name, (_grid_cell(cell, name),)) for name, cell in zip(names, cells, strict=True)),
         f"{n_text(n_more, 'tensor')} with smaller differences left out." if n_more else "",
     )
 
 
-def _table_cell(cell: HeatCell | None, title: str) -> HeatTableCell | None:
+def _grid_cell(cell: HeatCell | None, title: str) -> GridCell | None:
     """Return one cell with its colour: by relative difference, or by kind without one.
 
     Args:
@@ -118,18 +94,13 @@ def _table_cell(cell: HeatCell | None, title: str) -> HeatTableCell | None:
         tip += f"\nrelative difference {cell.relative:.3g}, {cell.n_different:,} elements differ"
     tip += f"\n{names}{more}"
     if cell.kind in ("only_a", "only_b", "shape", "dtype"):
-        return HeatTableCell(_KIND_TEXTS[cell.kind], "kind", tip)
+        return GridCell(_KIND_TEXTS[cell.kind], "kind", tip)
     if cell.n_nan:
-        return HeatTableCell(f"{cell.n_nan:,} NaN", "kind", tip)
+        return GridCell(f"{cell.n_nan:,} NaN", "kind", tip)
     if cell.kind == "unread":
-        return HeatTableCell("–", "unread", tip)
+        return GridCell("–", "unread", tip)
     if cell.kind == "equal" or not cell.relative:
-        return HeatTableCell("=" if cell.kind == "equal" else _KIND_TEXTS[cell.kind], "r0", tip)
-    return HeatTableCell(f"{cell.relative:.0e}", f"r{_step_of(cell.relative)}", tip)
-
-
-def _step_of(relative: float) -> int:
-    """Return the colour of a relative difference: 1 up to 1e-7, then one for each power of ten."""
-    if not isfinite(relative):
-        return 7
-    return min(max(int(log10(relative) - _LEAST_EXPONENT) + 1, 1), 7)
+        return GridCell(_KIND_TEXTS[cell.kind], "r0", tip)
+    # 1 up to 1e-7, then one for each power of ten.
+    step = int(log10(cell.relative) - _LEAST_EXPONENT) + 1 if isfinite(cell.relative) else 7
+    return GridCell(f"{cell.relative:.0e}", f"r{min(max(step, 1), 7)}", tip)

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import named_facts, render
+from ckpt_cli.html_report.page import ReportSection, TensorList, render
 from ckpt_cli.html_report.rank_table import rank_table
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
-from ckpt_cli.pages.inspect_page import GROUP_TITLES, choose_catalog, header_facts
+from ckpt_cli.pages.damage import damage_blocks
+from ckpt_cli.pages.inspect_page import choose_catalog, header_blocks
 from ckpt_cli.pages.inspect_stats import stats_json
 from ckpt_cli.screen.blocks import bytes_text, n_text
 from core.verbs.inspect.summary import bare_key
@@ -21,11 +22,12 @@ from core.verbs.pictures.sizes import sizes_of
 if TYPE_CHECKING:
     from core.engine.catalog.tensor import Tensor
     from core.engine.numbers.statistics import ValueStatistics
-    from core.errors import CheckpointingException
     from core.opening.open import Checkpoint
-    from core.verbs.inspect.summary import Summary, TensorGroup
+    from core.verbs.inspect.summary import Summary
     from core.verbs.pictures.shards import ShardMap
 
+MAX_PROBLEMS = 1000
+"""Most problems of a damaged checkpoint that are listed; the others are counted."""
 N_BINS = 20
 """Bins of a histogram on each side of zero, one for each power of two."""
 
@@ -48,7 +50,6 @@ def inspect_html(
     def map_of(key: str) -> ShardMap:
         return shard_map(choose_catalog(summary, checkpoint, key), key)
 
-    command = f"ckpt inspect {shown_name(summary.path)} KEY --map"
     # The pictures, where the checkpoint has what they show.
     sizes = draw_sizes(sizes_of(view))
     grid = rank_grid(checkpoint)
@@ -60,46 +61,28 @@ def inspect_html(
         layers=layers,
         numbers_of=_numbers_of,
     )
-    sections = [("summary", "Summary")]
-    sections += [("problems", "Damage")] if checkpoint.problems else []
-    sections += [("sizes", "Bytes")] if sizes else []
-    sections += [("ranks", "Ranks")] if grid else []
+    note = (
+        "Equal layers share a row. Open a row to see a tensor's"
+        f" {'shards and values' if statistics else 'shards'}.{left_out_text(table)}"
+    )
+    problems = checkpoint.problems
+    sections = [
+        ReportSection("problems", "Damage", list(damage_blocks(problems, limit=MAX_PROBLEMS))),
+        ReportSection("summary", "Summary", list(header_blocks(summary, checkpoint))),
+        ReportSection("sizes", "Where the bytes are", [sizes] if sizes else []),
+        ReportSection("ranks", "Ranks", [rank_table(grid)] if grid else []),
+        ReportSection("tensors", "Tensors", [TensorList(note)]),
+    ]
     total = summary.total
-    context = {
-        "title": "inspect",
-        "subject": summary.path,
-        "headline": f"{summary.title} · {n_text(total.n_tensors, 'tensor')}, "
-        f"{bytes_text(total.n_bytes)}",
-        "sections": [*sections, ("tensors", "Tensors")],
-        "problems": list(map(_problem, checkpoint.problems)),
-        "facts": named_facts(header_facts(summary, checkpoint)),
-        "groups": [_group(group) for group in (*summary.groups, total)],
-        "sizes": sizes,
-        "grid": rank_table(grid) if grid else None,
-        "tensor_note": "Equal layers share a row. Open a row to see a tensor's"
-        f" {'shards and values' if statistics else 'shards'}.{left_out_text(table)}",
-    }
-    return render("inspect.html.j2", context, data={"table": table | {"command": command}})
-
-
-def _problem(problem: CheckpointingException) -> dict[str, object]:
-    """Return an error with its places."""
-    places = (("file", problem.file), ("key", problem.key), ("rank", problem.rank))
-    return {
-        "message": problem.message,
-        "places": [(name, text) for name, text in places if text is not None],
-    }
-
-
-def _group(group: TensorGroup) -> dict[str, object]:
-    """Return the totals of a group under the title that the terminal shows."""
-    return {
-        "name": GROUP_TITLES.get(group.name, group.name),
-        "n_tensors": group.n_tensors,
-        "n_elements": group.n_elements,
-        "n_bytes": group.n_bytes,
-        "dtypes": list(group.dtypes),
-    }
+    count = f"{n_text(total.n_tensors, 'tensor')}, {bytes_text(total.n_bytes)}"
+    command = {"command": f"ckpt inspect {shown_name(summary.path)} KEY --map"}
+    return render(
+        "inspect",
+        summary.path,
+        f"{summary.title} · {count}",
+        sections,
+        data={"table": table | command},
+    )
 
 
 def _numbers_of(values: ValueStatistics) -> dict[str, object]:

@@ -4,43 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckpt_cli.html_report.grid import Grid, GridCell
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.values import dataclass
 from core.verbs.pictures.shards import RankMoves
 
 MAX_SIDE = 24
 """Most rows and columns; more ranks are put together in blocks of consecutive ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixCell:
-    """Bytes from one block of ranks to another.
-
-    Args:
-        text: the bytes; "" if there are none.
-        heat: the bytes in proportion to the largest, 0 to 9.
-        stays: source and target are the same rank.
-    """
-
-    text: str
-    heat: int
-    tip: str
-    stays: bool
-
-
-@dataclass(frozen=True, slots=True)
-class MovesTable:
-    """The matrix: a row for each source, a column for each target, with their sums."""
-
-    summary: str
-    targets: tuple[str, ...]
-    rows: tuple[tuple[str, tuple[MatrixCell, ...], str], ...]
-    totals: tuple[str, ...]
-
-
-def moves_table(moves: RankMoves) -> MovesTable | None:
-    """Arrange the bytes as a matrix; return None if there are none."""
+def moves_table(moves: RankMoves) -> Grid | None:
+    """Arrange the bytes, with their sums, as a matrix; return None if there are none."""
     total = sum(map(sum, moves.n_bytes))
     if not total:
         return None
@@ -54,31 +28,33 @@ def moves_table(moves: RankMoves) -> MovesTable | None:
         for _, source in sources
     ]
     most = max(map(max, sums))
+    rows = []
+    for (source, _), row in zip(sources, sums, strict=True):
+        cells = [
+            GridCell(
+                bytes_text(n) if n else "",
+                f"h{1 + round(5 * n / most) if n else 0}{' stays' if source == target else ''}",
+                f"{source} → {target}: {bytes_text(n)}, {100 * n / total:.3g} % of all",
+            )
+            for (target, _), n in zip(targets, row, strict=True)
+        ]
+        rows.append((source, (*cells, GridCell(bytes_text(sum(row))))))
+    columns = [GridCell(bytes_text(sum(column))) for column in zip(*sums, strict=True)]
+    rows.append(("sum", (*columns, GridCell(""))))
+    # The sentence above.
     n_same = sum(
         moves.n_bytes[row][moves.targets.index(name)]
         for row, name in enumerate(moves.sources)
         if name in moves.targets
     )
-    rows = []
-    for (source, _), row in zip(sources, sums, strict=True):
-        cells = tuple(
-            MatrixCell(
-                bytes_text(n) if n else "",
-                0 if not n else 1 + round(5 * n / most),
-                f"{source} → {target}: {bytes_text(n)}, {100 * n / total:.3g} % of all",
-                source == target,
-            )
-            for (target, _), n in zip(targets, row, strict=True)
-        )
-        rows.append((source, cells, bytes_text(sum(row))))
     counts = f"{n_text(len(moves.sources), 'source')} → {n_text(len(moves.targets), 'target')}"
     same = f", {bytes_text(n_same)} stay on a rank of the same name" if n_same else ""
-    return MovesTable(
-        f"{bytes_text(total)} from {counts}{same}.",
-        tuple(name for name, _ in targets),
-        tuple(rows),
-        tuple(bytes_text(sum(column)) for column in zip(*sums, strict=True)),
+    title = (
+        f"{bytes_text(total)} from {counts}{same}. Rows are sources, columns are targets; a framed"
+        " cell is the same rank on both sides."
     )
+    names = (*(name for name, _ in targets), "sum")
+    return Grid("matrix", title, "from ↓ to →", names, tuple(rows))
 
 
 def _blocks(names: Sequence[str]) -> list[tuple[str, range]]:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import json
 import sys
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.screen.blocks import Cell, bytes_text, count_text, n_text, shape_text
+from ckpt_cli.screen.blocks import bytes_text, make_cell, n_text
 from ckpt_cli.screen.output_file import check_report_path, write_output
 from ckpt_cli.screen.terminal import escaped
 from core.errors import UsageError
+from core.values import dataclass
 from core.version import __version__
 
 if TYPE_CHECKING:
@@ -69,24 +70,66 @@ def announce_report(path: Path) -> None:
     print(f"report: {escaped(str(path))} ({size})", file=sys.stderr)
 
 
-def render(template: str, context: Mapping[str, object], *, data: Mapping[str, object]) -> str:
-    """Fill a template and return the complete file.
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """A part of a report.
 
     Args:
-        template: name of a file in ``templates``.
-        context: values for the template.
+        id: its name in links.
+        blocks: those of the terminal's pages without drawings, a ``Grid``, a ``SizeDrawings`` or a
+            ``TensorList``; a section without any is left out.
+    """
+
+    id: str
+    title: str
+    blocks: Sequence[object]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorList:
+    """The place of the table of ``tensor_table``, which the script fills.
+
+    Args:
+        note: sentences above it.
+    """
+
+    note: str
+
+
+def render(
+    title: str,
+    subject: str,
+    headline: str,
+    sections: Sequence[ReportSection],
+    *,
+    style: str = "",
+    template: str = "base.html.j2",
+    data: Mapping[str, object] | None = None,
+    **context: object,
+) -> str:
+    """Return the complete file of a report.
+
+    Args:
+        headline: the result in a sentence.
+        style: the class of the headline: ``good``, ``warning`` or ``error``.
+        template: name of a file in ``templates``, for which ``context`` has further values.
         data: values for the script, which end up in the data block.
     """
     environment = _environment()
-    style, script = _source("report.css"), _source("report.js")
+    sheet, script = _source("report.css"), _source("report.js")
     return environment.get_template(template).render(
         context,
+        title=title,
+        subject=subject,
+        headline=headline,
+        headline_style=style,
+        sections=sections,
         start=_markup(START),
         version=__version__,
-        policy=_policy(style, script),
-        style=_markup(style),
+        policy=_policy(sheet, script),
+        style=_markup(sheet),
         script=_markup(script),
-        data=_markup(json_block(data)),
+        data=_markup(json_block(data or {})),
     )
 
 
@@ -139,30 +182,9 @@ def _environment() -> Environment:
     environment.filters |= {
         "name": shown_name,
         "bytes": bytes_text,
-        "count": count_text,
-        "shape": shape_text,
         "n": n_text,
+        "cell": make_cell,
+        "style": lambda value: " ".join(make_cell(value).styles),
+        "kind": lambda block: type(block).__name__,
     }
     return environment
-
-
-def named_facts(
-    pairs: Iterable[tuple[str, Cell | str]],
-) -> list[tuple[str, list[dict[str, str]]]]:
-    """Return facts that the pages of the terminal show as values for the templates.
-
-    Args:
-        pairs: (name, text) of each; one with an empty name continues the one above.
-
-    Returns:
-        Name → its texts, each with a colour of the terminal as ``style``, "" for none.
-    """
-    facts: list[tuple[str, list[dict[str, str]]]] = []
-    for name, value in pairs:
-        cell = value if isinstance(value, Cell) else Cell(value)
-        text = {"text": cell.text, "style": cell.styles[0] if cell.styles else ""}
-        if name or not facts:
-            facts.append((name, [text]))
-        else:
-            facts[-1][1].append(text)
-    return facts

@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 
+from ckpt_cli.html_report.grid import CellFindings, Grid, GridCell
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.screen.blocks import bytes_text, n_text
-from core.values import dataclass
+from ckpt_cli.pages.pictures.ranks import rank_title
+from ckpt_cli.pages.pictures.zero_ranks import zero_title
+from ckpt_cli.screen.blocks import bytes_text, line_text
 from core.verbs.pictures.ranks import RankCell, RankGrid
 from core.verbs.pictures.zero_ranks import ZeroGrid
 
@@ -18,75 +20,20 @@ MAX_CELLS = 1024
 """Most cells of the table; the others are counted."""
 
 
-@dataclass(frozen=True, slots=True)
-class CellFindings:
-    """The findings about one rank: the worst severity, and their number as a text."""
-
-    worst: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class TableCell:
-    """A cell of the table.
-
-    Args:
-        id: name of the rank.
-        heat: its bytes in proportion to the largest, 0 to 9.
-        lines: what it holds.
-        worst: the worst severity of its findings; "" without findings.
-        findings: their number.
-    """
-
-    id: str
-    n_bytes: int
-    heat: int
-    lines: tuple[str, ...]
-    tip: str
-    is_missing: bool
-    worst: str = ""
-    findings: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """A pipeline stage, or a part of it with one expert rank; None where there is no rank."""
-
-    label: str
-    cells: tuple[TableCell | None, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RankTable:
-    """The table, with a sentence above it.
-
-    Args:
-        is_cut: a sentence on what is left out; "" if nothing is.
-    """
-
-    summary: str
-    columns: tuple[str, ...]
-    rows: tuple[TableRow, ...]
-    is_cut: str = ""
-
-
 def rank_name(grid: RankGrid, *, pp: int, tp: int, ep: int) -> str:
     """Return the name of a rank: ``pp0 tp1``, with its expert rank if there are several."""
     return f"pp{pp} tp{tp}" + (f" ep{ep}" if grid.ep > 1 else "")
 
 
-def rank_table(grid: RankGrid, findings: Mapping[str, CellFindings] | None = None) -> RankTable:
+def rank_table(grid: RankGrid, findings: Mapping[str, CellFindings] | None = None) -> Grid:
     """Arrange the ranks as rows and columns.
 
     Args:
         findings: findings by the name of the rank.
     """
-    findings = findings or {}
     largest = max((cell.model_bytes + cell.optimizer_bytes for cell in grid.cells), default=0)
     cells = {
-        (cell.pp, cell.tp, cell.ep): _table_cell(
-            cell, grid, largest, findings.get(rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep))
-        )
+        (cell.pp, cell.tp, cell.ep): _rank_cell(cell, grid, largest, findings or {})
         for cell in grid.cells
     }
     # A row for each stage and expert rank.
@@ -94,21 +41,16 @@ def rank_table(grid: RankGrid, findings: Mapping[str, CellFindings] | None = Non
     shown = coordinates[: max(MAX_CELLS // max(grid.tp, 1), 1)]
     n_columns = min(grid.tp, MAX_CELLS)
     rows = tuple(
-        TableRow(
+        (
             f"PP {pp}{f' · EP {ep}' if grid.ep > 1 else ''}",
             tuple(cells.get((pp, tp, ep)) for tp in range(n_columns)),
         )
         for pp, ep in shown
     )
-    n_missing = sum(cell.is_missing for cell in grid.cells)
-    sizes = [("TP", grid.tp), ("PP", grid.pp), ("VPP", grid.vpp), ("EP", grid.ep)]
-    texts = [f"{name} {size}" for name, size in sizes if size > 1 or name in ("TP", "PP")]
-    summary = f"{' · '.join(texts)}: {n_text(len(grid.cells), 'rank')}"
-    summary += f", {n_missing:,} missing" if n_missing else ""
     n_more = len(coordinates) - len(shown)
     is_cut = f"the first {len(shown):,} rows; {n_more:,} more are not shown" if n_more else ""
     columns = tuple(f"TP {tp}" for tp in range(n_columns))
-    return RankTable(summary, columns, rows, is_cut)
+    return Grid("ranks", line_text(rank_title(grid)), "pipeline stage", columns, rows, is_cut)
 
 
 def zero_name(kind: str, rank: int) -> str:
@@ -116,7 +58,7 @@ def zero_name(kind: str, rank: int) -> str:
     return f"{kind} dp{rank}"
 
 
-def zero_table(grid: ZeroGrid, findings: Mapping[str, CellFindings]) -> RankTable:
+def zero_table(grid: ZeroGrid, findings: Mapping[str, CellFindings]) -> Grid:
     """Arrange DeepSpeed's files: a row for each kind, a column for each data-parallel rank.
 
     Args:
@@ -126,58 +68,58 @@ def zero_table(grid: ZeroGrid, findings: Mapping[str, CellFindings]) -> RankTabl
     largest = max((file.n_bytes or 0 for files in grid.kinds.values() for file in files), default=0)
     rows = []
     for kind, files in grid.kinds.items():
-        cells: dict[int, TableCell] = {}
+        cells = {}
         for file in files:
             name = zero_name(kind, file.rank)
-            place = findings.get(name)
             state = "missing" if file.n_bytes is None else bytes_text(file.n_bytes)
-            cells[file.rank] = TableCell(
-                name,
-                file.n_bytes or 0,
-                round(5 * (file.n_bytes or 0) / largest) if largest else 0,
-                (),
-                f"{name}: {state}\n{shown_name(file.name)}",
-                file.n_bytes is None,
-                *(("", "") if place is None else (place.worst, place.text)),
-            )
-        rows.append(TableRow(kind, tuple(map(cells.get, range(n_columns)))))
-    summary = f"ZeRO: {n_text(grid.n_ranks, 'data-parallel rank')}"
-    n_missing = len(grid.missing)
-    summary += f", {n_text(n_missing, 'file')} missing" if n_missing else ""
+            tip = (f"{name}: {state}", file.name)
+            cells[file.rank] = _grid_cell(name, file.n_bytes, largest, findings, tip=tip)
+        rows.append((kind, tuple(map(cells.get, range(n_columns)))))
     n_more = grid.n_ranks - n_columns
     is_cut = f"the first {n_columns:,} ranks; {n_more:,} more are not shown" if n_more else ""
-    return RankTable(summary, tuple(f"DP {rank}" for rank in range(n_columns)), tuple(rows), is_cut)
+    columns = tuple(f"DP {rank}" for rank in range(n_columns))
+    return Grid("ranks", line_text(zero_title(grid)), "files", columns, tuple(rows), is_cut)
 
 
-def _table_cell(
-    cell: RankCell, grid: RankGrid, largest: int, findings: CellFindings | None
-) -> TableCell:
+def _rank_cell(
+    cell: RankCell, grid: RankGrid, largest: int, findings: Mapping[str, CellFindings]
+) -> GridCell:
     """Return one cell, with a tooltip that says everything about its rank."""
-    n_bytes = cell.model_bytes + cell.optimizer_bytes
+    name = rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep)
     lines = [f"layers {cell.layers}"] if cell.layers else []
     lines += [f"experts {cell.experts}"] if cell.experts else []
     lines += cell.others[:3]
     lines += [f"and {len(cell.others) - 3} more"] if len(cell.others) > 3 else []
-    name = rank_name(grid, pp=cell.pp, tp=cell.tp, ep=cell.ep)
-    tip = [name + (": missing" if cell.is_missing else "")]
-    if not cell.is_missing:
-        tip.append(f"model {bytes_text(cell.model_bytes)}")
-        if cell.optimizer_bytes:
-            tip.append(f"optimizer {bytes_text(cell.optimizer_bytes)}")
-    tip += lines
-    tip += [shown_name(file) for file in _first(cell.files, 4)]
-    return TableCell(
-        name,
-        n_bytes,
-        round(5 * n_bytes / largest) if largest else 0,
-        tuple(lines),
-        "\n".join(shown_name(line) for line in tip),
-        cell.is_missing,
-        *(("", "") if findings is None else (findings.worst, findings.text)),
-    )
+    if cell.is_missing:
+        n_bytes = None
+        tip = [f"{name}: missing"]
+    else:
+        n_bytes = cell.model_bytes + cell.optimizer_bytes
+        tip = [name, f"model {bytes_text(cell.model_bytes)}"]
+        tip += [f"optimizer {bytes_text(cell.optimizer_bytes)}"] if cell.optimizer_bytes else []
+    tip += [*lines, *cell.files[:4]]
+    tip += [f"and {len(cell.files) - 4:,} more files"] if len(cell.files) > 4 else []
+    return _grid_cell(name, n_bytes, largest, findings, tip=tip, lines=lines)
 
 
-def _first(texts: Sequence[str], limit: int) -> list[str]:
-    """Return the first texts, and how many more there are."""
-    more = [f"and {len(texts) - limit:,} more files"] if len(texts) > limit else []
-    return [*texts[:limit], *more]
+def _grid_cell(
+    name: str,
+    n_bytes: int | None,
+    largest: int,
+    findings: Mapping[str, CellFindings],
+    *,
+    tip: Sequence[str],
+    lines: Sequence[str] = (),
+) -> GridCell:
+    """Return the cell of a rank, coloured by its bytes and framed by its findings.
+
+    Args:
+        n_bytes: its bytes; None if it is missing.
+        largest: the bytes of the largest cell.
+    """
+    place = findings.get(name)
+    style = f"h{round(5 * (n_bytes or 0) / largest) if largest else 0}"
+    style += " missing" if n_bytes is None else ""
+    style += f" has-{place.worst}" if place else ""
+    text = "✗ missing" if n_bytes is None else bytes_text(n_bytes)
+    return GridCell(text, style, "\n".join(map(shown_name, tip)), tuple(lines), name, place)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.html_report.moves_table import moves_table
 from ckpt_cli.html_report.names import shown_name
-from ckpt_cli.html_report.page import named_facts, render
+from ckpt_cli.html_report.page import ReportSection, TensorList, render
 from ckpt_cli.html_report.tensor_table import left_out_text, table_json
 from ckpt_cli.html_report.treemap import draw_sizes
-from ckpt_cli.pages.transfer import plan_facts
-from ckpt_cli.screen.blocks import bytes_text, n_text
+from ckpt_cli.pages.transfer import file_blocks, plan_facts
+from ckpt_cli.screen.blocks import Facts, bytes_text, n_text
 from core.verbs.pictures.shards import rank_moves, shard_move
 from core.verbs.pictures.sizes import sizes_of
 
@@ -44,29 +44,28 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
         if key in plan.target.tensors
     }
     table = table_json(tensors, move_of=move_of)
+    note = (
+        "Equal layers share a row. Open a row to see a tensor's shards at the source and at the"
+        f" destination, side by side.{left_out_text(table)}"
+    )
+    sections = [
+        ReportSection("summary", "Plan", [Facts(plan_facts(prepared, expected))]),
+        ReportSection("moves", "Bytes that move between ranks", [matrix] if matrix else []),
+        ReportSection("tensors", "Tensors, before and after", [TensorList(note)]),
+        ReportSection("sizes", "Where the bytes are", [sizes] if sizes else []),
+        ReportSection("files", "Files", list(file_blocks(prepared.files, limit=MAX_FILES))),
+    ]
     source = shown_name(str(prepared.source.path))
     command = {"command": f"ckpt {verb} {source} … --explain --map KEY"}
-    sections = [("summary", "Plan")]
-    sections += [("moves", "Moves")] if matrix else []
-    sections += [("tensors", "Tensors")]
-    sections += [("sizes", "Bytes")] if sizes else []
-    files = prepared.files
     shortage = expected.shortage
-    context = {
-        "title": f"{verb} (dry run)",
-        "subject": f"{prepared.source.path} → {prepared.dst}",
-        "headline": shortage.message
+    return render(
+        f"{verb} (dry run)",
+        f"{prepared.source.path} → {prepared.dst}",
+        shortage.message
         if shortage is not None
         else f"would read {bytes_text(plan.read_bytes)} and write {bytes_text(plan.file_bytes)}"
-        f" in {n_text(len(files), 'file')}; nothing was written",
-        "is_bad": shortage is not None,
-        "sections": [*sections, ("files", "Files")],
-        "facts": named_facts(plan_facts(prepared, expected)),
-        "sizes": sizes,
-        "matrix": matrix,
-        "files": files[:MAX_FILES],
-        "n_more_files": max(len(files) - MAX_FILES, 0),
-        "tensor_note": "Equal layers share a row. Open a row to see a tensor's shards at the"
-        f" source and at the destination, side by side.{left_out_text(table)}",
-    }
-    return render("transfer.html.j2", context, data={"table": table | command})
+        f" in {n_text(len(prepared.files), 'file')}; nothing was written",
+        sections,
+        style="" if shortage is None else "error",
+        data={"table": table | command},
+    )

@@ -65,12 +65,21 @@ class Treemap:
     tiles: tuple[Tile, ...]
 
 
-def draw_sizes(sizes: tuple[SizeNode, SizeNode]) -> dict[str, object] | None:
-    """Draw the sizes of the model and of the optimizer, for wide and for narrow screens.
+@dataclass(frozen=True, slots=True)
+class SizeDrawings:
+    """The sizes of model and optimizer, drawn for wide and for narrow screens.
 
-    Returns:
-        The values of the template; None without any bytes.
+    Args:
+        groups: ``model`` and ``optimizer`` with their bytes.
     """
+
+    groups: tuple[tuple[str, int], ...]
+    wide: Treemap
+    narrow: Treemap
+
+
+def draw_sizes(sizes: tuple[SizeNode, SizeNode]) -> SizeDrawings | None:
+    """Draw the sizes of the model and of the optimizer; return None without any bytes."""
     roots = [
         (name, root)
         for name, root in zip(("model", "optimizer"), sizes, strict=True)
@@ -78,11 +87,11 @@ def draw_sizes(sizes: tuple[SizeNode, SizeNode]) -> dict[str, object] | None:
     ]
     if not roots:
         return None
-    return {
-        "groups": [{"name": name, "n_bytes": root.n_bytes} for name, root in roots],
-        "wide": draw_treemap(roots, width=1120, height=440),
-        "narrow": draw_treemap(roots, width=360, height=460),
-    }
+    return SizeDrawings(
+        tuple((name, root.n_bytes) for name, root in roots),
+        wide=draw_treemap(roots, width=1120, height=440),
+        narrow=draw_treemap(roots, width=360, height=460),
+    )
 
 
 def draw_treemap(roots: Sequence[tuple[str, SizeNode]], *, width: int, height: int) -> Treemap:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_cli.findings.grouping import FindingGroup, group_similar
+from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.findings.text import validation_facts
-from ckpt_cli.html_report.page import named_facts, render
-from ckpt_cli.html_report.rank_table import (
-    CellFindings,
-    rank_name,
-    rank_table,
-    zero_name,
-    zero_table,
-)
-from ckpt_cli.screen.blocks import n_text
+from ckpt_cli.findings.verdict import mark_of
+from ckpt_cli.html_report.grid import CellFindings
+from ckpt_cli.html_report.page import ReportSection, render
+from ckpt_cli.html_report.rank_table import rank_name, rank_table, zero_name, zero_table
+from ckpt_cli.screen.blocks import Facts, n_text
 from core.megatron.model.topology import Rank, Topology, rank_dir
 from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.registry import find_code
@@ -35,43 +31,27 @@ _MAX_RANK_CHARACTERS = 300_000
 
 def validate_html(verdicts: Sequence[Verdict]) -> str:
     """Return the report of some checkpoints, the worst first if there are several."""
-    verdicts = sorted(verdicts, key=lambda verdict: -_worst(verdict))
+    verdicts = sorted(verdicts, key=lambda verdict: -int(verdict.worst or 0))
     n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
-    worst = max(map(_worst, verdicts), default=0)
+    worst = verdicts[0].worst if verdicts else None
     is_single = len(verdicts) == 1
     views = list(map(_checkpoint_view, verdicts[:MAX_CHECKPOINTS]))
-    sections = [("checkpoints", "Checkpoints")]
+    anchors = [ReportSection("checkpoints", "Checkpoints", [""])]
     if is_single:
-        ranks = [("ranks-1", "Ranks")] if views[0]["grid"] is not None else []
-        sections = [("summary-1", "Summary"), *ranks, ("findings-1", "Findings")]
-    context = {
-        "title": "validate",
-        "subject": verdicts[0].validation.path
-        if is_single
-        else n_text(len(verdicts), "checkpoint"),
-        "headline": verdicts[0].counts_text
-        if is_single
-        else f"{n_bad:,} with errors"
-        if n_bad
-        else "none with errors",
-        "worst": _LABELS[worst],
-        "sections": sections,
-        "all": [
-            (verdict.validation.path, verdict.counts_text, _LABELS[_worst(verdict)])
-            for verdict in ([] if is_single else verdicts[:1000])
-        ],
-        "checkpoints": views,
-    }
-    return render("validate.html.j2", context, data={})
-
-
-_LABELS = {0: "good", **{int(severity): severity.label for severity in Severity}}
-"""Severity, or 0 without findings → CSS class."""
-
-
-def _worst(verdict: Verdict) -> int:
-    """Return the worst severity of the findings that count; 0 without any."""
-    return max((int(finding.severity) for finding in verdict.judgement.counted), default=0)
+        anchors = [ReportSection("summary-1", "Summary", [""])]
+        anchors += [ReportSection("ranks-1", "Ranks", [""])] if views[0]["grid"] is not None else []
+        anchors += [ReportSection("findings-1", "Findings", [""])]
+    several = f"{n_bad:,} with errors" if n_bad else "none with errors"
+    return render(
+        "validate",
+        verdicts[0].validation.path if is_single else n_text(len(verdicts), "checkpoint"),
+        f"{mark_of(worst)[0]} {verdicts[0].counts_text if is_single else several}",
+        anchors,
+        style=worst.label if worst else "good",
+        template="validate.html.j2",
+        all=[] if is_single else verdicts[:1000],
+        checkpoints=views,
+    )
 
 
 def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
@@ -103,11 +83,10 @@ def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
         ranks = " ".join(f"rank:{cell.replace(' ', '-')};" for cell in cells)
         room -= len(ranks)
         # "rank:*;" passes the filter of every rank.
-        views.append(_finding_view(group, ranks if room > 0 else "rank:*;"))
+        views.append((group, find_code(group.first.code), ranks if room > 0 else "rank:*;"))
     return {
-        "path": validation.path,
-        "verdict": verdict.counts_text,
-        "facts": named_facts(validation_facts(verdict)),
+        "verdict": verdict,
+        "facts": Facts(list(validation_facts(verdict))),
         "severities": [
             (severity.label, n_text(verdict.judgement.n_of(severity), severity.label))
             for severity in sorted(Severity, reverse=True)
@@ -116,28 +95,6 @@ def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
         "findings": views,
         "n_more": sum(len(group.findings) for group in groups[MAX_GROUPS:]),
         "grid": table,
-    }
-
-
-def _finding_view(group: FindingGroup, ranks: str) -> dict[str, object]:
-    """Collect what the template shows of a group of findings.
-
-    Args:
-        ranks: the names of its ranks for the filter, each ending with ``;``.
-    """
-    first = group.first
-    code = find_code(first.code)
-    n = len(group.findings)
-    return {
-        "severity": first.severity.label,
-        "code": first.code,
-        "title": code.title if code else "",
-        "count": f"× {n:,}" if n > 1 else "",
-        "place": group.place,
-        "message": group.message,
-        "hint": first.hint or "",
-        "other_keys": group.other_keys[:8],
-        "ranks": ranks,
     }
 
 

@@ -7,7 +7,8 @@ row, which shows the figures of the worst of them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ckpt_cli.pages.diff_rows import (
     END,
@@ -22,30 +23,28 @@ from ckpt_cli.pages.diff_rows import (
 )
 from ckpt_cli.pages.pictures.heat import heat_lines
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
+    Facts,
+    Table,
     bytes_text,
+    dim_cell,
     fact_list,
-    facts,
+    make_cell,
     n_text,
     seconds_text,
     table,
     table_width,
+    title_cell,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.key_patterns import folded
-from core.values import dataclass
 from core.verbs.diff.entries import EntryDiff
 from core.verbs.diff.result import Diff, TensorDiff
 from core.verbs.diff.sides import Side
-from core.verbs.inspect.summary import ROLES
+from core.verbs.inspect.summary import ROLE_TITLES, ROLES
 from core.verbs.pictures.heat import heat_maps
 
-_GROUPS = {
-    "model": "model",
-    "moments": "optimizer moments",
-    "masters": "master weights",
-    "other": "other",
-}
 COLUMNS = {
     "equal": "equal",
     "close": "close",
@@ -61,9 +60,9 @@ _MAX_NOTES = 6
 """Maximum number of notes on the page."""
 
 
-def page_of(
-    screen: Screen, result: Diff, *, limit: int, is_flat: bool, has_map: bool = False
-) -> Iterator[str]:
+def diff_blocks(
+    result: Diff, *, limit: int, is_flat: bool, has_map: bool = False
+) -> Iterator[Block]:
     """Yield the page.
 
     Args:
@@ -72,42 +71,129 @@ def page_of(
         has_map: draw layers × modules above the lists.
     """
     # Above the lists: verdict, facts, and the number of tensors of each group and kind.
-    yield verdict_line(screen, result)
-    yield from facts(screen, diff_facts(result), indent=2)
+    yield verdict_line(result)
+    yield Facts(list(diff_facts(result)), indent=2)
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
-        yield ""
-        yield from table(screen, list(count_rows(result)), align="<" + ">" * len(COLUMNS), indent=2)
+        yield from ("", count_table(result))
     if has_map:
-        yield ""
-        yield from heat_lines(screen, heat_maps(result.tensors), folds=limit > 0)
+        yield from ("", partial(heat_lines, maps=heat_maps(result.tensors), folds=limit > 0))
     # The lists, the most important first; those without members print nothing.
-    lists = _ListPrinter(screen, limit, is_flat)
-    for name, tensors in _one_sided(result):
-        whole_groups = _missing_groups(result, tensors)
-        yield from lists.tensor_lines(
-            f"only in {name}", tensors, only_row, whole_groups=whole_groups
-        )
-    yield from lists.tensor_lines("different shapes, A → B", result.of_kind("shape"), shape_row)
-    yield from lists.tensor_lines("different dtypes, A → B", result.of_kind("dtype"), dtype_row)
-    yield from lists.tensor_lines(
-        "different values, largest difference first",
-        result.of_kind("values"),
-        values_row,
-        head=VALUES_HEAD,
+    close = sorted(result.of_kind("close"), key=lambda tensor: tensor.order)
+    lists: tuple[tuple[str, Sequence[TensorDiff], RowCells, Sequence[str]], ...] = (
+        *((f"only in {name}", tensors, only_row, ()) for name, tensors in _one_sided(result)),
+        ("different shapes, A → B", result.of_kind("shape"), shape_row, ()),
+        ("different dtypes, A → B", result.of_kind("dtype"), dtype_row, ()),
+        (
+            "different values, largest difference first",
+            result.of_kind("values"),
+            values_row,
+            VALUES_HEAD,
+        ),
+        (
+            "within the tolerance, not identical",
+            [] if result.rule is None else close,
+            values_row,
+            VALUES_HEAD,
+        ),
     )
-    if result.rule is not None:
-        close = sorted(result.of_kind("close"), key=lambda tensor: tensor.order)
-        yield from lists.tensor_lines(
-            "within the tolerance, not identical", close, values_row, head=VALUES_HEAD
+    for title, tensors, cells, head in lists:
+        if is_flat:
+            rows = [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
+        else:
+            # Groups that one side lacks completely get only one row each.
+            whole = _missing_groups(result, tensors) if cells is only_row else []
+            rows = []
+            for role in whole:
+                members = [tensor for tensor in tensors if tensor.role == role]
+                name = f"all {ROLE_TITLES.get(role, role)}"
+                rows.append(Row(name, members[0], members, is_group=True))
+            rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole)
+        shown = rows[: limit or None]
+        yield from _list_blocks(
+            f"{title} ({len(tensors):,})",
+            [[row.name, *cells(row)] for row in shown],
+            head=head,
+            n_more=sum(len(row.members) for row in rows[len(shown) :]),
+            noun="tensor",
         )
-    yield from lists.entry_lines("other entries", result.entries)
+    entries = entry_rows(result)
+    yield from _list_blocks(
+        f"other entries ({len(result.entries):,})",
+        entries[: limit or None],
+        n_more=len(entries) - limit if limit else 0,
+        noun="line",
+    )
 
 
-def verdict_line(screen: Screen, result: Diff) -> str:
+def entry_rows(result: Diff) -> list[list[Cell | str]]:
+    """Return the entries that differ and are no tensors, with their changes from A to B.
+
+    Entries with the same change whose paths differ only in numbers share a row.
+    """
+    texts = []
+    for entry in result.entries:
+        change = {"only_a": f"only in A: {entry.a}", "only_b": f"only in B: {entry.b}"}
+        texts.append(f"{entry.path}{END}{change.get(entry.kind, f'{entry.a} → {entry.b}')}")
+    lines = (line.partition(END) for line in folded(texts, end=END))
+    return [[escaped(path), dim_cell(escaped(change))] for path, _, change in lines]
+
+
+def _list_blocks(
+    title: str,
+    rows: Sequence[Sequence[Cell | str]],
+    *,
+    head: Sequence[str] = (),
+    n_more: int,
+    noun: str,
+) -> Iterator[Block]:
+    """Yield a section with a list; nothing without rows.
+
+    Args:
+        head: titles of the columns.
+        n_more: number of what the list does not show.
+    """
+    if rows:
+        yield ""
+        yield title_cell(title)
+        yield partial(_draw_rows, rows=rows, head=head)
+        if n_more > 0:
+            yield dim_cell(f"  … {n_text(n_more, f'more {noun}')}; --limit 0 shows all")
+
+
+def _draw_rows(
+    screen: Screen, rows: Sequence[Sequence[Cell | str]], head: Sequence[str]
+) -> Iterator[str]:
+    """Yield aligned columns.
+
+    If they are too wide for the screen, names get lines of their own.
+    """
+    # With a head, the columns between the name and the first difference contain numbers.
+    n_columns = max(map(len, rows))
+    align = "<" + ">" * (n_columns - 2) + "<" if head else "<" * n_columns
+    cells = [list(map(make_cell, row)) for row in rows]
+    if head:
+        cells.insert(0, list(map(dim_cell, head)))
+    width = screen.width
+    if width is None or table_width(cells, align=align, indent=2) <= width:
+        yield from table(screen, cells, align=align, indent=2)
+        return
+    # Too wide: each name above the other cells of its row.
+    below = [[Cell("  "), *row[1:]] for row in cells]
+    # Still too wide: the last cell is reduced to the index of the first difference, without
+    # the two values.
+    if head and table_width(below, align=align, indent=2) > width:
+        for row in below:
+            row[-1] = dim_cell(row[-1].text.partition(": ")[0])
+    for row, line in zip(cells, table(screen, below, align=align, indent=2), strict=True):
+        if row[0].text:
+            yield screen.plain(f"  {row[0].text}")
+        yield line
+
+
+def verdict_line(result: Diff) -> tuple[Cell | str, ...]:
     """Return the verdict as one line: the same, or how much of the checkpoints differs."""
-    is_good = result.same
-    mark = screen.styled("✓" if is_good else "✗", "green" if is_good else "red", "bold")
-    return screen.plain(f"{mark} {screen.styled(_verdict_text(result), 'bold')}")
+    mark, color = ("✓", "green") if result.same else ("✗", "red")
+    return Cell(mark, (color, "bold")), " ", Cell(_verdict_text(result), ("bold",))
 
 
 def _verdict_text(result: Diff) -> str:
@@ -237,121 +323,20 @@ def _side_text(side: Side) -> str:
     return f"{escaped(str(side.source.path))}  ({', '.join(parts)})"
 
 
-def count_rows(result: Diff) -> Iterator[list[Cell | str]]:
-    """Yield the number of tensors of each group and kind, without empty columns and rows."""
+def count_table(result: Diff) -> Table:
+    """Return the number of tensors of each group and kind, without empty columns and rows."""
     kinds = [kind for kind in COLUMNS if result.of_kind(kind)]
-    yield ["", *(Cell(COLUMNS[kind], ("dim",)) for kind in kinds)]
+    rows = []
     counts = Counter((tensor.role, tensor.kind) for tensor in result.tensors)
     for role in sorted({role for role, _ in counts}, key=ROLES.index):
-        row: list[Cell | str] = [_GROUPS[role]]
+        row: list[Cell | str] = [ROLE_TITLES.get(role, role)]
         for kind in kinds:
             n = counts[role, kind]
             color = "green" if kind in ("equal", "close", "unread") else "red"
-            row.append(Cell(f"{n:,}", (color,)) if n else Cell("·", ("dim",)))
-        yield row
-
-
-@dataclass(frozen=True, slots=True)
-class _ListPrinter:
-    """Prints lists of tensors and entries.
-
-    Args:
-        limit: maximum number of lines of a list; 0 for all.
-        is_flat: every tensor gets a row of its own.
-    """
-
-    screen: Screen
-    limit: int
-    is_flat: bool
-
-    def tensor_lines(
-        self,
-        title: str,
-        tensors: Sequence[TensorDiff],
-        cells: RowCells,
-        *,
-        head: Sequence[str] = (),
-        whole_groups: Collection[str] = (),
-    ) -> Iterator[str]:
-        """Yield a section with a list of tensors; nothing without tensors.
-
-        Args:
-            cells: builds the cells of a row, after its name.
-            head: titles of the columns.
-            whole_groups: groups (roles of tensors) that get only one row each.
-        """
-        if not tensors:
-            return
-        rows = self._rows(tensors, whole_groups)
-        shown = rows[: self.limit] if self.limit else rows
-        # Title, table, and the number of tensors that are not shown.
-        yield ""
-        yield self.screen.plain(self.screen.styled(f"{title} ({len(tensors):,})", "bold"))
-        table_rows: list[list[Cell | str]] = (
-            [[Cell(text, ("dim",)) for text in head]] if head else []
-        )
-        table_rows += [[row.name, *cells(row)] for row in shown]
-        yield from self._table(table_rows, has_head=bool(head))
-        yield from self._more(sum(len(row.members) for row in rows[len(shown) :]), "tensor")
-
-    def _rows(self, tensors: Sequence[TensorDiff], whole_groups: Collection[str]) -> list[Row]:
-        """Return a row for each tensor or, unless ``is_flat``, for each group of similar keys."""
-        if self.is_flat:
-            return [Row(escaped(tensor.key), tensor, (tensor,)) for tensor in tensors]
-        rows = []
-        for role in whole_groups:
-            members = [tensor for tensor in tensors if tensor.role == role]
-            rows.append(Row(f"all {_GROUPS[role]}", members[0], members, is_group=True))
-        rows += folded_rows(tensor for tensor in tensors if tensor.role not in whole_groups)
-        return rows
-
-    def entry_lines(self, title: str, entries: Sequence[EntryDiff]) -> Iterator[str]:
-        """Yield a section with the entries that differ; nothing without entries."""
-        if not entries:
-            return
-        # Entries with the same change whose paths differ only in numbers share a line.
-        lines = folded((f"{entry.path}{END}{_change_text(entry)}" for entry in entries), end=END)
-        shown = lines[: self.limit] if self.limit else lines
-        yield ""
-        yield self.screen.plain(self.screen.styled(f"{title} ({len(entries):,})", "bold"))
-        rows: list[list[Cell | str]] = []
-        for line in shown:
-            path, _, change = line.partition(END)
-            rows.append([escaped(path), Cell(escaped(change), ("dim",))])
-        yield from self._table(rows, has_head=False)
-        yield from self._more(len(lines) - len(shown), "line")
-
-    def _more(self, n: int, noun: str) -> Iterator[str]:
-        """Yield a line that counts what the list does not show; nothing if it shows all."""
-        if n:
-            yield self.screen.plain(
-                self.screen.styled(f"  … {n_text(n, f'more {noun}')}; --limit 0 shows all", "dim")
-            )
-
-    def _table(self, rows: list[list[Cell | str]], *, has_head: bool) -> Iterator[str]:
-        """Yield aligned columns.
-
-        If they are too wide for the screen, names get lines of their own.
-        """
-        # With a head, the columns between the name and the first difference contain numbers.
-        n_columns = max(map(len, rows))
-        align = "<" + ">" * (n_columns - 2) + "<" if has_head else "<" * n_columns
-        width = self.screen.width
-        if width is None or table_width(rows, align=align, indent=2) <= width:
-            yield from table(self.screen, rows, align=align, indent=2)
-            return
-        # Too wide: each name above the other cells of its row.
-        cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
-        below = [[Cell("  "), *row[1:]] for row in cells]
-        # Still too wide: the last cell is reduced to the index of the first difference, without
-        # the two values.
-        if has_head and table_width(below, align=align, indent=2) > width:
-            for row in below:
-                row[-1] = Cell(row[-1].text.partition(": ")[0], ("dim",))
-        for row, line in zip(cells, table(self.screen, below, align=align, indent=2), strict=True):
-            if row[0].text:
-                yield self.screen.plain(f"  {row[0].text}")
-            yield line
+            row.append(Cell(f"{n:,}", (color,)) if n else dim_cell("·"))
+        rows.append(row)
+    head = ("", *(COLUMNS[kind] for kind in kinds))
+    return Table(rows, align="<" + ">" * len(kinds), head=head, indent=2)
 
 
 def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
@@ -360,12 +345,3 @@ def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:
         Counter(tensor.role for tensor in tensors) for tensors in (result.tensors, missing)
     )
     return [role for role in ROLES if role != "model" and n_missing[role] == n_all[role] > 1]
-
-
-def _change_text(entry: EntryDiff) -> str:
-    """Return the change of an entry from A to B."""
-    if entry.kind == "only_a":
-        return f"only in A: {entry.a}"
-    if entry.kind == "only_b":
-        return f"only in B: {entry.b}"
-    return f"{entry.a} → {entry.b}"

@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 
-from ckpt_cli.screen.blocks import Cell, first_lines, table
-from ckpt_cli.screen.terminal import Screen, escaped, shortened
+from ckpt_cli.screen.blocks import Block, Cell, Table, first_lines, title_cell
+from ckpt_cli.screen.terminal import escaped, shortened
 from core.engine.catalog.catalog import StoredObject
 from core.opening.open import Checkpoint
 from core.pickle.inert import NO_STATE, Global, Inert, ObjectLeaf, TensorLeaf, as_mapping
@@ -63,9 +64,7 @@ def attributes_text(values: Mapping[str, object]) -> str:
     return " · ".join([*texts, *([f"… {n_more} more"] if n_more else [])])
 
 
-def object_lines(
-    screen: Screen, entries: Sequence[tuple[str, object]], *, limit: int
-) -> Iterator[str]:
+def object_blocks(entries: Sequence[tuple[str, object]], *, limit: int) -> Iterator[Block]:
     """Yield objects: single values beside their keys, containers as JSON below theirs.
 
     Args:
@@ -73,17 +72,17 @@ def object_lines(
         limit: maximum number of lines of each container; 0 for all.
     """
     # The JSON text may contain characters that a terminal obeys.
-    rows: list[list[Cell]] = []
+    rows: list[tuple[Cell, str]] = []
     for key, value in entries:
         if not isinstance(value, (dict, list)):
-            rows.append([Cell(escaped(key), ("bold",)), Cell(format_value(value))])
+            rows.append((title_cell(key), format_value(value)))
             continue
-        yield from table(screen, rows, align="<<")
-        rows.clear()
-        yield screen.styled(escaped(key), "bold")
+        yield Table(rows, align="<<")
+        rows = []
+        yield title_cell(key)
         text = json.dumps(value, indent=2)
-        yield from first_lines(screen, [escaped(line) for line in text.splitlines()], limit)
-    yield from table(screen, rows, align="<<")
+        yield partial(first_lines, lines=list(map(escaped, text.splitlines())), limit=limit)
+    yield Table(rows, align="<<")
 
 
 def format_value(value: object) -> str:

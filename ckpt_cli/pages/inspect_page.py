@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
-from ckpt_cli.pages.inspect_object import attributes_text, object_json, object_lines
+from ckpt_cli.pages.inspect_object import attributes_text, object_blocks, object_json
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
+    Facts,
+    Table,
     bytes_text,
     count_text,
+    draw_text,
     fact_list,
-    facts,
     first_lines,
     list_facts,
     n_text,
-    table,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.attributes import PATHS_ENTRY, ROOT
+from core.verbs.inspect.summary import ROLE_TITLES
 
 if TYPE_CHECKING:
     from core.engine.catalog.catalog import Catalog
@@ -29,14 +33,6 @@ if TYPE_CHECKING:
     from core.verbs.inspect.optimizer_states import OptimizerStates
     from core.verbs.inspect.summary import Summary
     from core.verbs.pictures.shards import ShardMap
-
-GROUP_TITLES = {
-    "model": "model",
-    "moments": "optimizer moments",
-    "masters": "master weights",
-    "other": "other",
-}
-
 
 _MOST_ATTRIBUTED = 4
 """Maximum number of containers and tensors whose attributes are shown above the tree."""
@@ -58,34 +54,24 @@ def map_of(summary: Summary, checkpoint: Checkpoint, key: str) -> ShardMap:
     return shard_map(choose_catalog(summary, checkpoint, key), key)
 
 
-def map_page(
-    screen: Screen,
-    summary: Summary,
-    checkpoint: Checkpoint,
-    keys: Sequence[str],
-    *,
-    is_complete: bool,
-) -> Iterator[str]:
+def map_blocks(
+    summary: Summary, checkpoint: Checkpoint, keys: Sequence[str], *, is_complete: bool
+) -> Iterator[Block]:
     """Yield the drawings of some tensors' boxes.
 
     Args:
         keys: keys of the tensors.
         is_complete: draw all tensors, and list all of their boxes.
     """
-    from ckpt_cli.pages.pictures.shards import LISTED, MAPS, map_lines
+    from ckpt_cli.pages.pictures.shards import LISTED, MAPS, draw_keys, map_lines
 
-    shown = keys if is_complete else keys[:MAPS]
-    for number, key in enumerate(shown):
-        if number:
-            yield ""
-        yield screen.styled(escaped(key), "bold")
+    def draw(key: str) -> Iterator[Block]:
         shards = map_of(summary, checkpoint, key)
         listed = 0 if is_complete else LISTED
-        yield from map_lines(screen, shards, listed=listed, hint="; --limit 0 lists all")
-    if len(shown) < len(keys):
-        more = f"… {n_text(len(keys) - len(shown), 'more tensor')}; --limit 0 draws all"
-        yield ""
-        yield screen.plain(screen.styled(more, "dim"))
+        yield partial(map_lines, shards=shards, listed=listed, hint="; --limit 0 lists all")
+
+    limit = None if is_complete else MAPS
+    yield from draw_keys(keys, draw, limit=limit, hint="--limit 0 draws all")
 
 
 def detail_lines(
@@ -104,7 +90,7 @@ def detail_lines(
         n_values: number of values to show of each tensor.
         limit: maximum number of lines of each entry; 0 for all.
     """
-    from ckpt_cli.pages.inspect_tensor import tensor_lines
+    from ckpt_cli.pages.inspect_tensor import tensor_blocks
     from core.verbs.inspect.preview import first_values, places_of
 
     # Tensors: an empty line between two of them.
@@ -115,39 +101,27 @@ def detail_lines(
         values = first_values(checkpoint.store, catalog, key, n_values) if n_values else None
         attributes = summary.attributes.get(key, {})
         places = places_of(catalog, key)
-        lines = list(tensor_lines(screen, key, tensor, places, values, attributes=attributes))
-        yield from first_lines(screen, lines, limit)
+        blocks = tensor_blocks(key, tensor, places, values, attributes=attributes)
+        yield from first_lines(screen, list(draw_text(screen, blocks)), limit)
     entries = [(key, object_json(summary.view.objects[key], checkpoint)) for key in objects]
-    yield from object_lines(screen, entries, limit=limit)
+    yield from draw_text(screen, object_blocks(entries, limit=limit))
 
 
-def header_lines(screen: Screen, summary: Summary, checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield everything above the tree: facts about the checkpoint and a table of its groups."""
-    yield screen.styled(escaped(summary.path), "bold")
-    yield from facts(screen, header_facts(summary, checkpoint))
+def header_blocks(summary: Summary, checkpoint: Checkpoint) -> Iterator[Block]:
+    """Yield facts about the checkpoint and a table of its groups."""
+    yield Facts(header_facts(summary, checkpoint))
     # The groups (model, moments, …), with a total if there are several.
     yield ""
-    rows: list[list[Cell | str]] = [
-        [Cell(text, ("dim",)) for text in ("", "tensors", "elements", "bytes")]
-    ]
-    for group in summary.groups:
+    rows: list[list[Cell | str]] = []
+    for group in (*summary.groups, *([summary.total] * (len(summary.groups) > 1))):
         figures = [f"{group.n_tensors:,}", count_text(group.n_elements), bytes_text(group.n_bytes)]
-        rows.append([GROUP_TITLES[group.name], *figures, Cell(", ".join(group.dtypes), ("cyan",))])
-    if len(summary.groups) > 1:
-        total = summary.total
-        rows.append(
-            [
-                "total",
-                f"{total.n_tensors:,}",
-                count_text(total.n_elements),
-                bytes_text(total.n_bytes),
-            ]
-        )
-    yield from table(screen, rows, align="<>>><", fits=True)
+        title = ROLE_TITLES.get(group.name, group.name)
+        rows.append([title, *figures, Cell(", ".join(group.dtypes), ("cyan",))])
+    yield Table(rows, align="<>>><", head=("", "tensors", "elements", "bytes"), fits=True)
 
 
-def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
-    """Yield the line below the tree for an optimizer whose tensors are not listed.
+def optimizer_facts(states: OptimizerStates) -> Facts:
+    """Return the line below the tree for an optimizer whose tensors are not listed.
 
     For example ``Adam: exp_avg, exp_avg_sq, fp32 masters, 3 × 1.21 GiB (--optim shows them)``.
     """
@@ -161,7 +135,7 @@ def optimizer_lines(screen: Screen, states: OptimizerStates) -> Iterator[str]:
         texts.append(f"{', '.join(names)}, {times}{bytes_text(n_bytes)}")
     algorithm = f"{states.algorithm}: " if states.algorithm else ""
     text = f"{algorithm}{'; '.join(texts)} (--optim shows them)"
-    yield from facts(screen, [("optimizer", text)])
+    return Facts([("optimizer", text)])
 
 
 def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Cell | str]]:

@@ -8,7 +8,17 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.pictures.histogram import LEGEND, histogram_line, histogram_text, scale_of
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.blocks import (
+    Block,
+    Cell,
+    Table,
+    bytes_text,
+    dim_cell,
+    draw_text,
+    n_text,
+    table,
+    table_width,
+)
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
 from core.verbs.inspect.stats import FoldedStatistics, fold_statistics
 
@@ -57,7 +67,7 @@ def stats_lines(
 
     # Names are long: rows below the same layers share a heading, which is no part of the table, and
     # a name that leaves no room for the figures has a line of its own.
-    figures = [[Cell(title, ("dim",)) for title in _TITLES], *map(_figure_cells, folded)]
+    figures = [list(map(dim_cell, _TITLES)), *map(_figure_cells, folded)]
     room = None
     if screen.width is not None:
         room = screen.width - table_width(figures, align=_ALIGN)
@@ -74,10 +84,7 @@ def stats_lines(
             headings[-1].append(name)
     # Below a folded row, its extreme members.
     extremes = [[], *map(_extreme_texts, folded)]
-    below = [
-        [],
-        *(_histogram_lines(screen, row, has_members=has_members) for row in folded),
-    ]
+    below = ((), *(_histogram_blocks(row, has_members=has_members) for row in folded))
     for line, titles, texts, histograms in zip(
         table(screen, figures, align=_ALIGN), headings, extremes, below, strict=True
     ):
@@ -86,12 +93,11 @@ def stats_lines(
         yield line
         for text in _filled(texts, None if screen.width is None else screen.width - 5):
             yield screen.plain("    " + screen.styled(escaped(text), "dim"))
-        yield from histograms
-    yield ""
-    yield from _total_lines(screen, tensors, statistics, n_rows=len(folded))
+        yield from draw_text(screen, histograms)
+    yield from draw_text(screen, ("", *_total_blocks(tensors, statistics, n_rows=len(folded))))
 
 
-def _histogram_lines(screen: Screen, row: FoldedStatistics, *, has_members: bool) -> Iterator[str]:
+def _histogram_blocks(row: FoldedStatistics, *, has_members: bool) -> Iterator[Block]:
     """Yield the histogram of a row, or one for each of its members, all to one scale.
 
     Args:
@@ -101,16 +107,14 @@ def _histogram_lines(screen: Screen, row: FoldedStatistics, *, has_members: bool
         return
     scale = scale_of(row.total.histogram)
     if len(row.members) == 1 or not has_members:
-        yield "    " + histogram_line(screen, row.total.histogram, row.total.n_zeros, scale)
+        yield "    ", *histogram_line(row.total.histogram, row.total.n_zeros, scale)
         return
     # Of very many members, those whose deviations are the most unusual.
     parts = row.parts
     ratios = _ratios_to_median(parts)
     unusual = sorted(parts, key=lambda key: -abs(log2(ratios[key] or 1)))[:_MOST_MEMBERS]
     chosen = {*unusual}
-    rows = [
-        [Cell(text, ("dim",)) for text in ("", "std", "max |x|", " to ".join(scale.limits), "")]
-    ]
+    rows = []
     for key, part in parts.items():
         if key in chosen:
             bars = histogram_text(part.histogram, part.n_zeros, scale)
@@ -118,12 +122,12 @@ def _histogram_lines(screen: Screen, row: FoldedStatistics, *, has_members: bool
             mark = _mark_cell(part, ratios[key])
             figures = [Cell(_figure_text(part.std)), Cell(_figure_text(largest))]
             rows.append([Cell(row.numbers_of(key)), *figures, Cell(bars, ("cyan",)), mark])
-    yield from table(screen, rows, align="<>><<", indent=4, fits=True)
+    head = ("", "std", "max |x|", " to ".join(scale.limits), "")
+    yield Table(rows, align="<>><<", head=head, indent=4, fits=True)
     if len(parts) > len(chosen):
-        n_more = n_text(
-            len(parts) - len(chosen), "more layer" if row.stacked_key else "more tensor"
-        )
-        yield screen.plain("    " + screen.styled(f"… {n_more}, closer to the median std", "dim"))
+        noun = "more layer" if row.stacked_key else "more tensor"
+        n_more = n_text(len(parts) - len(chosen), noun)
+        yield "    ", dim_cell(f"… {n_more}, closer to the median std")
 
 
 def _ratios_to_median(parts: Mapping[str, ValueStatistics]) -> dict[str, float]:
@@ -203,13 +207,12 @@ def _extreme_texts(row: FoldedStatistics) -> list[str]:
     return texts
 
 
-def _total_lines(
-    screen: Screen,
+def _total_blocks(
     tensors: Mapping[str, Tensor],
     statistics: Mapping[str, ValueStatistics | None],
     *,
     n_rows: int,
-) -> Iterator[str]:
+) -> Iterator[Block]:
     """Yield the totals: how much was read, and whether NaN or infinities were in it.
 
     Args:
@@ -219,22 +222,18 @@ def _total_lines(
     parts = [part for part in statistics.values() if part is not None]
     n_bad = sum(1 for part in parts if part.n_nan or part.n_infinite)
     n_bytes = sum(tensor.n_bytes for tensor in read)
-    verdict = (
-        screen.styled(
-            f"{n_text(n_bad, 'tensor')} with NaN or Inf, which min, max, mean and std leave out",
-            "red",
-        )
-        if n_bad
-        else "no NaN or Inf"
-    )
+    verdict: Cell | str = "no NaN or Inf"
+    if n_bad:
+        rest = "which min, max, mean and std leave out"
+        verdict = Cell(f"{n_text(n_bad, 'tensor')} with NaN or Inf, {rest}", ("red",))
     if any(part.histogram.top is not None for part in parts):
-        yield screen.styled(LEGEND, "dim")
+        yield dim_cell(LEGEND)
     skipped = len(tensors) - len(read)
     rest = f", {n_text(skipped, 'tensor')} without numbers to read" if skipped else ""
-    yield screen.plain(f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: {verdict}")
+    yield f"{n_text(len(read), 'tensor')}, {bytes_text(n_bytes)}{rest}: ", verdict
     if n_rows < len(tensors):
         folded = f"{n_text(len(tensors), 'tensor')} in {n_text(n_rows, 'row')}"
-        yield screen.plain(screen.styled(f"{folded}, folded over layers (--flat: one each)", "dim"))
+        yield dim_cell(f"{folded}, folded over layers (--flat: one each)")
 
 
 def stats_json(part: ValueStatistics | None) -> dict[str, object] | None:

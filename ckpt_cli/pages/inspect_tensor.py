@@ -8,16 +8,18 @@ from math import prod
 
 from ckpt_cli.pages.inspect_object import attribute_facts
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
+    Facts,
+    Table,
     box_text,
     bytes_text,
     elements_text,
-    facts,
     n_text,
     shape_text,
-    table,
+    title_cell,
 )
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.terminal import escaped
 from core.arrays.box import is_c_contiguous
 from core.arrays.dtypes import itemsize
 from core.engine.catalog.stored import coords_text
@@ -36,15 +38,14 @@ _COLUMNS = {
 """Title → alignment of each column of the table of places."""
 
 
-def tensor_lines(
-    screen: Screen,
+def tensor_blocks(
     key: str,
     tensor: Tensor,
     places: Sequence[BoxLocation],
     values: Sequence[Number] | None,
     *,
     attributes: Mapping[str, object],
-) -> Iterator[str]:
+) -> Iterator[Block]:
     """Yield the page of one tensor: facts, a row for each place, and its first values.
 
     Args:
@@ -53,39 +54,42 @@ def tensor_lines(
         attributes: what the checkpoint says about the tensor besides.
     """
     # A place is a box of the tensor in one file; replicas are places of the same box.
-    yield screen.styled(escaped(key), "bold")
+    yield title_cell(key)
     n_boxes = len({place.box for place in places})
-    n_copies = len(places) - n_boxes
-    replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
-    stored = n_text(n_boxes, "box", "boxes") + replicas + _encoding_text(places)
+    stored = stored_text(n_boxes, len(places)) + _encoding_text(places)
     elements = elements_text(tensor.n_elements)
-    yield from facts(
-        screen,
+    yield Facts(
         [
             ("dtype", tensor.dtype),
             ("shape", f"{shape_text(tensor.shape)}, {elements}, {bytes_text(tensor.n_bytes)}"),
             ("stored", stored),
             *attribute_facts(attributes),
-        ],
+        ]
     )
     # One row for each place, without empty columns.
     yield ""
-    head = [Cell(title, ("dim",)) for title in _COLUMNS]
-    rows = [_row(place, itemsize(tensor.dtype)) for place in places]
+    head = list(_COLUMNS)
+    rows = [place_cells(place, itemsize(tensor.dtype)) for place in places]
     columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
-    align = "".join(list(_COLUMNS.values())[i] for i in columns)
-    yield from table(screen, [[row[i] for i in columns] for row in (head, *rows)], align=align)
+    align = "".join(_COLUMNS[head[i]] for i in columns)
+    cells = [[row[i] for i in columns] for row in rows]
+    yield Table(cells, align=align, head=[head[i] for i in columns])
     # The first values, as many as were requested.
     if values is not None:
         yield ""
         count = f"all {len(values)}" if len(values) == tensor.n_elements else f"first {len(values)}"
-        yield from facts(
-            screen,
-            [(f"{count} values", ", ".join(number_text(value, tensor.dtype) for value in values))],
-        )
+        texts = (number_text(value, tensor.dtype) for value in values)
+        yield Facts([(f"{count} values", ", ".join(texts))])
 
 
-def _row(place: BoxLocation, size: int) -> list[Cell]:
+def stored_text(n_boxes: int, n_places: int) -> str:
+    """Return the number of a tensor's boxes, and of the replicas that are stored besides."""
+    n_copies = n_places - n_boxes
+    replicas = f" and {n_text(n_copies, 'replica')}" if n_copies else ""
+    return n_text(n_boxes, "box", "boxes") + replicas
+
+
+def place_cells(place: BoxLocation, size: int) -> list[Cell]:
     """Return the cells of a place, in the order of ``_COLUMNS``; expected values are left empty.
 
     Args:

@@ -5,49 +5,40 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
-from ckpt_cli.screen.terminal import Screen, escaped
+from ckpt_cli.screen.blocks import Block, Cell, Table, bytes_text, dim_cell, n_text, title_cell
+from ckpt_cli.screen.terminal import escaped
 from core.opening.iterations import removed_name
 
 if TYPE_CHECKING:
     from core.verbs.prune.run import PrunedIteration, Pruning
 
 
-def prune_lines(screen: Screen, pruning: Pruning, *, is_done: bool) -> Iterator[str]:
+def prune_blocks(pruning: Pruning, *, is_done: bool) -> Iterator[Block]:
     """Yield a row for each iteration, the newest first, and what is freed.
 
     Args:
         is_done: the iterations have been removed; otherwise they would be.
     """
-    yield screen.styled(escaped(str(pruning.root)), "bold")
-    rows: list[list[Cell | str]] = []
+    yield title_cell(str(pruning.root))
+    keep, remove = Cell("keep", ("green",)), Cell("removed" if is_done else "remove", ("red",))
+    rows: list[tuple[Cell | str, ...]] = []
     for iteration in pruning.iterations:
-        if iteration.reasons:
-            decision, style = "keep", "green"
-        else:
-            decision, style = ("removed" if is_done else "remove"), "red"
-        rows.append(
-            [
-                Cell(decision, (style,)),
-                escaped(", ".join(iteration.names)),
-                Cell(bytes_text(iteration.n_bytes), ("dim",)),
-                Cell(escaped("; ".join(iteration.reasons)), ("dim",)),
-            ]
-        )
+        names, why = ", ".join(iteration.names), dim_cell(escaped("; ".join(iteration.reasons)))
+        size = dim_cell(bytes_text(iteration.n_bytes))
+        rows.append((keep if iteration.reasons else remove, escaped(names), size, why))
     for name in pruning.unfinished:
-        decision = "removed" if is_done else "remove"
-        why = Cell("left by an interrupted removal", ("dim",))
-        rows.append([Cell(decision, ("red",)), escaped(removed_name(name)), "", why])
-    yield from table(screen, rows, align="<<><", indent=2, fits=True)
+        why = dim_cell("left by an interrupted removal")
+        rows.append((remove, escaped(removed_name(name)), "", why))
+    yield Table(rows, align="<<><", indent=2, fits=True)
     if pruning.newest_valid is not None:
         how = (
             "every byte of the newest valid iteration was read, or proven by its manifest"
             if pruning.is_proven
             else "the data of the newest valid iteration were not read (--deep)"
         )
-        yield screen.styled(f"  {how}", "dim")
+        yield dim_cell(f"  {how}")
     for note in pruning.notes:
-        yield f"{screen.styled('note:', 'yellow')} {escaped(note)}"
+        yield Cell("note:", ("yellow",)), f" {escaped(note)}"
     yield summary(pruning, is_done=is_done)
 
 

@@ -7,8 +7,12 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import (
     LISTED,
+    Block,
     Cell,
+    Facts,
+    Table,
     bytes_text,
+    dim_cell,
     facts,
     list_facts,
     n_text,
@@ -16,6 +20,7 @@ from ckpt_cli.screen.blocks import (
     shape_text,
     table,
     table_width,
+    title_cell,
 )
 from ckpt_cli.screen.terminal import Screen, escaped
 from ckpt_cli.workers.current_team import default_memory
@@ -30,15 +35,14 @@ if TYPE_CHECKING:
     from core.verbs.forecast.forecast import Forecast
 
 
-def plan_lines(
-    screen: Screen,
+def plan_blocks(
     prepared: Prepared,
     expected: Forecast,
     *,
     rank: int | None,
     rank_files: Sequence[str] | None,
     command: str | None = None,
-) -> Iterator[str]:
+) -> Iterator[Block]:
     """Yield the plan of a dry run.
 
     Args:
@@ -48,29 +52,27 @@ def plan_lines(
         command: the command that does what is planned; None if it is not known.
     """
     # The facts: source, destination, and what the job reads, writes and holds in memory.
-    title = screen.styled(f"would write {escaped(str(prepared.dst))}", "bold")
-    yield f"{title} (dry run: nothing was written)"
-    yield from facts(screen, plan_facts(prepared, expected))
+    yield title_cell(f"would write {prepared.dst}"), " (dry run: nothing was written)"
+    yield Facts(plan_facts(prepared, expected))
     # The files of the destination, and the source files that one of its ranks needs.
     yield ""
-    rows = [
-        [Cell(escaped(path)), Cell(bytes_text(size), ("dim",))]
-        for path, size in prepared.files[:LISTED]
-    ]
-    yield from table(screen, rows, align="<>", indent=2)
-    if len(prepared.files) > LISTED:
-        yield screen.plain(
-            screen.styled(f"  … {n_text(len(prepared.files) - LISTED, 'more file')}", "dim")
-        )
+    yield from file_blocks(prepared.files)
     if rank_files is not None:
         yield ""
-        yield screen.styled(f"rank {rank} needs {n_text(len(rank_files), 'source file')}", "bold")
-        for name in rank_files:
-            yield f"  {escaped(name)}"
+        yield title_cell(f"rank {rank} needs {n_text(len(rank_files), 'source file')}")
+        yield from (f"  {escaped(name)}" for name in rank_files)
     # However long, the command is not wrapped, so that it can be copied.
     if command is not None and expected.shortage is None:
         yield ""
-        yield f"{screen.styled('next', 'dim')}  {escaped(command)}"
+        yield dim_cell("next"), f"  {escaped(command)}"
+
+
+def file_blocks(files: Sequence[tuple[str, int]], *, limit: int = LISTED) -> Iterator[Block]:
+    """Yield the first files of the destination with their bytes, and the number of the others."""
+    rows = [(escaped(path), dim_cell(bytes_text(size))) for path, size in files[:limit]]
+    yield Table(rows, align="<>", indent=2)
+    if len(files) > limit:
+        yield dim_cell(f"  … {n_text(len(files) - limit, 'more file')}")
 
 
 def plan_facts(prepared: Prepared, expected: Forecast) -> list[tuple[str, Cell | str]]:
@@ -133,38 +135,32 @@ def explain_lines(screen: Screen, lines: Sequence[LayoutLine]) -> Iterator[str]:
         yield from facts(screen, [("", cell) for cell in row[2:]], indent=2)
 
 
-def moves_page(screen: Screen, plan: Plan, keys: Sequence[str]) -> Iterator[str]:
+def plan_move_blocks(plan: Plan, keys: Sequence[str]) -> Iterator[Block]:
     """Yield the boxes of some tensors before and after, and what moves where.
 
     Args:
         keys: names of the tensors in the destination; the first few are drawn.
     """
-    from ckpt_cli.pages.pictures.shard_moves import move_lines
-    from ckpt_cli.pages.pictures.shards import MAPS
+    from ckpt_cli.pages.pictures.shard_moves import move_blocks
+    from ckpt_cli.pages.pictures.shards import draw_keys
     from core.verbs.pictures.shards import shard_move
 
-    for number, key in enumerate(keys[:MAPS]):
-        if number:
-            yield ""
-        yield screen.styled(escaped(key), "bold")
+    def draw(key: str) -> Iterator[Block]:
         yield ""
-        yield from move_lines(screen, shard_move(plan, key), hint="; --json lists all")
-    if len(keys) > MAPS:
-        more = f"… {n_text(len(keys) - MAPS, 'more tensor')}; --json lists all"
-        yield ""
-        yield screen.plain(screen.styled(more, "dim"))
+        yield from move_blocks(shard_move(plan, key), hint="; --json lists all")
+
+    yield from draw_keys(keys, draw, hint="--json lists all")
 
 
-def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterator[str]:
+def report_blocks(report: Report, *, is_proposed: bool) -> Iterator[Block]:
     """Yield the report of a finished conversion.
 
     Args:
         is_proposed: the destination's name was derived from the source's.
     """
     # What was written, and how fast.
-    label = screen.styled("✓ wrote", "green", "bold")
     reason = " (no DST given; named after SRC)" if is_proposed else ""
-    yield screen.plain(f"{label} {screen.styled(escaped(str(report.dst)), 'bold')}{reason}")
+    yield Cell("✓ wrote", ("green", "bold")), " ", title_cell(str(report.dst)), reason
     rate = bytes_text(round(report.bytes_written / report.seconds)) if report.seconds > 0 else "–"
     size = (
         f"{report.format}, {n_text(len(report.files), 'file')}, {bytes_text(report.bytes_written)}"
@@ -207,7 +203,7 @@ def report_lines(screen: Screen, report: Report, *, is_proposed: bool) -> Iterat
     pairs.append(("manifest", escaped(report.manifest)))
     pairs += list_facts("not carried", list(map(str, report.dropped_reasons)), "yellow")
     pairs += list_facts("note", report.notes, "yellow")
-    yield from facts(screen, pairs, indent=2)
+    yield Facts(pairs, indent=2)
     # However long, the line that loads the result is not wrapped, so that it can be copied.
     label_width = max(len(name) for name, _ in pairs) + 2
-    yield f"  {screen.styled('next'.ljust(label_width), 'dim')}{escaped(report.next)}"
+    yield "  ", dim_cell("next".ljust(label_width)), escaped(report.next)

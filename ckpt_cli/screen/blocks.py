@@ -1,13 +1,14 @@
-"""Blocks of text: numbers with units, aligned columns, lists of facts, trees.
+"""The blocks of reports, and their text: numbers with units, facts, aligned columns, trees.
 
-Pure functions from values to lines, without rich: docs/decisions/0030-tables-without-rich.md gives
-the reasons.
+A page is a sequence of blocks (``Block``). ``draw_text`` makes lines of them for a terminal, and
+``ckpt_cli.html_report`` elements of HTML. Pure functions from values to lines, without rich:
+docs/decisions/0030-tables-without-rich.md gives the reasons.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from textwrap import wrap
 from typing import TYPE_CHECKING
@@ -109,6 +110,79 @@ class Cell:
     lead: int = 0
 
 
+def make_cell(value: Cell | str) -> Cell:
+    """Return a value as a cell."""
+    return value if isinstance(value, Cell) else Cell(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Names and values: ``facts`` draws them."""
+
+    pairs: Sequence[tuple[str, Cell | str]]
+    indent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Aligned columns: ``table`` draws them.
+
+    Args:
+        head: titles of the columns; () for none.
+        filter: of a report in HTML: what the field above the table, which filters rows, asks for.
+    """
+
+    rows: Sequence[Sequence[Cell | str]]
+    align: str
+    head: Sequence[str] = ()
+    indent: int = 0
+    fits: bool = False
+    keeps_names: bool = False
+    filter: str = ""
+
+
+Draw = Callable[[Screen], Iterable[str]]
+"""Draws something at the width of a screen."""
+Block = str | Cell | tuple[Cell | str, ...] | Facts | Table | Draw
+"""A line (as one text, or several with styles of their own), facts, a table, or a drawing."""
+
+
+def draw_text(screen: Screen, blocks: Iterable[Block]) -> Iterator[str]:
+    """Yield the lines of a page."""
+    for block in blocks:
+        if isinstance(block, Facts):
+            yield from facts(screen, block.pairs, indent=block.indent)
+        elif isinstance(block, Table):
+            yield from table(
+                screen,
+                [list(map(dim_cell, block.head)), *block.rows] if block.head else block.rows,
+                align=block.align,
+                indent=block.indent,
+                fits=block.fits,
+                keeps_names=block.keeps_names,
+            )
+        elif callable(block):
+            yield from block(screen)
+        else:
+            cells = map(make_cell, block if isinstance(block, tuple) else (block,))
+            yield screen.plain("".join(screen.styled(cell.text, *cell.styles) for cell in cells))
+
+
+def line_text(line: Cell | str | tuple[Cell | str, ...]) -> str:
+    """Return the text of a line without its styles."""
+    return "".join(make_cell(part).text for part in (line if isinstance(line, tuple) else (line,)))
+
+
+def title_cell(text: str) -> Cell:
+    """Return the line of a name, which is escaped, or of a title."""
+    return Cell(escaped(text), ("bold",))
+
+
+def dim_cell(text: str) -> Cell:
+    """Return the line of a remark, such as how much is not shown."""
+    return Cell(text, ("dim",))
+
+
 def wrapped(text: str, room: int) -> list[str]:
     """Return the lines of a text that is broken at spaces, but in no number, shape or ``·`` item.
 
@@ -147,7 +221,7 @@ def table(
         keeps_names: instead of shortening a long cell of the first column, give it its own line.
     """
     # Rows may have fewer cells than there are columns.
-    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    cells = [list(map(make_cell, row)) for row in rows]
     widths = [
         max((columns_of(row[i].text) for row in cells if i < len(row)), default=0)
         for i in range(len(align))
@@ -238,7 +312,7 @@ def facts(
     pairs = list(pairs)
     label_width = max((columns_of(name) for name, _ in pairs), default=0) + 2
     for name, value in pairs:
-        cell = value if isinstance(value, Cell) else Cell(value)
+        cell = make_cell(value)
         lead = " " * indent + screen.styled(padded(name, label_width), "dim")
         # At least 24 columns: in a narrower terminal, the terminal itself breaks the lines.
         room = None if screen.width is None else max(screen.width - indent - label_width - 1, 24)

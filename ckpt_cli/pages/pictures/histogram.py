@@ -8,7 +8,7 @@ group have one scale, so that a layer whose numbers are larger reaches further o
 from __future__ import annotations
 
 from ckpt_cli.pages.pictures.bars import columns_text
-from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.screen.blocks import Cell
 from core.engine.numbers.histogram import Histogram
 from core.values import dataclass
 
@@ -48,16 +48,15 @@ def scale_of(total: Histogram) -> HistogramScale:
 
 
 def histogram_line(
-    screen: Screen, histogram: Histogram, n_zeros: int, scale: HistogramScale
-) -> str:
+    histogram: Histogram, n_zeros: int, scale: HistogramScale
+) -> tuple[str, Cell, str]:
     """Return a histogram between the labels of its ends.
 
     Args:
         n_zeros: number of zeros, which the histogram does not contain.
     """
     low, high = scale.limits
-    bars = screen.styled(histogram_text(histogram, n_zeros, scale), "cyan")
-    return screen.plain(f"{low} {bars} {high}")
+    return f"{low} ", Cell(histogram_text(histogram, n_zeros, scale), ("cyan",)), f" {high}"
 
 
 def histogram_text(histogram: Histogram, n_zeros: int, scale: HistogramScale) -> str:

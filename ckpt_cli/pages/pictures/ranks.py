@@ -8,9 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.blocks import (
+    Block,
+    Cell,
+    bytes_text,
+    dim_cell,
+    draw_text,
+    n_text,
+    table,
+    table_width,
+)
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
@@ -68,29 +78,37 @@ def rank_lines(screen: Screen, grid: RankGrid, *, folds: bool = True) -> Iterato
     Args:
         folds: fold equal rows if there are many.
     """
-    missing = [cell for cell in grid.cells if cell.is_missing]
-    n_bytes = sum(cell.model_bytes + cell.optimizer_bytes for cell in grid.cells)
-    sizes = [f"TP {grid.tp}", f"PP {grid.pp}"]
-    sizes += [f"VPP {grid.vpp}"] if grid.vpp > 1 else []
-    sizes += [f"EP {grid.ep}"] if grid.ep > 1 else []
-    count = f"{n_text(len(grid.cells), 'rank')}, {bytes_text(n_bytes)}"
-    alarm = screen.styled(f", {len(missing):,} missing", "red") if missing else ""
-    yield screen.plain(f"{' · '.join(sizes)}: {count}{alarm}")
-    yield ""
+    yield from draw_text(screen, [rank_title(grid), ""])
     rows = _rows_of(grid)
     if folds and len(rows) > _MOST_ROWS:
         rows = _fold(rows, "ep")
     if folds and len(rows) > _MOST_ROWS:
         rows = _fold(rows, "pp")
     yield from _grid_lines(screen, grid, rows)
-    # Named in plain text, too: colours are not for everyone.
-    if missing:
+    texts = [_missing_text(cell, grid) for cell in grid.cells if cell.is_missing]
+    yield from draw_text(screen, missing_blocks(texts, "rank"))
+
+
+def rank_title(grid: RankGrid) -> tuple[Cell | str, ...]:
+    """Return the line above the grid: its sizes, and how many ranks are missing."""
+    n_bytes = sum(cell.model_bytes + cell.optimizer_bytes for cell in grid.cells)
+    sizes = [f"TP {grid.tp}", f"PP {grid.pp}"]
+    sizes += [f"VPP {grid.vpp}"] if grid.vpp > 1 else []
+    sizes += [f"EP {grid.ep}"] if grid.ep > 1 else []
+    count = f"{n_text(len(grid.cells), 'rank')}, {bytes_text(n_bytes)}"
+    n_missing = sum(cell.is_missing for cell in grid.cells)
+    alarm = f", {n_missing:,} missing" if n_missing else ""
+    return f"{' · '.join(sizes)}: {count}", Cell(alarm, ("red",))
+
+
+def missing_blocks(texts: Sequence[str], noun: str) -> Iterator[Block]:
+    """Yield the first texts about what is missing: colours are not for everyone."""
+    if texts:
         yield ""
-        for cell in missing[:_MOST_NAMED]:
-            yield screen.plain(screen.styled(_missing_text(cell, grid), "red"))
-        if len(missing) > _MOST_NAMED:
-            n_more = len(missing) - _MOST_NAMED
-            yield screen.plain(screen.styled(f"… {n_text(n_more, 'more missing rank')}", "red"))
+    for text in texts[:_MOST_NAMED]:
+        yield Cell(text, ("red",))
+    if len(texts) > _MOST_NAMED:
+        yield Cell(f"… {n_text(len(texts) - _MOST_NAMED, f'more missing {noun}')}", ("red",))
 
 
 def _missing_text(cell: RankCell, grid: RankGrid) -> str:
@@ -163,73 +181,6 @@ def _span(first: str, last: str) -> str:
 
 def _grid_lines(screen: Screen, grid: RankGrid, rows: Sequence[_RankRow]) -> Iterator[str]:
     """Yield the rows in the most detailed form that fits."""
-    has_optimizer = any(cell.optimizer_bytes for cell in grid.cells)
-    for is_apart in (True, False) if has_optimizer else (False,):
-        cells = _detailed_rows(grid, rows, is_apart=is_apart)
-        align = "<" * _n_labels(grid) + ">" * grid.tp + "<"
-        if _fits(screen, cells, align):
-            if is_apart:
-                yield screen.plain(screen.styled("bytes of each rank: model + optimizer", "dim"))
-            yield from table(screen, cells, align=align, fits=True)
-            return
-    yield from _compact_lines(screen, grid, rows)
-
-
-def _n_labels(grid: RankGrid) -> int:
-    """Return the number of columns before the tensor ranks: stage, expert rank, layers, experts."""
-    return 2 + (grid.ep > 1) + any(cell.experts for cell in grid.cells)
-
-
-def _label_cells(grid: RankGrid, row: _RankRow | None) -> list[Cell]:
-    """Return the first cells of a row; of the heading for None."""
-    has_experts = any(cell.experts for cell in grid.cells)
-    if row is None:
-        titles = ["", *([""] if grid.ep > 1 else []), "layers", *(["experts"] * has_experts)]
-        return [Cell(title, ("dim",)) for title in titles]
-    cells = [Cell(f"pp {ranges(row.pp)}", ("bold",))]
-    cells += [Cell(f"ep {ranges(row.ep)}", ("bold",))] if grid.ep > 1 else []
-    cells.append(Cell(row.layers or "–"))
-    return [*cells, *([Cell(row.experts or "–")] if has_experts else [])]
-
-
-def _others_cell(row: _RankRow) -> Cell:
-    """Return the modules outside layers, without the stack's name."""
-    names = [name.rpartition(".")[2] for name in row.others]
-    return Cell(escaped(", ".join(names)), ("dim",))
-
-
-def _detailed_rows(grid: RankGrid, rows: Sequence[_RankRow], *, is_apart: bool) -> list[list[Cell]]:
-    """Return a cell with bytes for each rank.
-
-    Args:
-        is_apart: the bytes of model and optimizer, not their sum.
-    """
-
-    def text(cell: RankCell | None) -> Cell:
-        if cell is None:
-            return Cell("")
-        if cell.is_missing:
-            return Cell("unreadable" if cell.files else "missing", ("red",))
-        if is_apart:
-            return Cell(f"{bytes_text(cell.model_bytes)} + {bytes_text(cell.optimizer_bytes)}")
-        return Cell(bytes_text(cell.model_bytes + cell.optimizer_bytes))
-
-    heading = [*_label_cells(grid, None), *(Cell(f"tp {tp}", ("bold",)) for tp in range(grid.tp))]
-    return [
-        [*heading, Cell("outside layers", ("dim",))],
-        *(
-            [
-                *_label_cells(grid, row),
-                *(text(row.cells.get(tp)) for tp in range(grid.tp)),
-                _others_cell(row),
-            ]
-            for row in rows
-        ),
-    ]
-
-
-def _compact_lines(screen: Screen, grid: RankGrid, rows: Sequence[_RankRow]) -> Iterator[str]:
-    """Yield rows in which a rank is one character, with the bytes of one of them."""
     absent = "✗" if screen.has_unicode else "X"
     marks = [
         "".join(
@@ -238,17 +189,23 @@ def _compact_lines(screen: Screen, grid: RankGrid, rows: Sequence[_RankRow]) -> 
         )
         for row in rows
     ]
-    # Model and optimizer have a column each, if there is room.
+    # The bytes of each rank, or ranks that are one character each; those of model and optimizer
+    # apart, if there is room.
     has_optimizer = any(cell.optimizer_bytes for cell in grid.cells)
-    for is_apart in (True, False) if has_optimizer else (False,):
-        cells = _compact_rows(grid, rows, marks, is_apart=is_apart)
-        align = "<" * (_n_labels(grid) + 1) + ">" * (1 + is_apart) + "<"
-        if _fits(screen, cells, align):
+    for is_compact, is_apart in product(
+        (False, True), (True, False) if has_optimizer else (False,)
+    ):
+        cells, align = _table_rows(grid, rows, marks, is_compact=is_compact, is_apart=is_apart)
+        # The last column may be wrapped.
+        n_columns = table_width([row[:-1] for row in cells], align=align)
+        if n_columns + _LAST_COLUMNS <= (screen.width or _UNLIMITED):
             break
+    if is_apart and not is_compact:
+        yield screen.plain(screen.styled("bytes of each rank: model + optimizer", "dim"))
     # A row that is wrapped has lines without marks.
     styled = {mark: mark.replace(absent, screen.styled(absent, "red")) for mark in marks}
     for line in table(screen, cells, align=align, fits=True):
-        for mark in styled:
+        for mark in styled if is_compact else ():
             shown = screen.plain(mark)
             if absent in mark and shown in line:
                 line = line.replace(shown, screen.plain(styled[mark]), 1)
@@ -256,36 +213,71 @@ def _compact_lines(screen: Screen, grid: RankGrid, rows: Sequence[_RankRow]) -> 
         yield line
 
 
-def _compact_rows(
-    grid: RankGrid, rows: Sequence[_RankRow], marks: Sequence[str], *, is_apart: bool
-) -> list[list[Cell]]:
-    """Return a heading, and for each row its marks and the bytes of one rank.
+def _label_cells(grid: RankGrid, row: _RankRow | None) -> list[Cell]:
+    """Return the first cells of a row; of the heading for None."""
+    has_experts = any(cell.experts for cell in grid.cells)
+    if row is None:
+        titles = ["", *([""] if grid.ep > 1 else []), "layers", *(["experts"] * has_experts)]
+        return list(map(dim_cell, titles))
+    cells = [Cell(f"pp {ranges(row.pp)}", ("bold",))]
+    cells += [Cell(f"ep {ranges(row.ep)}", ("bold",))] if grid.ep > 1 else []
+    cells.append(Cell(row.layers or "–"))
+    return [*cells, *([Cell(row.experts or "–")] if has_experts else [])]
+
+
+def _table_rows(
+    grid: RankGrid,
+    rows: Sequence[_RankRow],
+    marks: Sequence[str],
+    *,
+    is_compact: bool,
+    is_apart: bool,
+) -> tuple[list[list[Cell]], str]:
+    """Return a heading and the rows, with their alignment.
 
     Args:
+        marks: a text for each row, in which a rank is one character.
+        is_compact: show the marks, and the bytes of one rank of each row; otherwise those of each.
         is_apart: the bytes of model and optimizer, not their sum.
     """
-    titles = ("model", "optimizer") if is_apart else ("each rank",)
-    stage, *labels = _label_cells(grid, None)
-    heading = [stage, Cell(f"tp 0-{grid.tp - 1}", ("bold",)), *labels]
-    heading += [Cell(title, ("dim",)) for title in (*titles, "outside layers")]
-    cells = [heading]
-    for row, mark in zip(rows, marks, strict=True):
+    if not is_compact:
+        titles = [Cell(f"tp {tp}", ("bold",)) for tp in range(grid.tp)]
+    else:
+        titles = list(map(dim_cell, ("model", "optimizer") if is_apart else ("each rank",)))
+    cells = []
+    for row, mark in zip((None, *rows), (f"tp 0-{grid.tp - 1}", *marks), strict=True):
         stage, *labels = _label_cells(grid, row)
-        sizes = [
-            (cell.model_bytes, cell.optimizer_bytes)
-            for cell in row.cells.values()
-            if not cell.is_missing
-        ]
-        columns = list(zip(*sizes, strict=True)) if is_apart else [[sum(pair) for pair in sizes]]
-        figures = [Cell(_each_text(column)) for column in columns or ((), ())]
-        cells.append([stage, Cell(mark), *labels, *figures, _others_cell(row)])
-    return cells
+        if is_compact:
+            labels.insert(0, Cell(mark, () if row else ("bold",)))
+        if row is None:
+            cells.append([stage, *labels, *titles, dim_cell("outside layers")])
+            continue
+        if is_compact:
+            sizes = [
+                (cell.model_bytes, cell.optimizer_bytes)
+                for cell in row.cells.values()
+                if not cell.is_missing
+            ]
+            columns = list(zip(*sizes, strict=True)) if is_apart else [list(map(sum, sizes))]
+            figures = [Cell(_each_text(column)) for column in columns or ((), ())]
+        else:
+            figures = [_bytes_cell(row.cells.get(tp), is_apart=is_apart) for tp in range(grid.tp)]
+        # The modules outside layers, without the stack's name.
+        names = ", ".join(name.rpartition(".")[2] for name in row.others)
+        cells.append([stage, *labels, *figures, dim_cell(escaped(names))])
+    n_labels = len(cells[0]) - len(titles) - 1
+    return cells, "<" * n_labels + ">" * len(titles) + "<"
 
 
-def _fits(screen: Screen, cells: Sequence[Sequence[Cell]], align: str) -> bool:
-    """Return whether there is room for a table whose last column may be wrapped."""
-    n_columns = table_width([row[:-1] for row in cells], align=align)
-    return n_columns + _LAST_COLUMNS <= (screen.width or _UNLIMITED)
+def _bytes_cell(cell: RankCell | None, *, is_apart: bool) -> Cell:
+    """Return the bytes of a rank, or that it is missing."""
+    if cell is None:
+        return Cell("")
+    if cell.is_missing:
+        return Cell("unreadable" if cell.files else "missing", ("red",))
+    if is_apart:
+        return Cell(f"{bytes_text(cell.model_bytes)} + {bytes_text(cell.optimizer_bytes)}")
+    return Cell(bytes_text(cell.model_bytes + cell.optimizer_bytes))
 
 
 def _each_text(sizes: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckpt_cli.pages.pictures.shards import (
@@ -14,16 +15,13 @@ from ckpt_cli.pages.pictures.shards import (
     map_json,
     map_lines,
 )
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table
-from ckpt_cli.screen.terminal import Screen
+from ckpt_cli.screen.blocks import Block, Cell, Table, bytes_text, dim_cell, n_text, title_cell
 
 if TYPE_CHECKING:
     from core.verbs.pictures.shards import ShardMove
 
 
-def move_lines(
-    screen: Screen, move: ShardMove, *, listed: int = LISTED, hint: str = ""
-) -> Iterator[str]:
+def move_blocks(move: ShardMove, *, listed: int = LISTED, hint: str = "") -> Iterator[Block]:
     """Yield the boxes of a tensor before and after a change of layout, and what moves where.
 
     Args:
@@ -31,38 +29,31 @@ def move_lines(
         hint: end of the lines that count those that are not listed.
     """
     before, after = move.before, move.after
-    yield screen.styled("source", "bold")
-    yield from map_lines(
-        screen, before, beside=after, listed=listed, highest=LOW_DRAWING, hint=hint
-    )
+    draw = partial(map_lines, listed=listed, highest=LOW_DRAWING, hint=hint)
     n_bytes = sum(part.n_bytes for part in move.moves)
-    arrow = "▼" if screen.has_unicode else "v"
-    yield ""
-    yield screen.plain(f"  {arrow}  {n_text(len(move.moves), 'move')}, {bytes_text(n_bytes)}")
-    yield ""
-    yield screen.styled("target", "bold")
-    yield from map_lines(
-        screen, after, beside=before, listed=listed, highest=LOW_DRAWING, hint=hint
-    )
+    yield title_cell("source")
+    yield partial(draw, shards=before, beside=after)
+    yield from ("", f"  ▼  {n_text(len(move.moves), 'move')}, {bytes_text(n_bytes)}", "")
+    yield title_cell("target")
+    yield partial(draw, shards=after, beside=before)
     # The moves, those into one box together.
     yield ""
-    rows = [[Cell(title, ("dim",)) for title in ("source", "", "target", "bytes")]]
+    rows = []
     targets = sorted(move.moves, key=lambda part: (part.target, part.source))
     before_colors, after_colors = colors_of(before.shards), colors_of(after.shards)
     for part in targets[: listed or None]:
         source, target = before.shards[part.source], after.shards[part.target]
         rows.append(
-            [
+            (
                 Cell(box_name(part.source, source), (before_colors[holder_of(source)],)),
-                Cell("→"),
+                "→",
                 Cell(box_name(part.target, target), (after_colors[holder_of(target)],)),
-                Cell(bytes_text(part.n_bytes)),
-            ]
+                bytes_text(part.n_bytes),
+            )
         )
-    yield from table(screen, rows, align="<<<>", fits=True)
+    yield Table(rows, align="<<<>", head=("source", "", "target", "bytes"), fits=True)
     if listed and len(targets) > listed:
-        more = f"… {n_text(len(targets) - listed, 'more move')}{hint}"
-        yield screen.plain(screen.styled(more, "dim"))
+        yield dim_cell(f"… {n_text(len(targets) - listed, 'more move')}{hint}")
 
 
 def move_json(move: ShardMove) -> dict[str, object]:

@@ -8,7 +8,7 @@ last one are drawn.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -21,13 +21,16 @@ from ckpt_cli.pages.pictures.box_drawing import (
     ticks_text,
 )
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
     box_text,
     bytes_text,
+    dim_cell,
     n_text,
     shape_text,
     table,
     table_width,
+    title_cell,
     wrapped,
 )
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
@@ -55,6 +58,29 @@ _DRAWINGS = 3
 _NAMED = 3
 """Most ranks of a box that are named; the others are counted."""
 _COLORS = ("cyan", "green", "yellow", "blue", "magenta")
+
+
+def draw_keys(
+    keys: Sequence[str],
+    draw: Callable[[str], Iterable[Block]],
+    *,
+    limit: int | None = MAPS,
+    hint: str,
+) -> Iterator[Block]:
+    """Yield the drawings of the first tensors below their names, and how many more there are.
+
+    Args:
+        limit: number of tensors; None for all.
+        hint: how to see the others.
+    """
+    for number, key in enumerate(keys[:limit]):
+        if number:
+            yield ""
+        yield title_cell(key)
+        yield from draw(key)
+    if limit is not None and len(keys) > limit:
+        yield ""
+        yield dim_cell(f"… {n_text(len(keys) - limit, 'more tensor')}; {hint}")
 
 
 def map_lines(

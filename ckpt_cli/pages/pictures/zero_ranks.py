@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.pages.pictures.ranks import missing_blocks
+from ckpt_cli.screen.blocks import Cell, bytes_text, draw_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 
 if TYPE_CHECKING:
     from core.verbs.pictures.zero_ranks import ZeroFile, ZeroGrid
 
-_MOST_NAMED = 12
-"""Maximum number of missing files that are named; the others are counted."""
 _MARKS = 50
 """Most ranks in a row of single characters."""
 _UNLIMITED = 120
@@ -24,26 +23,22 @@ _UNLIMITED = 120
 
 def zero_lines(screen: Screen, grid: ZeroGrid) -> Iterator[str]:
     """Yield the grid, a line above it, and the names of missing files."""
-    missing = grid.missing
-    n_bytes = sum(file.n_bytes or 0 for files in grid.kinds.values() for file in files)
-    count = f"{n_text(grid.n_ranks, 'data-parallel rank')}, {bytes_text(n_bytes)}"
-    alarm = screen.styled(f", {n_text(len(missing), 'file')} missing", "red") if missing else ""
-    yield screen.plain(f"ZeRO: {count}{alarm}")
-    yield ""
+    yield from draw_text(screen, [zero_title(grid), ""])
     rows = _rows_with_bytes(grid)
     if table_width(rows, align="<" + ">" * grid.n_ranks) <= (screen.width or _UNLIMITED):
         yield from table(screen, rows, align="<" + ">" * grid.n_ranks)
     else:
         yield from _marked_lines(screen, grid)
-    # Named in plain text, too: colours are not for everyone.
-    if missing:
-        yield ""
-    for file in missing[:_MOST_NAMED]:
-        text = f"missing: dp {file.rank}, {escaped(file.name)}"
-        yield screen.plain(screen.styled(text, "red"))
-    if len(missing) > _MOST_NAMED:
-        n_more = len(missing) - _MOST_NAMED
-        yield screen.plain(screen.styled(f"… {n_text(n_more, 'more missing file')}", "red"))
+    texts = [f"missing: dp {file.rank}, {escaped(file.name)}" for file in grid.missing]
+    yield from draw_text(screen, missing_blocks(texts, "file"))
+
+
+def zero_title(grid: ZeroGrid) -> tuple[Cell | str, ...]:
+    """Return the line above the grid: the ranks and bytes, and how many files are missing."""
+    n_bytes = sum(file.n_bytes or 0 for files in grid.kinds.values() for file in files)
+    count = f"{n_text(grid.n_ranks, 'data-parallel rank')}, {bytes_text(n_bytes)}"
+    alarm = f", {n_text(len(grid.missing), 'file')} missing" if grid.missing else ""
+    return f"ZeRO: {count}", Cell(alarm, ("red",))
 
 
 def _rows_with_bytes(grid: ZeroGrid) -> list[list[Cell]]:

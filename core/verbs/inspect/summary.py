@@ -61,6 +61,8 @@ _MODEL_ARGS = (
     "use_distributed_optimizer", "transformer_impl",
 )  # fmt: skip
 ROLES = ("model", "moments", "masters", "other")
+ROLE_TITLES = {"moments": "optimizer moments", "masters": "master weights"}
+"""The roles whose name for users is another."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt_cli.app import main
-from ckpt_cli.pages.diff_page import page_of
+from ckpt_cli.pages.diff_page import diff_blocks
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.verbs.diff.run import DiffJob, diff
 from tests.support.shown_errors import is_one_error
@@ -113,16 +114,15 @@ def test_what_matters_most_is_listed_first_and_layers_are_folded(
 
 def test_the_page_fits_a_narrow_terminal(pair: tuple[Path, Path]) -> None:
     difference = diff(DiffJob(a=pair[0], b=pair[1]))
-    for line in page_of(Screen(width=60), difference, limit=10, is_flat=False):
+    page = list(diff_blocks(difference, limit=10, is_flat=False))
+    for line in draw_text(Screen(width=60), page):
         assert (
             columns_of(line) <= 60
             or "of 48" in line
             or "ckpt" in line
             or line.startswith(("  A", "  B", "   "))
         )
-    text = "\n".join(
-        page_of(Screen(width=200, has_unicode=False), difference, limit=10, is_flat=False)
-    )
+    text = "\n".join(draw_text(Screen(width=200, has_unicode=False), page))
     assert "✓" not in text
     assert "→" not in text
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from ckpt_cli.pages.damage import damage_lines
+from ckpt_cli.pages.damage import damage_blocks
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.terminal import Screen
 from core.errors import CorruptError
 from tests.support import broken as b
@@ -125,6 +126,7 @@ def test_no_other_command_reads_a_part(damaged: Callable[..., Path], tmp_path: P
 
 
 def test_damage_is_plain_ascii_where_the_terminal_has_no_other() -> None:
-    lines = list(damage_lines(Screen(80, has_unicode=False), [CorruptError("cut", file="a.pt")]))
+    blocks = damage_blocks([CorruptError("cut", file="a.pt")])
+    lines = list(draw_text(Screen(80, has_unicode=False), blocks))
     assert lines[0] == "- damaged: 1 problem; below is what can be read"
     assert all(line.isascii() for line in lines)

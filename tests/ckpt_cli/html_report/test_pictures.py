@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from ckpt_cli.html_report.grid import CellFindings
 from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_tables
 from ckpt_cli.html_report.moves_table import MAX_SIDE, moves_table
-from ckpt_cli.html_report.rank_table import MAX_CELLS, CellFindings, rank_table
+from ckpt_cli.html_report.rank_table import MAX_CELLS, rank_table
 from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
 from ckpt_cli.html_report.tensor_table import table_json
 from core.arrays.box import Box
@@ -27,20 +28,22 @@ def grid(pp: int, tp: int, *, missing: int = -1) -> RankGrid:
 
 def test_a_missing_rank_is_named_and_not_only_coloured() -> None:
     table = rank_table(grid(2, 2, missing=3))
-    assert "1 missing" in table.summary
-    cell = table.rows[1].cells[1]
-    assert cell is not None and cell.is_missing and "missing" in cell.tip
+    assert "1 missing" in table.title
+    cell = table.rows[1][1][1]
+    assert cell is not None and cell.text == "✗ missing" and "missing" in cell.tip
 
 
 def test_findings_are_shown_in_the_cell_of_their_rank() -> None:
     table = rank_table(grid(2, 2), {"pp1 tp0": CellFindings("error", "2 findings")})
-    worst = [[cell and cell.worst for cell in row.cells] for row in table.rows]
-    assert worst == [["", ""], ["error", ""]]
+    findings = [[cell and cell.findings for cell in cells] for _, cells in table.rows]
+    assert findings == [[None, None], [CellFindings("error", "2 findings"), None]]
+    cell = table.rows[1][1][0]
+    assert cell is not None and cell.style.endswith("has-error")
 
 
 def test_a_grid_of_many_ranks_is_cut_and_says_so() -> None:
     table = rank_table(grid(1024, 4))
-    assert sum(len(row.cells) for row in table.rows) <= MAX_CELLS
+    assert sum(len(cells) for _, cells in table.rows) <= MAX_CELLS
     assert "768 more are not shown" in table.is_cut
 
 
@@ -50,16 +53,18 @@ def test_moves_keep_their_sums_when_ranks_are_put_together() -> None:
     moves = RankMoves(names, names[:2], tuple((1024, 2048 if i == 0 else 0) for i in range(n)))
     table = moves_table(moves)
     assert table is not None
-    assert len(table.rows) <= MAX_SIDE
-    assert table.totals == ("1.00 MiB", "2.00 KiB")
+    assert len(table.rows) <= MAX_SIDE + 1
+    name, totals = table.rows[-1]
+    assert name == "sum" and [cell and cell.text for cell in totals] == ["1.00 MiB", "2.00 KiB", ""]
     assert table.rows[0][0] == "tp0 pp0 – tp42 pp0"
 
 
 def test_a_cell_of_the_same_rank_on_both_sides_is_marked() -> None:
     table = moves_table(RankMoves(("tp0", "tp1"), ("tp0",), ((10,), (30,))))
     assert table is not None
-    assert [[cell.stays for cell in cells] for _, cells, _ in table.rows] == [[True], [False]]
-    assert "10 B stay" in table.summary
+    styles = [cells[0] and cells[0].style for _, cells in table.rows]
+    assert styles == ["h3 stays", "h6", ""]
+    assert "10 B stay" in table.title
 
 
 def test_without_moves_there_is_no_matrix() -> None:
@@ -93,8 +98,8 @@ def test_kinds_without_numbers_have_words() -> None:
     layers, outside = heat_tables([HeatMap("model", "h", (7,), kinds, (cells,), cells)])
     assert [cell and cell.text for cell in layers.rows[0][1]] == ["only A", "shape", "=", "–"]
     assert [cell and cell.text for _, (cell,) in outside.rows] == ["only A", "shape", "=", "–"]
-    assert (layers.title, layers.rows[0][0]) == ("model", "h 7")
-    assert (outside.title, outside.rows[0][0]) == ("model, outside layers", "only_a")
+    assert (layers.title, layers.rows[0][0]) == ("Model", "h 7")
+    assert (outside.title, outside.rows[0][0]) == ("Model, outside layers", "only_a")
 
 
 def sharded(key: str, n: int, *, file: str) -> ShardMap:

@@ -200,7 +200,8 @@ def test_validate_places_findings_on_the_grid_of_deepspeeds_ranks(
     path = copied(golden, "deepspeed/zero1_dp2_bf16", tmp_path)
     next(path.rglob("bf16_zero_pp_rank_1_*optim_states.pt")).unlink()
     page = report("validate", path, code=1)
-    assert "✗ missing" in page.text and "2 data-parallel ranks, 1 file missing" in page.text
+    assert "✗ missing" in page.text
+    assert "2 data-parallel ranks, 80.4 KiB, 1 file missing" in page.text
     assert ("data-filter-rank", "optimizer-dp1") in page.attributes
     assert ("data-ranks", "rank:optimizer-dp1;") in page.attributes
     # The terminal has the same picture below the findings.

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_cli.pages.pictures.shard_moves import move_lines
+from ckpt_cli.pages.pictures.shard_moves import move_blocks
 from ckpt_cli.pages.pictures.shards import map_lines
+from ckpt_cli.screen.blocks import draw_text
 from ckpt_cli.screen.terminal import Screen, columns_of
 from core.arrays.box import Box, Shape
 from core.opening.open import open_checkpoint
@@ -167,7 +168,7 @@ def test_a_move_has_both_maps_and_the_bytes_between_boxes(golden: Path, tmp_path
     job = Job(src=golden / RANKS, dst=tmp_path / "out", topology=change, keeps_layout=True)
     with prepare(job) as prepared:
         move = shard_move(prepared.plan, "decoder.layers.0.mlp.linear_fc2.weight")
-    lines = list(move_lines(Screen(80), move))
+    lines = list(draw_text(Screen(80), move_blocks(move)))
     assert "  ▼  4 moves, 12.0 KiB" in lines
     assert lines.index("source") < lines.index("  ▼  4 moves, 12.0 KiB") < lines.index("target")
     assert lines[-1] == "1 tp1 pp0  →  3 tp3 pp0  3.00 KiB"

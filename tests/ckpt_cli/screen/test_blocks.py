@@ -3,15 +3,22 @@ from __future__ import annotations
 import pytest
 
 from ckpt_cli.screen.blocks import (
+    Block,
     Cell,
+    Facts,
+    Table,
     box_text,
     bytes_text,
     count_text,
+    dim_cell,
+    draw_text,
     facts,
     first_lines,
+    line_text,
     n_text,
     seconds_text,
     table,
+    title_cell,
     tree_rows,
     wrapped,
 )
@@ -156,3 +163,23 @@ def test_shortened_lists_say_how_much_is_missing() -> None:
         "… 1 more line; --limit 0 shows all",
     ]
     assert list(first_lines(PLAIN, ["1", "2", "3"], 0)) == ["1", "2", "3"]
+
+
+def test_a_page_is_drawn_block_by_block() -> None:
+    page: list[Block] = [
+        ("✓ ", title_cell("a\nb")),
+        Facts([("format", "zarr"), ("", "more")], indent=2),
+        Table([("w", "1 B")], align="<>", head=("name", "bytes")),
+        lambda screen: [f"of {screen.width} columns"],
+        dim_cell("… 3 more"),
+    ]
+    assert list(draw_text(Screen(40, has_unicode=False), page)) == [
+        "+ a\\nb",
+        "  format  zarr",
+        "          more",
+        "name  bytes",
+        "w       1 B",
+        "of 40 columns",
+        "... 3 more",
+    ]
+    assert line_text(("✓ ", title_cell("a"))) == "✓ a"
