@@ -112,7 +112,7 @@ def test_the_ranks_sums_form_one_manifest(tmp_path: Path) -> None:
     run_ranks(2, _save_with_manifest, str(tmp_path))
     recorded = read_manifest(LocalStore(tmp_path))
     assert {array.key for array in recorded.arrays} == {"grid", "replica"}
-    assert all(file.crc is not None for file in recorded.files)
+    assert recorded.files and all(file.crc is not None for file in recorded.files)
     assert _findings(tmp_path) == []
     assert not (tmp_path / ".ckpt-stage").exists()
 

@@ -85,7 +85,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 def test_rank_offsets_give_the_same_tensor_or_an_error_in_both(
     theirs: ModuleType, shape: Any, rank_offsets: Any, prepend: int, replica: Any, flexible: bool
 ) -> None:
-    def made(module: ModuleType) -> Any:
+    def make_tensor(module: ModuleType) -> Any:
         return module.ShardedTensor.from_rank_offsets(
             "w",
             numbered(shape),
@@ -95,7 +95,7 @@ def test_rank_offsets_give_the_same_tensor_or_an_error_in_both(
             allow_shape_mismatch=flexible,
         )
 
-    ours, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
+    ours, other = outcome(lambda: make_tensor(mapping)), their_outcome(lambda: make_tensor(theirs))
     assert described(ours) == described(other)
     if ours is not None:
         assert repr(ours) == repr(other)
@@ -131,12 +131,12 @@ def test_any_attributes_are_accepted_or_refused_by_both(
 ) -> None:
     values = None if data is None else numbered(data)
 
-    def made(module: ModuleType) -> Any:
+    def make_tensor(module: ModuleType) -> Any:
         return module.ShardedTensor(
             "w", values, dtype, local, extents, offset, fragmentations, 0, prepend, flexible
         )
 
-    ours, other = outcome(lambda: made(mapping)), their_outcome(lambda: made(theirs))
+    ours, other = outcome(lambda: make_tensor(mapping)), their_outcome(lambda: make_tensor(theirs))
     assert described(ours) == described(other)
     if ours is None:
         return
@@ -209,7 +209,7 @@ def test_narrowed_flattened_tensors_hold_what_the_flattened_narrowed_shard_has(
         )
         assert piece.local_shape == tuple(narrowed.shape)
         assert (piece.global_shape[dim], piece.global_offset[dim]) == (3 * length, length)
-    assert (len(pieces) <= 1) if dim == 0 else True
+    assert dim != 0 or len(pieces) <= 1
 
 
 def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_its_elements() -> (
@@ -245,7 +245,7 @@ def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_it
 
 
 @pytest.mark.parametrize(
-    ("data", "held"),
+    ("data", "flattened_range"),
     [
         (torch.zeros(2), slice(0, 3)),
         (torch.zeros(2, 2), slice(0, 4)),
@@ -256,9 +256,11 @@ def test_a_flattened_tensor_has_the_shape_of_its_range_and_the_coordinates_of_it
         (torch.zeros(2), None),
     ],
 )
-def test_a_flattened_range_that_does_not_fit_is_refused(data: torch.Tensor, held: Any) -> None:
+def test_a_flattened_range_that_does_not_fit_is_refused(
+    data: torch.Tensor, flattened_range: Any
+) -> None:
     with pytest.raises(CheckpointingException):
-        ShardedTensor.from_rank_offsets_flat("w", data, (2, 3), flattened_range=held)
+        ShardedTensor.from_rank_offsets_flat("w", data, (2, 3), flattened_range=flattened_range)
 
 
 def test_a_flattened_range_belongs_to_the_other_constructor() -> None:

@@ -74,6 +74,7 @@ def test_alike_rank_files_say_what_parsing_each_says(many: Path) -> None:
     catalog = megatron.read(store)
     for coords, (folder, skeleton) in list(ranks_of(catalog).items())[::7]:
         tree = parse(store, f"{folder}/{megatron.MODEL_FILE}", prefix=f"{folder}:", coords=coords)
+        assert tree.arrays
         for key, array in tree.arrays.items():
             assert catalog.fragments(key)[0].array == array
         own = as_mapping(tree.value)

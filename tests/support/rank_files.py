@@ -49,15 +49,17 @@ def load_rank_file(path: Path) -> dict[str, Any]:
 def rank_dirs(root: Path) -> dict[str, Path]:
     """Rank directory name → path, of the newest iteration below a root."""
     number = (root / "latest_checkpointed_iteration.txt").read_text()
-    return {path.name: path for path in sorted((root / f"iter_{int(number):07d}").iterdir())}
+    paths = sorted((root / f"iter_{int(number):07d}").iterdir())
+    assert paths, f"no ranks below {root}"
+    return {path.name: path for path in paths}
 
 
-def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
+def assert_same_bits(actual: torch.Tensor, wanted: torch.Tensor, name: str) -> None:
     """Equal dtype, shape and bytes."""
-    assert found.dtype == wanted.dtype, name
-    assert found.shape == wanted.shape, name
+    assert actual.dtype == wanted.dtype, name
+    assert actual.shape == wanted.shape, name
     assert torch.equal(
-        found.detach().contiguous().reshape(-1).view(torch.uint8),
+        actual.detach().contiguous().reshape(-1).view(torch.uint8),
         wanted.detach().contiguous().reshape(-1).view(torch.uint8),
     ), name
 

@@ -254,7 +254,9 @@ def test_values_are_those_of_the_true_tensor(
 def test_values_of_every_dtype_in_a_nested_file_can_be_shown(
     golden: Path, shown: Callable[..., Any]
 ) -> None:
-    for tensor in shown(golden / "hf/llama/torch_single/nested_zip.pt")["tensors"]:
+    tensors = shown(golden / "hf/llama/torch_single/nested_zip.pt")["tensors"]
+    assert len({tensor["dtype"] for tensor in tensors}) > 1
+    for tensor in tensors:
         (entry,) = shown(
             golden / "hf/llama/torch_single/nested_zip.pt", tensor["key"], "--values", 5
         )["tensors"]

@@ -41,12 +41,7 @@ def test_findings_fold_where_only_numbers_differ() -> None:
 def test_folding_loses_nothing() -> None:
     grid = [f"r{rank}/l{layer}" for rank in range(2) for layer in range(3)]
     assert places(*grid) == ["6 r[0-1]/l[0-2]"]
-    assert sorted(places(*grid[:-1])) == ["2 r1/l[0-1]", "3 r0/l[0-2]"] or sorted(
-        places(*grid[:-1])
-    ) == [
-        "1 r0/l2",
-        "4 r[0-1]/l[0-1]",
-    ]
+    assert sorted(places(*grid[:-1])) == ["2 r1/l[0-1]", "3 r0/l[0-2]"]
 
 
 def test_names_that_differ_in_zeros_stay_two_names() -> None:

@@ -140,7 +140,7 @@ def test_every_map_fits(size: tuple[int, int], width: int, *, has_unicode: bool)
     lines = list(heat_lines(Screen(width, has_unicode=has_unicode), [shown, shown]))
     assert max(map(columns_of, lines)) <= width
     assert not any("\x1b" in line or "\n" in line or "\u202e" in line for line in lines)
-    assert has_unicode or "界" in "".join(lines) or all(line.isascii() for line in lines)
+    assert has_unicode or "".join(lines).replace("界", "").isascii()
     n_blocks = -(-128 // ((width - 10) // 6 * 5))
     assert len(lines) < 2 * (n_blocks * 131 + 128 + 30)
 

@@ -68,6 +68,7 @@ def test_what_workers_of_an_earlier_start_left_is_passed_over(store: Any):
 
 def test_all_hear_what_the_lead_finds_wrong(store: Any):
     outcomes = _meet(store.port, 3, problem=UsageError("they differ", hint="do not"))
+    assert outcomes.keys() == {0, 1, 2}
     for error in outcomes.values():
         assert isinstance(error, UsageError)
         assert (error.message, error.hint) == ("they differ", "do not")

@@ -664,6 +664,7 @@ def test_an_encoding_is_a_value_that_compares_by_what_it_holds() -> None:
 def test_memory_stays_bounded_for_large_tensors(shape: tuple[int, ...]) -> None:
     arrays = {"layers.weight": StoredArray("a", "bfloat16", shape, Extent("f", 0))}
     changed = quantize(catalog_of_arrays(format="test", arrays=arrays), [(None, "block")]).catalog
+    assert changed.tensors.keys() == {"layers.weight", "layers.weight_scale_inv"}
     for key in changed.tensors:
         (fragment,) = changed.fragments(key)
         assert fragment.array is not None

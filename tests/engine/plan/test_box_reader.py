@@ -131,6 +131,7 @@ def test_bands_of_real_checkpoints_are_their_tensors(golden: Path, case: str) ->
     catalog = loaded(source.catalog, source.store)
     catalog = unshard(catalog, rules=RULES, store=source.store)
     reader = BoxReader(catalog, source.store)
+    assert catalog.tensors
     for key, tensor in catalog.tensors.items():
         boxes = bands(tensor.shape, itemsize(tensor.dtype), 1000)
         got = b"".join(read(reader, key, box) for box in boxes)

@@ -97,6 +97,7 @@ def test_compressed_tensors_are_read_bit_for_bit(tmp_path: Path, n_times: int) -
 
 def test_nothing_compressed_is_read_with_the_metadata_but_objects(compressed: Path) -> None:
     catalog = dcp.FORMAT.read(LocalStore(compressed))
+    assert catalog.tensors
     for key in catalog.tensors:
         (fragment,) = catalog.fragments(key)
         assert fragment.array is not None

@@ -51,17 +51,20 @@ def by_c(data: bytes) -> DcpMetadata | None:
 
 
 def metadata_files(golden: Path) -> list[Path]:
-    return sorted(golden.rglob(".metadata"))
+    paths = sorted(golden.rglob(".metadata"))
+    assert paths
+    return paths
 
 
-def rows_of(found: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
+def rows_of(metadata: DcpMetadata) -> Iterator[TensorRow | ObjectRow]:
     """What writes the same metadata again."""
-    for key, tensor in found.tensors.items():
+    for key, tensor in metadata.tensors.items():
         chunks = [
-            ChunkRow(chunk.box.offset, chunk.box.shape, *chunk.item) for chunk in found.chunks(key)
+            ChunkRow(chunk.box.offset, chunk.box.shape, *chunk.item)
+            for chunk in metadata.chunks(key)
         ]
         yield TensorRow(key, tensor.dtype, tensor.shape, chunks, tensor.requires_grad)
-    for key, item in found.objects.items():
+    for key, item in metadata.objects.items():
         yield ObjectRow(key, *item)
 
 
@@ -220,24 +223,24 @@ def test_the_columns_equal_what_torch_reads(golden: Path) -> None:
         same_as_torch(metadata, checkpoint.FileSystemReader(path.parent).read_metadata())
 
 
-def same_as_torch(found: DcpMetadata, wanted: Any) -> None:
+def same_as_torch(metadata: DcpMetadata, wanted: Any) -> None:
     """Compares columns with torch's own objects."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-    assert {*found.tensors, *found.objects} == set(wanted.state_dict_metadata)
-    assert (found.planner_data, found.version) == (wanted.planner_data, wanted.version)
+    assert {*metadata.tensors, *metadata.objects} == set(wanted.state_dict_metadata)
+    assert (metadata.planner_data, metadata.version) == (wanted.planner_data, wanted.version)
     for key, entry in wanted.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             stored = wanted.storage_data[MetadataIndex(key)]
-            assert found.objects[key] == (stored.relative_path, stored.offset, stored.length)
+            assert metadata.objects[key] == (stored.relative_path, stored.offset, stored.length)
             continue
-        tensor = found.tensors[key]
+        tensor = metadata.tensors[key]
         assert (f"torch.{tensor.dtype}", tensor.shape) == (
             str(entry.properties.dtype),
             tuple(entry.size),
         )
         assert tensor.requires_grad == entry.properties.requires_grad
-        pairs = list(zip(found.chunks(key), entry.chunks, strict=True))
+        pairs = list(zip(metadata.chunks(key), entry.chunks, strict=True))
         for number, (ours, theirs) in enumerate(pairs):
             assert (ours.box.offset, ours.box.shape) == (tuple(theirs.offsets), tuple(theirs.sizes))
             stored = wanted.storage_data[MetadataIndex(key, theirs.offsets, number)]

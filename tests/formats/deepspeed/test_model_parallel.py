@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -196,15 +195,15 @@ BROKEN: dict[str, tuple[Callable[[str, Any], None], type[CheckpointingException]
 }
 
 
-@pytest.mark.parametrize("what", BROKEN)
+@pytest.mark.parametrize("case", BROKEN)
 def test_what_contradicts_itself_is_refused(
-    deepspeed_parallel: Path, tmp_path: Path, what: str
+    deepspeed_parallel: Path, tmp_path: Path, case: str
 ) -> None:
-    change, kind, message = BROKEN[what]
+    change, kind, message = BROKEN[case]
 
     def changes(file: str, content: Any) -> None:
         change(file, content)
-        if what == "an axis that a vector lacks":
+        if case == "an axis that a vector lacks":
             of_info("parameter_with_2_sub_params_cat_dim_0", None)(file, content)
 
     source = deepspeed_parallel / "pipeline_tp2_zero1" / "global_step2"
@@ -213,27 +212,29 @@ def test_what_contradicts_itself_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("case", "pattern"),
+    ("case", "pattern", "missing"),
     [
-        ("pipeline_tp2_zero1", "*mp_rank_01*"),
-        ("pipeline_tp2_zero1", "*mp_rank_03*"),
-        ("pipeline_tp2_zero1", "layer_02-model_01*"),
-        ("autotp_zero3", "*mp_rank_01*"),
-        ("autotp_zero3", "zero_pp_rank_1_mp_rank_01_model_states.pt"),
-        ("pipeline_zero1", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt"),
+        ("pipeline_tp2_zero1", "*mp_rank_01*", "rank_01"),
+        ("pipeline_tp2_zero1", "*mp_rank_03*", "rank_03"),
+        (
+            "pipeline_tp2_zero1",
+            "layer_02-model_01*",
+            "layer 2 has files of tensor-parallel ranks [0]",
+        ),
+        ("autotp_zero3", "*mp_rank_01*", "rank_01"),
+        ("autotp_zero3", "zero_pp_rank_1_mp_rank_01_model_states.pt", "rank_01"),
+        ("pipeline_zero1", "bf16_zero_pp_rank_1_mp_rank_01_optim_states.pt", "rank_01"),
     ],
 )
 def test_a_missing_rank_is_named(
-    deepspeed_parallel: Path, tmp_path: Path, case: str, pattern: str
+    deepspeed_parallel: Path, tmp_path: Path, case: str, pattern: str, missing: str
 ) -> None:
     shutil.copytree(deepspeed_parallel / case / "global_step2", tmp_path / "x")
     for path in (tmp_path / "x").glob(pattern):
         path.unlink()
     with pytest.raises((MissingShardError, CorruptError)) as caught:
         deepspeed.read(LocalStore(tmp_path / "x"))
-    number = re.search(r"_(\d\d)\*|mp_rank_(\d\d)_", pattern)
-    assert number is not None
-    assert f"rank_{number[1] or number[2]}" in str(caught.value) or "layer 2" in str(caught.value)
+    assert missing in str(caught.value)
 
 
 def test_model_parallel_ranks_of_zero_without_optimizer_files_are_refused(tmp_path: Path) -> None:
@@ -360,7 +361,7 @@ def test_what_is_the_same_on_all_ranks_is_taken_once_where_no_pattern_says_so(
         assert catalog.tensors[name].shape == tuple(wanted.shape), name
         assert tensor_bytes(catalog, store, name).tobytes() == plain_bytes(wanted), name
     (note,) = [note for note in catalog.notes if "taken once" in note]
-    assert "4.weight" in note or "1.bias" in note
+    assert "1.bias and 10 more" in note
 
 
 def test_a_bias_of_a_row_parallel_layer_that_differs_between_ranks_is_refused(

@@ -242,9 +242,13 @@ def test_torch_loads_every_object_that_we_wrote(golden: Path, tmp_path: Path, ca
     source_dir = folder_of(golden, case)
     ours = rewritten(source_dir, tmp_path / "ours")
     pytest.importorskip("numpy")
-    for key in read(source_dir)[0].objects:
-        if key.startswith("rerun_state_machine_state"):
-            continue  # names classes of Megatron
+    keys = [
+        key
+        for key in read(source_dir)[0].objects
+        if not key.startswith("rerun_state_machine_state")  # names classes of Megatron
+    ]
+    assert keys
+    for key in keys:
         result = torch.load(io.BytesIO(item_bytes(ours, key)), weights_only=False)
         assert described(result) == described(
             torch.load(io.BytesIO(item_bytes(source_dir, key)), weights_only=False)
@@ -278,8 +282,10 @@ def test_a_common_file_takes_the_place_of_a_common_object(golden: Path, tmp_path
 def test_two_runs_give_the_same_bytes(golden: Path, tmp_path: Path) -> None:
     source_dir = folder_of(golden, "mcore0161_torch_dist/dense_gqa/tp2_pp2_optim")
     first, second = (rewritten(source_dir, tmp_path / name) for name in ("first", "second"))
-    for path in sorted(first.iterdir()):
-        assert path.read_bytes() == (second / path.name).read_bytes(), path.name
+    names = sorted(path.name for path in first.iterdir())
+    assert names and names == sorted(path.name for path in second.iterdir())
+    for name in names:
+        assert (first / name).read_bytes() == (second / name).read_bytes(), name
 
 
 def test_metadata_is_the_last_image() -> None:

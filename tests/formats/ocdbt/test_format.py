@@ -205,7 +205,9 @@ def test_raw_chunks_are_bytes_of_the_data_files(tmp_path: Path) -> None:
 def test_shards_of_raw_chunks_are_bytes_of_the_data_files(tmp_path: Path) -> None:
     folder = save(tmp_path / "db", VALUES, sharded(LITTLE))
     catalog = ocdbt.FORMAT.read(LocalStore(folder))
-    for fragment in catalog.fragments("params.stack"):
+    fragments = list(catalog.fragments("params.stack"))
+    assert fragments
+    for fragment in fragments:
         assert fragment.array is not None
         assert fragment.array.extent.encoding is None
 

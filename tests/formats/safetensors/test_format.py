@@ -77,11 +77,11 @@ def assert_holds(catalog: Catalog, store: ReadStore, wanted: Mapping[str, torch.
         assert tensor_bytes(catalog, store, key).ravel().tolist() == raw(tensor), key
 
 
-def assert_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert set(found) == set(wanted)
+def assert_equal(actual: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
+    assert set(actual) == set(wanted)
     for key, tensor in wanted.items():
-        assert found[key].dtype is tensor.dtype and found[key].shape == tensor.shape, key
-        assert raw(found[key]) == raw(tensor), key
+        assert actual[key].dtype is tensor.dtype and actual[key].shape == tensor.shape, key
+        assert raw(actual[key]) == raw(tensor), key
 
 
 def target_of(source: TargetCatalog) -> TargetCatalog:
@@ -164,7 +164,9 @@ def test_golden_hugging_face_directories_are_read(golden: Path, model: str, form
 
 
 def test_every_oracle_file_is_read(golden: Path) -> None:
-    for path in sorted((golden / "oracle").glob("**/*.safetensors")):
+    paths = sorted((golden / "oracle").glob("**/*.safetensors"))
+    assert paths
+    for path in paths:
         store = LocalStore(path.parent, entry=path.name)
         assert sniff(store)
         assert_holds(read(store), store, load_file(path))

@@ -449,10 +449,10 @@ def test_golden_files_are_read_and_written_bit_for_bit(
         assert entry_bytes(again, memory, key) == entry_bytes(catalog, store, key)
     for loaded in loads(new, tmp_path / "new.pt"):
         for key in catalog.tensors:
-            assert bits(found(loaded, key)) == entry_bytes(catalog, store, key)
+            assert bits(find_entry(loaded, key)) == entry_bytes(catalog, store, key)
 
 
-def found(tree: Any, key: str) -> Any:
+def find_entry(tree: Any, key: str) -> Any:
     """The entry of a loaded tree that has a key of ours; tries every way to split it."""
     if not key:
         return tree
@@ -464,7 +464,7 @@ def found(tree: Any, key: str) -> Any:
         else:
             matches = [int(name)] if isinstance(tree, (list, tuple)) and name.isdigit() else []
         for match in matches:
-            below = found(tree[match], rest)
+            below = find_entry(tree[match], rest)
             if below is not None:
                 return below
     return None
@@ -476,8 +476,9 @@ def test_golden_files_hold_what_torch_loads(golden: Path, name: str) -> None:
     store = LocalStore(path.parent, entry=path.name)
     catalog = FORMAT.read(store)
     loaded = torch.load(path, weights_only=True)
+    assert catalog.tensors
     for key, meta in catalog.tensors.items():
-        tensor = found(loaded, key)
+        tensor = find_entry(loaded, key)
         assert (f"torch.{meta.dtype}", meta.shape) == (str(tensor.dtype), tuple(tensor.shape))
         assert entry_bytes(catalog, store, key) == bits(tensor)
 

@@ -340,6 +340,7 @@ def test_an_encoding_states_the_memory_that_it_takes(
     catalog, store = opened(
         PACKINGS[packing](saved({"whole": base, "turned": base.t(), "part": base[300:700, 5:900]}))
     )
+    assert catalog.tensors.keys() == {"whole", "turned", "part"}
     for key in catalog.tensors:
         array = catalog.fragments(key)[0].array
         encoding = encoding_of(catalog, key)

@@ -238,6 +238,7 @@ def test_a_checkpoint_of_megatron_becomes_zarr_3(golden: Path, tmp_path: Path) -
     store = LocalStore(golden / "mcore0121_torch_dist" / "moe_seq" / "tp2_pp2_ep2" / "iter_0000010")
     source = torch_dist.FORMAT.read(store)
     folder = written(source, store, zarr3.FORMAT, tmp_path / "ours")
+    assert source.tensors
     for key in source.tensors:
         assert (
             by_tensorstore(folder / key, "zarr3").tobytes()

@@ -327,7 +327,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
 
 
 @pytest.mark.parametrize(
-    ("options", "what"),
+    ("options", "message"),
     [
         (["--pp-new", 3], "PP sizes that do: 1, 2, 4"),
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
@@ -375,7 +375,7 @@ def test_distributions_that_do_not_work_are_refused(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     options: list[object],
-    what: str,
+    message: str,
 ) -> None:
     code = main(
         [
@@ -387,5 +387,5 @@ def test_distributions_that_do_not_work_are_refused(
         ]
     )
     assert code in (2, 4)
-    assert what in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "x").exists()

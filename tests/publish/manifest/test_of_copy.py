@@ -20,7 +20,7 @@ from tests.support.boxes import Model, pieces, written
 SHAPE = (12, 8)
 
 
-def made(
+def make_store(
     *, crc: bool = True, digest: bool = True, extra: list[FileImage] | None = None
 ) -> MemoryStore:
     """A stage with a manifest."""
@@ -47,7 +47,9 @@ def made(
 
 
 def test_a_manifest_states_sizes_crcs_and_digests_of_files_and_arrays() -> None:
-    stage = made(extra=[literal_file("index.json", b"{}", is_metadata=True), FileImage("empty", 0)])
+    stage = make_store(
+        extra=[literal_file("index.json", b"{}", is_metadata=True), FileImage("empty", 0)]
+    )
     manifest = read_manifest(stage)
     assert manifest.tool == "ckpt-toolkit 0"
     assert [file.path for file in manifest.files] == ["out0", "out1", "index.json", "empty"]
@@ -62,14 +64,14 @@ def test_a_manifest_states_sizes_crcs_and_digests_of_files_and_arrays() -> None:
 
 
 def test_manifests_of_equal_work_are_byte_identical() -> None:
-    assert made().contents == made().contents
+    assert make_store().contents == make_store().contents
 
 
 def test_what_is_switched_off_is_null() -> None:
-    manifest = read_manifest(made(crc=False, digest=False))
+    manifest = read_manifest(make_store(crc=False, digest=False))
     assert manifest.digest is None
-    assert all(array.crc is None and array.digest is None for array in manifest.arrays)
-    assert all(file.crc is None for file in manifest.files)
+    assert {(array.crc, array.digest) for array in manifest.arrays} == {(None, None)}
+    assert {file.crc for file in manifest.files} == {None}
 
 
 def test_metadata_files_are_written_last() -> None:
@@ -80,7 +82,7 @@ def test_metadata_files_are_written_last() -> None:
         ),  # type: ignore[func-returns-value]
         FileImage("data", 1, (), lambda crc_of: order.append("data") or [(0, b"d")]),  # type: ignore[func-returns-value]
     ]
-    made(extra=images)
+    make_store(extra=images)
     assert order == ["data", "meta"]
 
 

@@ -64,6 +64,7 @@ def _files(root: Path) -> list[Path]:
         path for path in sorted(root.rglob("*")) if path.is_file() and path.name not in NO_PART
     ]
     shown = [path for path in paths if not any(part.endswith(".sync") for part in path.parts)]
+    assert shown
     return shown[:: max(1, len(shown) // MOST)]
 
 

@@ -311,7 +311,9 @@ def test_what_every_layer_lacks_is_missed(
 def test_a_rank_file_under_another_name_is_no_damaged_model(
     golden: Path, tmp_path: Path, case: str
 ) -> None:
-    for file in (golden / "mcore_legacy" / case).glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+    files = sorted((golden / "mcore_legacy" / case).glob("iter_*/mp_rank_*/model_optim_rng.pt"))
+    assert files
+    for file in files:
         path = tmp_path / f"{file.parent.name}.pt"
         shutil.copy(file, path)
         for level in Level:

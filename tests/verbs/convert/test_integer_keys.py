@@ -137,7 +137,9 @@ def test_a_counter_keeps_its_entries_in_every_format(tmp_path: Path) -> None:
         run(Job(src=between, dst=tmp_path / f"{to}.back.pt", to="torch"))
         back = torch.load(tmp_path / f"{to}.back.pt", weights_only=True)
         listed = any(line.startswith("n") for line in report.dropped)
-        assert listed or {name: int(n) for name, n in back["n"].items()} == {"a": 2, "b": 1}, to
+        assert not listed and {name: int(n) for name, n in back["n"].items()} == {"a": 2, "b": 1}, (
+            to
+        )
 
 
 def test_keys_that_nothing_proves_are_noted(tmp_path: Path) -> None:

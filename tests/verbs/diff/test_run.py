@@ -68,15 +68,15 @@ def compare(a: Path, b: Path, **options: Any) -> Diff:
     return diff(DiffJob(a=a, b=b, **options))
 
 
-def kinds(found: Diff) -> dict[str, int]:
+def kinds(result: Diff) -> dict[str, int]:
     counts: dict[str, int] = {}
-    for tensor in found.tensors:
+    for tensor in result.tensors:
         counts[tensor.kind] = counts.get(tensor.kind, 0) + 1
     return counts
 
 
-def only(found: Diff) -> TensorDiff:
-    (tensor,) = [candidate for candidate in found.tensors if not candidate.is_same]
+def only(result: Diff) -> TensorDiff:
+    (tensor,) = [candidate for candidate in result.tensors if not candidate.is_same]
     return tensor
 
 
@@ -231,7 +231,7 @@ def test_other_dtypes_are_compared_by_value(
     result = compare(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=rule, with_entries=False, with_optimizer=False
     )
-    assert all(tensor.is_cast for tensor in result.tensors)
+    assert {tensor.is_cast for tensor in result.tensors} == {True}
     assert not result.same
     assert compare(
         golden / "torch_dcp/fsdp2_dp2", narrow, rule=Tolerance(2**-8), with_entries=False

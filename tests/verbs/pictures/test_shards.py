@@ -17,6 +17,7 @@ def test_the_boxes_of_a_tensor_cover_it(golden: Path) -> None:
     checkpoint = open_checkpoint(golden / "torch_dcp" / "fsdp2_dp4")
     for key, tensor in checkpoint.catalog.tensors.items():
         shards = shard_map(checkpoint.catalog, key).shards
+        assert shards
         assert sum(shard.n_bytes for shard in shards) == tensor.n_bytes
         assert all(shard.files for shard in shards)
     checkpoint.store.close()

@@ -203,6 +203,7 @@ def test_states_are_cut_as_their_parameters_are(golden: Path, sizes: Topology) -
         for key in stacked.target.tensors
         if split_state_key(key) is None and "expert_bias" not in key
     ]
+    assert params
     for param in params:
         boxes = {fragment.box for fragment in stacked.target.fragments(param)}
         for state in ("param", "exp_avg", "exp_avg_sq"):
@@ -420,8 +421,8 @@ def test_rank_files_by_way_of_a_format_without_a_layout(
     check_values(unshard(direct, rules=RULES), direct_store, golden)
 
 
-def source_of(made: tuple[Report, LocalStore, Catalog]) -> tuple[LocalStore, Catalog]:
-    return made[1], made[2]
+def source_of(result: tuple[Report, LocalStore, Catalog]) -> tuple[LocalStore, Catalog]:
+    return result[1], result[2]
 
 
 @pytest.mark.parametrize("case", ["tp2_pp1_optim", "tp1_pp1_dp2_distopt"])
