@@ -51,7 +51,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from typing_extensions import override
 
-from core.dist_checkpointing.torch_dcp.planned_files import upload_part, write_part
+from core.dist_checkpointing.torch_dcp.planned_files import write_part
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
@@ -256,10 +256,19 @@ class CkptStorageWriter(StorageWriter):
         part = plan.storage_data
         assert isinstance(part, RankSave), "prepare_global_plan has set it"
         dst = self._converted_path() if part.is_converted else self._dst()
-        write = upload_part if is_remote(dst) else write_part
         results = []
         try:
-            write(plan, planner, part, dst, threads=self._threads, fsync=self._fsync)
+            place = UploadedSave if is_remote(dst) else StagedSave
+            data_dir, sums_dir = place.join(dst, part.token)
+            write_part(
+                plan,
+                planner,
+                part,
+                data_dir,
+                threads=self._threads,
+                fsync=self._fsync,
+                sums_dir=sums_dir,
+            )
             # Return every other entry, which torch sends to the coordinator with the results.
             for item in plan.items:
                 stream = None if is_tensor(item) else planner.resolve_data(item).getvalue()

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from core.dist_checkpointing.storage_reader import CkptStorageReader
 from core.dist_checkpointing.storage_writer import CkptStorageWriter
+from core.dist_checkpointing.torch_dcp.planned_files import PlannedTensors
 from core.errors import MissingShardError, UnsupportedError, UsageError
 from core.verbs.convert.job import TopologyChange
 from tests.dist_checkpointing.ranks import run_ranks
@@ -259,11 +260,22 @@ def test_tensors_are_split_into_files_of_a_size(tmp_path: Path):
     assert READERS["safetensors"](tmp_path / "out") == flat(state)
 
 
-def test_batches_are_written_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("core.dist_checkpointing._engine.bridge.BATCH_BYTES", 100)
-    for format in FORMATS:
-        dcp.save(state_of(), storage_writer=CkptStorageWriter(tmp_path / format, format))
-        assert READERS[format](tmp_path / format) == flat(state_of())
+def test_a_tensor_is_in_host_memory_from_its_first_byte_to_its_last():
+    fetched = []
+
+    class Planner(DefaultSavePlanner):
+        def resolve_data(self, write_item: Any) -> Any:
+            fetched.append(write_item.index.fqn)
+            return super().resolve_data(write_item)
+
+    planner = Planner()
+    weight = torch.arange(8.0).reshape(2, 4)
+    planner.set_up_planner({"w": weight.T}, is_coordinator=True)
+    tensors = PlannedTensors(planner.create_local_plan().items, planner)
+    data = tensors.read("0", 0, 20) + tensors.read("0", 20, 12)
+    assert data == weight.T.contiguous().numpy().tobytes() and fetched == ["w"]
+    tensors.read("0", 0, 32)
+    assert fetched == ["w", "w"]
 
 
 @pytest.mark.parametrize("format", ["dcp", "safetensors"])

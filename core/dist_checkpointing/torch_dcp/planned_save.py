@@ -386,7 +386,10 @@ def _images_of_rank(
         if is_finished_by_rank(images[number])
         else replace(
             images[number],
-            arrays=sorted(arrays.values(), key=lambda placed: placed.offset),
+            # An array without bytes comes before the one at its offset.
+            arrays=sorted(
+                arrays.values(), key=lambda placed: (placed.offset, placed.array.n_bytes)
+            ),
             literals=no_literals,
         )
         for number, arrays in arrays_of.items()

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from typing_extensions import override
 
-from core.dist_checkpointing._directory.bucket_publication import BucketPublication
-from core.dist_checkpointing._directory.sums import SUMS
+from core.dist_checkpointing._directory.bucket_publication import BucketPublication, read_lock_token
+from core.dist_checkpointing._directory.sums import SUMS, sums_dir_of
 from core.dist_checkpointing._live.destination import (
     BucketDestination,
     DirectoryDestination,
@@ -22,11 +22,7 @@ from core.dist_checkpointing._live.destination import (
 from core.dist_checkpointing._live.share import has_one_holder
 from core.dist_checkpointing._live.upload import bytes_of_literals
 from core.dist_checkpointing.core import CONFIG_FNAME
-from core.dist_checkpointing.torch_dcp.planned_files import (
-    lay_out_rest,
-    share_of_rest,
-    token_path_of,
-)
+from core.dist_checkpointing.torch_dcp.planned_files import lay_out_rest, share_of_rest
 from core.dist_checkpointing.torch_dcp.planned_save import (
     PlannedSave,
     RankSave,
@@ -35,11 +31,13 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
 )
 from core.engine.catalog.file_image import FileImage
 from core.engine.plan.plan import DEFAULT_THREADS
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.object_listing import forget_listings
+from core.files.remote_path import is_remote
 from core.files.source_store import open_store
 from core.publish.manifest.file import manifest_name
 from core.publish.manifest.partial_sums import write_combined
+from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -58,6 +56,19 @@ class SavePlace(Protocol):
     token: str
     data_dir: Path
     destination: SaveDestination
+
+    @staticmethod
+    def join(dst: Path, token: str) -> tuple[Path, Path | None]:
+        """Return the place for a rank's files, and that for its checksums if they are wanted.
+
+        Args:
+            dst: the destination.
+            token: identifier of the save.
+
+        Raises:
+            StorageError: this rank does not see what the coordinator has begun.
+        """
+        raise NotImplementedError
 
     def begin(self, parts: Sequence[RankSave]) -> None:
         """Prepare the place for the parts of all ranks."""
@@ -91,9 +102,23 @@ class StagedSave(SavePlace):
         self._fsync = fsync
         _SAVES[stage.dst] = self
 
+    @staticmethod
+    @override
+    def join(dst: Path, token: str) -> tuple[Path, Path | None]:
+        # On a file system that is not shared, the coordinator's token is missing.
+        stage_dir = stage_dir_of(dst)
+        if not _token_path(stage_dir, token).exists():
+            raise StorageError(
+                "the coordinator created this directory, but this rank cannot see it",
+                file=str(stage_dir),
+                hint="use the same path on all ranks, on a file system that they share",
+            )
+        sums_dir = stage_dir / SUMS
+        return stage_dir / "data", sums_dir if sums_dir.is_dir() else None
+
     @override
     def begin(self, parts: Sequence[RankSave]) -> None:
-        token_path_of(self._stage.stage_dir, self.token).touch()
+        _token_path(self._stage.stage_dir, self.token).touch()
         if self._sums_dir is not None:
             self._sums_dir.mkdir()
         # Create the files that several ranks write to before any of the ranks opens them.
@@ -153,6 +178,18 @@ class UploadedSave(SavePlace):
         self.destination = BucketDestination(self._publication.data_dir)
         _SAVES[root] = self
 
+    @staticmethod
+    @override
+    def join(dst: Path, token: str) -> tuple[Path, Path | None]:
+        assert is_remote(dst)
+        if read_lock_token(dst) != token:
+            raise StorageError(
+                "the coordinator put a lock here, but this rank does not see it",
+                file=str(dst),
+                hint="use the same URL, endpoint and credentials on all ranks",
+            )
+        return dst, sums_dir_of(dst)
+
     @override
     def begin(self, parts: Sequence[RankSave]) -> None:
         pass  # no object has several writers
@@ -171,6 +208,11 @@ class UploadedSave(SavePlace):
     @override
     def abandon(self) -> None:
         self._publication.abandon()
+
+
+def _token_path(stage_dir: Path, token: str) -> Path:
+    """Return the path of the file by which ranks recognise the coordinator's staging directory."""
+    return stage_dir / f"save-{token}"
 
 
 _SAVES: weakref.WeakValueDictionary[Path, SavePlace] = weakref.WeakValueDictionary()
