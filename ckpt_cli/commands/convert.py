@@ -34,4 +34,4 @@ def convert(options: TransferOptions) -> int:
             hint=f"choose one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.
-    return transfer(build_job(replace(options, to=to), keeps_layout=to is None), options)
+    return transfer(build_job(replace(options, to=to)), options)

@@ -51,5 +51,5 @@ def merge(options: TransferOptions, merge_options: MergeOptions) -> int:
     to = options.to or implied_format(options.output, options.names)
     # Without a target format the result has the first source's, with its parallel sizes.
     options = replace(options, src=merge_options.paths[0], to=to)
-    job = build_job(options, keeps_layout=options.to is None)
+    job = build_job(options)
     return transfer(replace(job, merge=request), options)

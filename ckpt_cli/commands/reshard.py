@@ -19,7 +19,7 @@ def reshard(options: TransferOptions) -> int:
         UsageError: no option changes the layout, or the options contradict each other.
         CheckpointingException: the checkpoint cannot be read, resharded or written.
     """
-    job = build_job(options, keeps_layout=True)
+    job = build_job(options, is_reshard=True)
     check_reshard(job, hint=_target_size_hint(options))
     return transfer(job, options)
 

@@ -89,11 +89,11 @@ if TYPE_CHECKING:
     from core.verbs.forecast.forecast import Forecast
 
 
-def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
+def build_job(options: TransferOptions, *, is_reshard: bool = False) -> Job:
     """Return the job that the options describe.
 
     Args:
-        keeps_layout: as in ``Job``.
+        is_reshard: as in ``Job``.
 
     Raises:
         UsageError: the options contradict each other, or a value is invalid.
@@ -106,7 +106,7 @@ def build_job(options: TransferOptions, *, keeps_layout: bool) -> Job:
     values["threads"] = options.threads or worker_threads()
     job_options = {name: values.get(name) for name in (*OPTIONS, *SIZES)}
     dst = options.output or options.dst
-    job = parse_job(options.src, dst, job_options, keeps_layout=keeps_layout)
+    job = parse_job(options.src, dst, job_options, is_reshard=is_reshard)
     return replace(job, device=device())
 
 
@@ -220,7 +220,7 @@ def _plan(job: Job, options: TransferOptions) -> int:
             from ckpt_cli.html_report.page import write_report
             from ckpt_cli.html_report.transfer_report import plan_html
 
-            verb = "reshard" if job.keeps_layout else "convert"
+            verb = "reshard" if job.is_reshard else "convert"
             verb = verb if job.merge is None else "merge"
             html = plan_html(prepared, expected, verb=verb)
             write_report(options.report, html, is_quiet=options.quiet)

@@ -48,7 +48,7 @@ def _build_job(src: AnyPath, dst: AnyPath | None, options: Mapping[str, Any]) ->
     """
     dst_path = None if dst is None else location_of(dst)
     to = options.get("to") or implied_format(dst_path, options.get("names"))
-    return parse_job(location_of(src), dst_path, {**options, "to": to}, keeps_layout=to is None)
+    return parse_job(location_of(src), dst_path, {**options, "to": to})
 
 
 def _parse_memory(memory: str | int | None) -> int:
@@ -134,7 +134,7 @@ def reshard(
     from core.verbs.convert.run import run
 
     dst_path = None if dst is None else location_of(dst)
-    job = parse_job(location_of(src), dst_path, options, keeps_layout=True)
+    job = parse_job(location_of(src), dst_path, options, is_reshard=True)
     check_reshard(job, hint="give one, such as tp_new=2")
     return run(job, progress=bytes_only(progress))
 

@@ -51,7 +51,7 @@ def main() -> None:
     src, name, size, *numbers = sys.argv[1:]
     n_workers = [int(number) for number in numbers]
     topology = TopologyChange(**{name: int(size)})
-    job = Job(src=Path(src), topology=topology, keeps_layout=True, memory_bytes=4 << 30)
+    job = Job(src=Path(src), topology=topology, is_reshard=True, memory_bytes=4 << 30)
     begun, used = time.monotonic(), time.process_time()
     with prepare(job) as prepared, tempfile.TemporaryFile() as file:
         planned = time.monotonic()

@@ -290,7 +290,7 @@ def test_force_does_not_remove_other_iterations(golden: Path, src: Path) -> None
 def test_the_source_is_never_replaced_by_its_own_result(golden: Path, src: Path) -> None:
     copy(golden, RANKS, src)
     with pytest.raises(CheckpointingException, match="would remove"):
-        run(Job(src=src, dst=src, topology=TopologyChange(tp=1), keeps_layout=True, force=True))
+        run(Job(src=src, dst=src, topology=TopologyChange(tp=1), is_reshard=True, force=True))
     assert (src / "iter_0000010/mp_rank_01_001/model_optim_rng.pt").is_file()
 
 

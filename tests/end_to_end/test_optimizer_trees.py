@@ -269,7 +269,7 @@ def test_an_optimizer_that_could_not_go_on_is_not_written(
     golden: Path, tmp_path: Path, options: dict[str, object]
 ) -> None:
     src = golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
-    job = Job(src=src, dst=tmp_path / "out", keeps_layout=True, fsync=False, **options)  # type: ignore[arg-type]
+    job = Job(src=src, dst=tmp_path / "out", is_reshard=True, fsync=False, **options)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"drop this optimizer state, .*--no-optim"):
         run(replace(job, exclude=("optimizer.state.exp_avg.*",)))
     with pytest.raises(

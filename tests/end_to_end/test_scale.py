@@ -53,7 +53,7 @@ def many(repo_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _job(src: Path) -> Job:
-    return Job(src=src, topology=TopologyChange(ep=8), keeps_layout=True, optim="drop")
+    return Job(src=src, topology=TopologyChange(ep=8), is_reshard=True, optim="drop")
 
 
 def test_alike_rank_files_are_parsed_once_for_each_stage(

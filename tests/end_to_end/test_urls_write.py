@@ -289,7 +289,7 @@ def test_several_workers_write_to_s3(store: S3Server, golden: Path, tmp_path: Pa
         src=golden / source,
         dst=tmp_path / "out",
         topology=TopologyChange(tp=4),
-        keeps_layout=True,
+        is_reshard=True,
         verify=True,
         fingerprint=True,
     )

@@ -212,7 +212,7 @@ def test_trained_experts_are_put_back_transposed(tmp_path: Path) -> None:
                 src=model,
                 dst=complete,
                 merge=replace,
-                keeps_layout=True,
+                is_reshard=True,
                 fsync=False,
                 force=is_transposed,
             )
@@ -243,7 +243,7 @@ def test_a_trained_text_model_is_put_back_into_the_complete_one(name: str, tmp_p
     topology = TopologyChange(tp=2, pp=3)
     run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
     replace = Merge(method="replace", others=(ranks,))
-    report = run(Job(src=model, dst=complete, merge=replace, keeps_layout=True, fsync=False))
+    report = run(Job(src=model, dst=complete, merge=replace, is_reshard=True, fsync=False))
     assert any("tensors are those of" in note for note in report.notes)
     assert (complete / "config.json").read_bytes() == (model / "config.json").read_bytes()
     assert tensors(complete).keys() == tensors(model).keys()

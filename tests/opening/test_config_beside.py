@@ -140,9 +140,7 @@ def test_the_option_gives_the_same_as_a_file_beside(runs: Path) -> None:
 def test_an_optimizer_in_buffers_is_read_at_the_sizes_that_random_states_show(runs: Path) -> None:
     topology = TopologyChange(tp=1, pp=1)
     source = runs / "verl"
-    result = run(
-        Job(src=source, dst=runs / "one", topology=topology, keeps_layout=True, fsync=False)
-    )
+    result = run(Job(src=source, dst=runs / "one", topology=topology, is_reshard=True, fsync=False))
     stored = stored_tensors(runs / "one/iter_0000010")
     weights = [key for key in stored if not key.startswith("optimizer.")]
     assert weights

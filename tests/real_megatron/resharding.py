@@ -128,7 +128,7 @@ def reshard(
             dst=dst,
             to=_FORMATS[form.name],
             topology=change,
-            keeps_layout=True,
+            is_reshard=True,
             optim="carry" if optim else "drop",
             megatron_version=None if version is None else parse_version(version),
             experts=experts,

@@ -68,7 +68,7 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
         dst=subject.path.parent / f".{subject.path.name}.ckpt-plan",
         to=request.to or (format.name if keeps_format else "megatron"),
         topology=TopologyChange(tp=tp, pp=pp, vpp=vpp, ep=ep, etp=etp) if request.sizes else None,
-        keeps_layout=True,
+        is_reshard=True,
         rules=request.rules,
         memory_bytes=request.memory_bytes,
     )

@@ -96,7 +96,7 @@ def choose_dst(job: Job, source: Checkpoint, format: Format) -> Path:
     # Beside the source; in the working directory if that is remote.
     src = absolute_location(job.src.name if is_remote(job.src) else job.src)
     stem = src.stem if source.store.entry else src.name
-    if job.topology is not None and job.keeps_layout:
+    if job.topology is not None and (job.is_reshard or job.to is None):
         topology = target_topology(job, source.catalog, format)
         name = f"{stem}-tp{topology.tp}-pp{topology.pp}"
         name += "".join(

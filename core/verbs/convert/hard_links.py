@@ -47,7 +47,7 @@ _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_ga
 """Forms of optimizer state that load only at the sizes they were saved with."""
 _ANY = frozenset(
     """
-    src dst to iteration keeps_layout metadata_only memory_bytes beside_bytes threads device
+    src dst to iteration is_reshard metadata_only memory_bytes beside_bytes threads device
     resume force no_crc no_digest no_fsync fingerprint
     """.split()
 )

@@ -85,8 +85,7 @@ class Job:
         to: target format; None keeps the source's.
         iteration: iteration of a training root; None for the one that its tracker names.
         topology: parallel sizes to change and to check; None for none.
-        keeps_layout: the request is for other parallel sizes, as those of ``reshard``; sizes
-            that ``topology`` does not give stay the source's in any case.
+        is_reshard: the verb is ``reshard``; a proposed name then has the parallel sizes.
         vocab_size: the true number of vocabulary rows, where the checkpoint does not record it.
         config: the ``config.json`` of a model with Hugging Face's names, where the source has none
             of its own; or the one that a Megatron checkpoint was converted from, for what its
@@ -169,7 +168,7 @@ class Job:
     to: str | None = None
     iteration: int | None = None
     topology: TopologyChange | None = None
-    keeps_layout: bool = False
+    is_reshard: bool = False
     vocab_size: int | None = None
     make_vocab_size_divisible_by: int | None = None
     keep_padded_vocab: bool = False

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Texts = str | Iterable[str]
 """One or several texts."""
 _NO_OPTIONS = frozenset({
-    *("src", "dst", "topology", "keeps_layout"),
+    *("src", "dst", "topology", "is_reshard"),
     *("memory_bytes", "beside_bytes", "device", "merge"),
 })  # fmt: skip
 """Fields of a job that are no options, or have other names as such."""
@@ -73,12 +73,12 @@ def implied_format(dst: Path | None, names: str | None) -> str | None:
 
 
 def parse_job(
-    src: Path, dst: Path | None, options: Mapping[str, Any], *, keeps_layout: bool
+    src: Path, dst: Path | None, options: Mapping[str, Any], *, is_reshard: bool = False
 ) -> Job:
     """Parse options into a job.
 
     Args:
-        src, dst, keeps_layout: as in ``Job``.
+        src, dst, is_reshard: as in ``Job``.
         options: option → its value as a text or as what the text stands for; None for an option
             that is not given. Besides those of ``OPTIONS``, sizes that the source is said to have.
 
@@ -110,7 +110,7 @@ def parse_job(
     if "memory" in given:
         given["memory_bytes"] = parse_size(given.pop("memory"))
     values = {name: PARSERS[name](given[name]) for name in given.keys() & PARSERS.keys()}
-    return Job(src=src, dst=dst, topology=topology, keeps_layout=keeps_layout, **(given | values))
+    return Job(src=src, dst=dst, topology=topology, is_reshard=is_reshard, **(given | values))
 
 
 def _check_values(given: Mapping[str, Any]) -> None:
@@ -208,27 +208,23 @@ def parse_size(size: str | int) -> int:
 
 def parse_casts(casts: Texts | Mapping[str | None, str]) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--dtype`` (``bf16`` or ``GLOB=bf16``) into ``(glob or None, dtype)``."""
-    return _parse_glob_pairs(
-        casts, option="--dtype", value="DTYPE", hint="for example '*.bias=fp32'"
-    )
+    return _parse_glob_pairs(casts, value="DTYPE", hint="for example '*.bias=fp32'")
 
 
 def parse_quantizations(
     kinds: Texts | Mapping[str | None, str],
 ) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--quantize`` (``block`` or ``GLOB=block``) into ``(glob or None, kind)``."""
-    return _parse_glob_pairs(
-        kinds, option="--quantize", value="KIND", hint="KIND is block, tensor or none"
-    )
+    return _parse_glob_pairs(kinds, value="KIND", hint="KIND is block, tensor or none")
 
 
 def _parse_glob_pairs(
-    texts: Texts | Mapping[str | None, str], *, option: str, value: str, hint: str
+    texts: Texts | Mapping[str | None, str], *, value: str, hint: str
 ) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``WORD`` or ``GLOB=WORD`` into ``(glob or None, word)``.
 
     Raises:
-        UsageError: a text has neither form; the message names ``option``, ``value`` and ``hint``.
+        UsageError: a text has neither form; the message names ``value`` and ``hint``.
     """
     if isinstance(texts, Mapping):
         return tuple(texts.items())
@@ -237,7 +233,7 @@ def _parse_glob_pairs(
         # Split at the last "=", as a glob may contain one.
         glob, equals, word = text.rpartition("=")
         if not word or (equals and not glob):
-            raise UsageError(f"{option}: {text!r} is neither {value} nor GLOB={value}", hint=hint)
+            raise UsageError(f"{text!r} is neither {value} nor GLOB={value}", hint=hint)
         pairs.append((glob if equals else None, word))
     return tuple(pairs)
 

@@ -215,7 +215,7 @@ class _Trials:
             *([_DEQUANTIZE] if self._model.has_scales else []),
             *([_VOCABULARY] if self._lacks_vocabulary else []),
         ]
-        job = Job(src=self._source.path, topology=TopologyChange(tp=1), keeps_layout=True)
+        job = Job(src=self._source.path, topology=TopologyChange(tp=1), is_reshard=True)
         if own.has_layout:
             return self._try_options(job, own, options)
         # A format without a parallel layout can only be resharded into one that has it.

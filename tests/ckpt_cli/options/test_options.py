@@ -141,7 +141,7 @@ def test_changes_of_content_reach_the_job() -> None:
         --tie lm_head.weight=embed.weight --untie a.b=c.d
         """.split()
     )
-    job = build_job(options, keeps_layout=False)
+    job = build_job(options, is_reshard=False)
     assert (job.names, job.max_shard_size, job.dequantize) == ("hf:qwen3_moe", 5 * 10**9, "fp32")
     assert job.quantize == ((None, "block"), ("*.o_proj.weight", "tensor"))
     assert job.dequantize_optim
@@ -151,7 +151,7 @@ def test_changes_of_content_reach_the_job() -> None:
 
 
 def test_without_them_the_job_changes_nothing() -> None:
-    job = build_job(parsed("convert", "a", "--to", "dcp"), keeps_layout=False)
+    job = build_job(parsed("convert", "a", "--to", "dcp"), is_reshard=False)
     assert (job.names, job.max_shard_size, job.dequantize, job.add_prefix) == (
         None,
         None,
@@ -261,7 +261,7 @@ def test_what_cannot_be_parsed_is_a_usage_error(parse: Callable[[], object]) -> 
 def test_stacking_and_unstacking_cannot_be_combined() -> None:
     options = parsed("convert", "a", "--to", "dcp", "--stack-layers", "--unstack-layers", "auto")
     with pytest.raises(UsageError, match="cannot be combined"):
-        build_job(options, keeps_layout=False)
+        build_job(options, is_reshard=False)
 
 
 def test_every_path_of_a_command_line_is_a_path_or_a_url() -> None:
@@ -278,9 +278,9 @@ def test_every_path_of_a_command_line_is_a_path_or_a_url() -> None:
 
 def test_an_axis_of_layers_needs_layers_to_stack() -> None:
     options = parsed("convert", "a", "--unstack-layers", "auto", "--layer-axis", "1")
-    assert build_job(options, keeps_layout=False).layer_axis == 1
+    assert build_job(options, is_reshard=False).layer_axis == 1
     with pytest.raises(UsageError, match="--layer-axis has no effect: no layers"):
-        build_job(parsed("convert", "a", "--layer-axis", "0"), keeps_layout=False)
+        build_job(parsed("convert", "a", "--layer-axis", "0"), is_reshard=False)
 
 
 def test_no_name_of_another_tool_hides_an_option_of_ours() -> None:
@@ -360,6 +360,4 @@ def test_a_size_without_new_says_what_the_source_has(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("other", ["--dry-run", "--quiet"])
 def test_an_explanation_goes_with_nothing_that_contradicts_it(other: str) -> None:
     with pytest.raises(UsageError, match=f"--explain and {other} cannot be combined"):
-        build_job(
-            parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), keeps_layout=True
-        )
+        build_job(parsed("reshard", "a", "b", "--tp-new", "2", "--explain", other), is_reshard=True)

@@ -165,7 +165,7 @@ def test_boxes_of_files_are_named_by_their_files(golden: Path) -> None:
 
 def test_a_move_has_both_maps_and_the_bytes_between_boxes(golden: Path, tmp_path: Path) -> None:
     change = TopologyChange(tp=4, pp=1)
-    job = Job(src=golden / RANKS, dst=tmp_path / "out", topology=change, keeps_layout=True)
+    job = Job(src=golden / RANKS, dst=tmp_path / "out", topology=change, is_reshard=True)
     with prepare(job) as prepared:
         move = shard_move(prepared.plan, "decoder.layers.0.mlp.linear_fc2.weight")
     lines = list(draw_text(Screen(80), move_blocks(move)))

@@ -126,7 +126,7 @@ def test_an_optimizer_at_tp_2_becomes_one_that_megatron_loads(tmp_path: Path) ->
     source = unpacked("megatron_frameworks", tmp_path) / "nemo"
     fields = fields_of(open_checkpoint(source).catalog.args)
     assert (fields["tensor_model_parallel_size"], fields["pipeline_model_parallel_size"]) == (2, 1)
-    job = Job(src=source, dst=tmp_path / "one", keeps_layout=True, vocab_size=32, fsync=False)
+    job = Job(src=source, dst=tmp_path / "one", is_reshard=True, vocab_size=32, fsync=False)
     result = run(replace(job, topology=TopologyChange(tp=1)))
     assert result.next.endswith("--override-opt_param-scheduler --no-load-rng")
 

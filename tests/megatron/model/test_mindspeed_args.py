@@ -63,7 +63,7 @@ def test_a_layer_without_parameters_is_not_missing(
     root = edited(empty)
     assert not [f for f in validate(root, level=Level.DEEP).findings if f.code == "CK304"]
     topology = TopologyChange(tp=1, pp=1)
-    job = Job(src=root, dst=root / "one", topology=topology, keeps_layout=True, optim="drop")
+    job = Job(src=root, dst=root / "one", topology=topology, is_reshard=True, optim="drop")
     run(job)
     model = load_rank_file(root / "one/iter_0000010/mp_rank_00/model_optim_rng.pt")["model"]
     layers = {name.split(".")[2] for name in model if name.startswith("decoder.layers.")}

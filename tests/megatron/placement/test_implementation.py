@@ -20,7 +20,7 @@ TE = "transformer_engine"
 
 
 def _run(src: Path, dst: Path, impl: str | None, **options: object) -> None:
-    run(Job(src=src, dst=dst, transformer_impl=impl, keeps_layout=True, fsync=False, **options))  # type: ignore[arg-type]
+    run(Job(src=src, dst=dst, transformer_impl=impl, is_reshard=True, fsync=False, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def errors_in(path: Path) -> list[Finding]:
 
 def reshard(source: Path, target: Path, *, tp: int, pp: int = 1, to: str | None = None) -> Path:
     topology = TopologyChange(tp=tp, pp=pp)
-    run(Job(src=source, dst=target, to=to, topology=topology, keeps_layout=True, fsync=False))
+    run(Job(src=source, dst=target, to=to, topology=topology, is_reshard=True, fsync=False))
     return target
 
 

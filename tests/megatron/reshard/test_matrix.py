@@ -78,7 +78,7 @@ def reshard(
         to=to,
         topology=change,
         experts=experts,
-        keeps_layout=True,
+        is_reshard=True,
         optim="drop",
     )
     run(replace(job, fsync=False))

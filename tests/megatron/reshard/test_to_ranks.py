@@ -157,7 +157,7 @@ def test_grouped_experts_stay_those_that_megatron_saved(
             src=golden / "mcore0121_legacy" / "moe_grouped" / a,
             dst=tmp_path / "out",
             topology=TopologyChange(tp=sizes.tp, pp=sizes.pp, ep=sizes.ep),
-            keeps_layout=True,
+            is_reshard=True,
             verify=True,
             fsync=False,
         )

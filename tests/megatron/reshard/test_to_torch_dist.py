@@ -153,13 +153,13 @@ def test_torch_dist_can_be_cut_anew_and_keeps_its_random_states(golden: Path) ->
 
 def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path) -> None:
     src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
-    run(Job(src=src, dst=tmp_path / "each", unstack_layers=(), keeps_layout=True, fsync=False))
+    run(Job(src=src, dst=tmp_path / "each", unstack_layers=(), is_reshard=True, fsync=False))
     run(
         Job(
             src=tmp_path / "each",
             dst=tmp_path / "one",
             stack_layers=True,
-            keeps_layout=True,
+            is_reshard=True,
             fsync=False,
         )
     )

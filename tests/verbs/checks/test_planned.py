@@ -121,7 +121,7 @@ def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> N
         src=Path(words[3]),
         dst=tmp_path / "out",
         topology=TopologyChange(tp=4, pp=1),
-        keeps_layout=True,
+        is_reshard=True,
         fsync=False,
     )
     report = run(job)

@@ -15,7 +15,7 @@ def _lines(golden: Path, case: str, **options: object) -> dict[str, tuple[str, s
     job = Job(
         src=golden / case,
         topology=TopologyChange(tp=4),
-        keeps_layout=True,
+        is_reshard=True,
         optim="drop",
         **options,  # type: ignore[arg-type]
     )

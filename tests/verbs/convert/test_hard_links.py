@@ -30,7 +30,7 @@ def test_another_layout_of_torch_dist_is_links_alone(golden: Path, tmp_path: Pat
         src=golden / DIST,
         dst=tmp_path / "out",
         topology=TopologyChange(tp=4),
-        keeps_layout=True,
+        is_reshard=True,
         beside_bytes=1 << 20,  # as with several workers
     )
     with prepare(job := Job(**{**_fields(job), "metadata_only": True})) as prepared:

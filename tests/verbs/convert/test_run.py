@@ -228,7 +228,7 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
         src=golden / "mcore_legacy/dense_gqa/tp4_pp1",
         dst=tmp_path / "out",
         topology=change,
-        keeps_layout=True,
+        is_reshard=True,
     )
     with prepare(job) as prepared:
         assert [path for path, _ in prepared.files][-1] == "latest_checkpointed_iteration.txt"
@@ -240,7 +240,7 @@ def test_a_dry_run_writes_nothing_and_tells_everything(golden: Path, tmp_path: P
 
 def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
-    with prepare(Job(src=source, topology=TopologyChange(tp=4), keeps_layout=True)) as prepared:
+    with prepare(Job(src=source, topology=TopologyChange(tp=4), is_reshard=True)) as prepared:
         needed = [prepared.files_for_rank(rank) for rank in range(4)]
         with pytest.raises(UsageError, match="no rank 4: the destination has 4 rank directories"):
             prepared.files_for_rank(4)
@@ -279,7 +279,7 @@ def test_requests_that_cannot_be_met_are_refused_before_anything_is_written(
     job = Job(
         src=golden / "mcore_legacy/dense_gqa/tp4_pp1",
         dst=tmp_path / "out",
-        keeps_layout=True,
+        is_reshard=True,
         **options,
     )
     with pytest.raises(error, match=text):
@@ -308,7 +308,7 @@ def test_the_proposed_name_stands_beside_the_source(golden: Path, tmp_path: Path
 
     src = tmp_path / "run"
     shutil.copytree(golden / _SOURCES["megatron"], src)
-    report = run(Job(src=src, topology=TopologyChange(tp=4, pp=1), keeps_layout=True, fsync=False))
+    report = run(Job(src=src, topology=TopologyChange(tp=4, pp=1), is_reshard=True, fsync=False))
     assert Path(report.dst) == tmp_path / "run-tp4-pp1"
     assert open_checkpoint(Path(report.dst)).iteration == 10
     assert Path(run(Job(src=src, to="dcp", fsync=False)).dst) == tmp_path / "run.dcp"

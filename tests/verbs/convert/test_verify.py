@@ -27,7 +27,7 @@ def _job(golden: Path, tmp_path: Path, **options: object) -> Job:
         src=golden / GOLD,
         dst=tmp_path / "out",
         topology=change,
-        keeps_layout=True,
+        is_reshard=True,
         fsync=False,
         verify=True,
     )

@@ -68,7 +68,7 @@ def assert_capabilities_hold(source: Path, dst: Path) -> dict[str, Capability]:
     into = "megatron" if "--to megatron" in (reshard.why or "") else None
     assert_holds(
         reshard,
-        Job(src=source, dst=dst, to=into, topology=TopologyChange(tp=1), keeps_layout=True),
+        Job(src=source, dst=dst, to=into, topology=TopologyChange(tp=1), is_reshard=True),
         "reshard",
     )
     return of_target

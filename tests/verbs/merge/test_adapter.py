@@ -36,7 +36,6 @@ def fold(base: Path, adapter: Path, dst: Path, **options: Any) -> Path:
             dst=dst,
             merge=Merge(method="lora", others=(adapter,)),
             fsync=False,
-            keeps_layout="to" not in options,
             **options,
         )
     )

@@ -66,7 +66,6 @@ def merge(paths: Sequence[Path], dst: Path, method: str, **options: Any) -> Path
         dst=dst,
         merge=Merge(method=method, others=tuple(paths[1:]), **request),
         fsync=False,
-        keeps_layout="to" not in options,
         **options,
     )
     run(job)
@@ -310,7 +309,7 @@ def test_several_workers_write_the_bytes_of_one(
         src=first,
         dst=tmp_path / "shared",
         merge=Merge(method="slerp", others=(other_run,), amount=0.4),
-        keeps_layout=True,
+        is_reshard=True,
         verify=True,
         fsync=False,
     )
@@ -333,7 +332,7 @@ def test_an_interrupted_merge_is_continued_to_the_same_bytes(tmp_path: Path) -> 
         src=sources[0],
         dst=tmp_path / "out",
         merge=Merge(method="average", others=tuple(sources[1:])),
-        keeps_layout=True,
+        is_reshard=True,
         resume=True,
     )
     with pytest.raises(Interruption):

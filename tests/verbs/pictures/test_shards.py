@@ -26,7 +26,7 @@ def test_the_boxes_of_a_tensor_cover_it(golden: Path) -> None:
 @pytest.mark.parametrize("to", ["megatron", "dcp", "safetensors"])
 def test_moves_fill_every_box_of_the_target(golden: Path, tmp_path: Path, to: str) -> None:
     change = TopologyChange(tp=4, pp=1) if to == "megatron" else None
-    job = Job(src=golden / RANKS, dst=tmp_path / "out", to=to, topology=change, keeps_layout=True)
+    job = Job(src=golden / RANKS, dst=tmp_path / "out", to=to, topology=change, is_reshard=True)
     with prepare(job) as prepared:
         key = next(key for key in prepared.plan.target.tensors if key.endswith(FC1))
         move = shard_move(prepared.plan, key)
@@ -40,7 +40,7 @@ def test_moves_fill_every_box_of_the_target(golden: Path, tmp_path: Path, to: st
 
 def test_the_bytes_between_ranks_are_those_that_are_read(golden: Path, tmp_path: Path) -> None:
     change = TopologyChange(tp=4, pp=1)
-    job = Job(src=golden / RANKS, dst=tmp_path / "out", topology=change, keeps_layout=True)
+    job = Job(src=golden / RANKS, dst=tmp_path / "out", topology=change, is_reshard=True)
     with prepare(job) as prepared:
         moves = rank_moves(prepared.plan)
     assert moves.sources == ("tp0 pp0", "tp0 pp1", "tp1 pp0", "tp1 pp1")

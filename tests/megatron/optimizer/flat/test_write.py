@@ -80,7 +80,7 @@ def test_files_equal_those_that_megatron_saved(
             dst=tmp_path / "out",
             to="megatron",
             topology=change,
-            keeps_layout=True,
+            is_reshard=True,
             fsync=False,
         )
     )

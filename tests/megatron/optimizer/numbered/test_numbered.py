@@ -46,7 +46,7 @@ def reshard(
         src=source,
         dst=target,
         topology=TopologyChange(**sizes),
-        keeps_layout=True,
+        is_reshard=True,
         fsync=False,
         **options,
     )

@@ -628,7 +628,7 @@ def test_global_tensors_become_rank_files(golden: Path, tmp_path: Path, name: st
 def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> None:
     src = golden / "mcore_torch_dist" / "dense_gqa" / "tp2_pp2_optim"
     sizes = TopologyChange(tp=1)
-    report = run(Job(src=src, dst=tmp_path / "a", topology=sizes, keeps_layout=True, fsync=False))
+    report = run(Job(src=src, dst=tmp_path / "a", topology=sizes, is_reshard=True, fsync=False))
     assert not any("round to the weights" in note for note in report.notes)
     copy = tmp_path / "copy"
     shutil.copytree(src, copy)
@@ -642,7 +642,7 @@ def test_masters_of_other_weights_are_noted(golden: Path, tmp_path: Path) -> Non
         file.seek(place.offset)
         file.write(b"\x12\x34")
     report = run(
-        Job(src=copy, dst=tmp_path / "b", topology=sizes, keeps_layout=True, fsync=False, crc=False)
+        Job(src=copy, dst=tmp_path / "b", topology=sizes, is_reshard=True, fsync=False, crc=False)
     )
     assert any(
         "master weights of decoder.final_layernorm.weight do not round" in note

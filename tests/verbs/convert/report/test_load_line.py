@@ -168,7 +168,7 @@ def test_megatron_gets_the_options_that_the_result_needs(
 
 def test_megatron_gets_the_sizes_of_experts(golden: Path, tmp_path: Path) -> None:
     source = golden / "mcore_legacy/moe_seq/tp2_pp1_ep2_etp1"
-    line = next_line(source, tmp_path, "megatron", keeps_layout=True)
+    line = next_line(source, tmp_path, "megatron", is_reshard=True)
     flags = flags_of(line)
     assert flags["--expert-model-parallel-size"] == "2"
     assert flags["--expert-tensor-parallel-size"] == "1"

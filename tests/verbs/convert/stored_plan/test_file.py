@@ -31,14 +31,14 @@ from core.verbs.convert.stored_plan.file import (
 JOBS = {
     "reshard": (
         "mcore_legacy/dense_gqa/tp2_pp2",
-        {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True},
+        {"topology": TopologyChange(tp=4, pp=1), "is_reshard": True},
     ),
     "late": ("torch_dcp/tp2_fsdp2_dp2", {"to": "safetensors"}),
     "packed": ("orbax/ocdbt_zarr2", {"to": "dcp"}),
     "made": ("hf/llama/safetensors_sharded", {"to": "safetensors", "quantize": ((None, "block"),)}),
     "transposed": (
         "mcore0121_legacy/moe_grouped/tp1_pp1",
-        {"topology": TopologyChange(tp=2), "keeps_layout": True},
+        {"topology": TopologyChange(tp=2), "is_reshard": True},
     ),
     "widened": ("deepspeed/zero1_dp2_bf16", {"to": "torch"}),
 }

@@ -53,7 +53,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "zarr3": (SHARDED, {"to": "zarr3"}),
     "zarr": (SHARDED, {"to": "zarr"}),
     "torch_dist": (SHARDED, {"to": "torch_dist"}),
-    "megatron": (SHARDED, {"topology": TopologyChange(tp=4, pp=1), "keeps_layout": True}),
+    "megatron": (SHARDED, {"topology": TopologyChange(tp=4, pp=1), "is_reshard": True}),
     "links": ("torch_dcp/fsdp2_dp2", {"metadata_only": True}),
     "deepspeed_universal": ("deepspeed/zero1_dp2_bf16", {"to": "deepspeed_universal"}),
 }
