@@ -361,7 +361,7 @@ def test_another_number_of_layers_is_refused(depth: object, bridge: Path, tmp_pa
     config["vision_config"]["depth"] = depth
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
-    with pytest.raises(CorruptError, match=r"on the first axis|not an integer"):
+    with pytest.raises(CorruptError, match=r"on the first axis|not a positive integer"):
         run(Job(src=saved, dst=tmp_path / "x", to="hf", config=file))
 
 

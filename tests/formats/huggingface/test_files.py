@@ -149,7 +149,7 @@ def test_numbers_may_stand_in_the_text_part() -> None:
     assert config_number({"text_config": {"vocab_size": 7}}, "vocab_size") == 7
     assert config_number({"text_config": 3}, "vocab_size") is None
     for odd in (0, -1, 1.5, "3", True, [1]):
-        with pytest.raises(CorruptError, match="not a positive number"):
+        with pytest.raises(CorruptError, match="not a positive integer"):
             config_number({"vocab_size": odd}, "vocab_size")
 
 
