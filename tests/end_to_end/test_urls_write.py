@@ -82,7 +82,9 @@ def test_what_is_written_to_s3_equals_what_is_written_to_a_directory(
         if path.is_file()
     }
     assert contents(store, "out") == expected
-    assert run("validate", "--deep", "s3://runs/out", "--against", f"s3://runs/{name}") in (0, 1)
+    # A checkpoint of Megatron has none of Hugging Face's names.
+    code = run("validate", "--deep", "s3://runs/out", "--against", f"s3://runs/{name}")
+    assert code == name.startswith("hf/")
     assert_nothing_remains(store)
 
 
@@ -132,7 +134,7 @@ def test_the_result_is_verified_before_its_manifest_is_published(
     assert run("reshard", source, "s3://runs/out", *words) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["bytes_verified"] > 0 and report["n_fingerprints"] > 0
-    assert run("validate", "--deep", "s3://runs/out") in (0, 1)
+    assert run("validate", "--deep", "s3://runs/out") == 0
     assert_nothing_remains(store)
 
 
@@ -153,7 +155,7 @@ def test_json_counts_requests_and_retries(
     assert sent["bytes"] - before.n_bytes >= report["bytes_read"] + report["bytes_written"]
 
     before = traffic_so_far()
-    assert run("validate", "--deep", "s3://runs/out", "--json") in (0, 1)
+    assert run("validate", "--deep", "s3://runs/out", "--json") == 0
     validated = json.loads(capsys.readouterr().out)
     assert validated["store"]["requests"] > before.n_requests
     assert validated["store"]["bytes"] - before.n_bytes >= report["bytes_written"]
@@ -227,7 +229,7 @@ def test_a_failed_run_is_continued(
     assert run(*words) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["bytes_resumed"] > 0) == (first > 1)
-    assert run("validate", "--deep", "s3://runs/out") in (0, 1)
+    assert run("validate", "--deep", "s3://runs/out") == 0
     assert_nothing_remains(store)
 
 
@@ -302,7 +304,7 @@ def test_several_workers_write_to_s3(store: S3Server, golden: Path, tmp_path: Pa
     src, dst = location_of(f"s3://few/{source}"), location_of("s3://few/out")
     run_team(2, _reshard, replace(job, src=src, dst=dst), store.environment())
     assert without_manifest(contents(store, "out", bucket="few")) == without_manifest(expected)
-    assert run("validate", "--deep", "s3://few/out") in (0, 1)
+    assert run("validate", "--deep", "s3://few/out") == 0
     assert_nothing_remains(store, "few")
 
 
@@ -332,7 +334,7 @@ def test_launched_workers_write_to_s3(
         if path.is_file()
     }
     assert without_manifest(contents(store, "out", bucket=bucket)) == without_manifest(expected)
-    assert run("validate", "--deep", f"s3://{bucket}/out") in (0, 1)
+    assert run("validate", "--deep", f"s3://{bucket}/out") == 0
     assert_nothing_remains(store, bucket)
 
 
@@ -365,7 +367,7 @@ def test_parts_are_sent_in_order_without_boto3(
     for name in ("mcore_torch_dist/dense_gqa/tp2_pp2", "torch_dcp/fsdp2_dp2"):
         words = ["convert", golden / name, f"s3://runs/{name}-out", *CONVERSIONS[name], "-q"]
         assert run(*words) == 0
-        assert run("validate", "--deep", f"s3://runs/{name}-out") in (0, 1)
+        assert run("validate", "--deep", f"s3://runs/{name}-out") == 0
     store.take_log()
     assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q", "--verify") == 0
     assert any(entry.operation == "UploadPart" for entry in store.take_log())
