@@ -17,12 +17,10 @@ from core.verbs.convert.job_options import OPTIONS, PARSERS
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
-_FORMER_NAMES = {
-    "optimizer": "optim",
-    "memory_bytes": "memory",
-    **{name: f"{name}_new" for name in SIZES},
-}
+_FORMER_NAMES = {"optimizer": "optim", "memory_bytes": "memory"}
 """Former name of an argument → its name."""
+_FORMER_SIZES = {name: f"{name}_new" for name in SIZES}
+"""The same, of ``reshard`` only."""
 _OTHER_OPTIONS = """
     tp_new, pp_new, vpp_new, ep_new, etp_new: parallel sizes of the destination; None keeps
         those of the source.
@@ -44,13 +42,23 @@ _TYPES = {"account": "bool | None", "pipeline": "str | None", "memory": "str | i
 def takes_former_names(verb: Callable[P, Result]) -> Callable[P, Result]:
     """Decorate a verb to take former names of arguments, and to name arguments in refusals."""
 
+    former_names = _FORMER_NAMES | (_FORMER_SIZES if verb.__name__ == "reshard" else {})
+    names = {
+        former: name
+        for former, name in former_names.items()
+        if name in signature(verb).parameters and former not in signature(verb).parameters
+    }
+
     @wraps(verb)
     def call(*args: P.args, **options: P.kwargs) -> Result:
-        for former in _FORMER_NAMES.keys() & options.keys():
-            name = _FORMER_NAMES[former]
+        for former in names.keys() & options.keys():
+            name = names[former]
             text = f"{verb.__name__}({former}=…) is deprecated: use {name}"
             warnings.warn(text, DeprecationWarning, stacklevel=2)
-            options[name] = options.pop(former)
+            value = options.pop(former)
+            if name in options and value is not None:
+                raise TypeError(f"{verb.__name__}() got both {name} and its former name {former}")
+            options.setdefault(name, value)
         signature(verb).bind(*args, **options)  # a TypeError for names that do not exist
         try:
             return verb(*args, **options)

@@ -19,8 +19,10 @@ from core.files.remote_path import location_of
 from core.progress import bytes_only
 from core.verbs.convert.job import DEFAULT_MEMORY_BYTES, DEFAULT_THREADS, Job, Report
 from core.verbs.convert.job_options import (
+    check_values,
     implied_format,
     list_texts,
+    parse_file,
     parse_job,
     parse_size,
 )
@@ -49,6 +51,13 @@ def _build_job(src: AnyPath, dst: AnyPath | None, options: Mapping[str, Any]) ->
     dst_path = None if dst is None else location_of(dst)
     to = options.get("to") or implied_format(dst_path, options.get("names"))
     return parse_job(location_of(src), dst_path, {**options, "to": to})
+
+
+def _list_locations(paths: AnyPath | Sequence[AnyPath]) -> list[Path]:
+    """Return one or several paths as locations."""
+    return [
+        location_of(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)
+    ]
 
 
 def _parse_memory(memory: str | int | None) -> int:
@@ -183,7 +192,7 @@ def merge(
     from core.verbs.convert.run import run
     from core.verbs.merge.request import build_merge
 
-    paths = [location_of(path) for path in sources]
+    paths = _list_locations(sources)
     if not paths:
         raise UsageError("merge: no source", hint="give at least one checkpoint")
     request = build_merge(
@@ -193,7 +202,7 @@ def merge(
         ema=ema,
         slerp=slerp,
         delta=delta,
-        add_delta=[location_of(path) for path in add_delta],
+        add_delta=_list_locations(add_delta),
         scale=scale,
         lora=None if lora is None else location_of(lora),
         replace=replace,
@@ -245,7 +254,8 @@ def validate(
     given = ["headers"] if headers else []
     refuse_without_effect(given, [NoEffect(("headers",), deep, "deep includes it")])
     memory_bytes = _parse_memory(memory)
-    rules_path = None if rules is None else Path(rules)
+    rules_path = None if rules is None else parse_file(rules, option="--rules")
+    check_values({"missing_chunks": missing_chunks, "threads": threads})
     request = None
     if plan_for is not None:
         from core.verbs.checks.plan_request import parse_plan_request
@@ -316,6 +326,7 @@ def diff(
     from core.verbs.diff.options import build_diff_job
     from core.verbs.diff.run import diff as compare
 
+    check_values({"missing_chunks": missing_chunks, "threads": threads})
     job = build_diff_job(
         location_of(a),
         location_of(b),
@@ -330,9 +341,9 @@ def diff(
         include=list_texts(include),
         exclude=list_texts(exclude),
         strip_prefix=list_texts(strip_prefix),
-        with_optimizer=optim,
+        with_optimizer=optim is not False,
         with_entries=not tensors_only,
-        rules=None if rules is None else Path(rules),
+        rules=None if rules is None else parse_file(rules, option="--rules"),
         threads=threads,
         memory_bytes=_parse_memory(memory),
     )

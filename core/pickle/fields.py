@@ -21,7 +21,17 @@ _MAX_INT = (1 << 63) - 1
 _MAX_NUMBER = sys.float_info.max
 T = TypeVar("T")
 _MOST_CHARACTERS = 160
-_REPR = reprlib.Repr()
+
+
+class _ShortRepr(reprlib.Repr):
+    """``reprlib`` for values of pickles, whose bytes may be long."""
+
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        """Return the text of the first bytes."""
+        return repr(value[: self.maxstring])
+
+
+_REPR = _ShortRepr()
 _REPR.maxlevel = 3
 _REPR.maxtuple = _REPR.maxlist = 16
 _REPR.maxstring = _REPR.maxother = 80

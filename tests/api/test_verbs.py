@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -178,3 +179,43 @@ def test_progress_is_told_in_bytes_up_to_all_of_them(golden: Path, tmp_path: Pat
     done, total = reports[-1]
     assert 0 < done == total <= report.bytes_written
     assert {of for _, of in reports} == {total}
+
+
+def test_values_may_be_texts_pairs_or_what_they_stand_for(golden: Path, tmp_path: Path) -> None:
+    source = golden / "hf/qwen2_tied/safetensors_single"
+    forms: list[dict[str, object]] = [
+        {"rename": "^model=m", "dtype": "fp16", "threads": "1"},
+        {"rename": ["^model=m"], "dtype": [(None, "fp16")], "threads": 1},
+        {"rename": [("^model", "m")], "dtype": {None: "fp16"}, "threads": np.int64(1)},
+        {"rename": {"^model": "m"}, "dtype": [("*", "fp16")]},
+    ]
+    results = []
+    for number, options in enumerate(forms):
+        core.convert(source, tmp_path / f"{number}.pt", **options)
+        results.append(torch.load(tmp_path / f"{number}.pt"))
+    assert {tensor.dtype for tensor in results[0].values()} == {torch.float16}
+    assert all(result.keys() == results[0].keys() for result in results)
+    with pytest.raises(UsageError, match="threads='x' is not a whole number"):
+        core.convert(source, tmp_path / "x.pt", threads="x")
+    with pytest.raises(UsageError, match="needs at least two checkpoints"):
+        core.merge(source, tmp_path / "x.pt", average=True)  # one path, not its letters
+    with pytest.raises(UsageError, match="--rules: file not found"):
+        core.validate(source, rules=tmp_path / "none.toml")
+
+
+def test_a_former_name_beside_the_new_one_is_an_error(golden: Path, tmp_path: Path) -> None:
+    with (
+        pytest.warns(DeprecationWarning, match="use optim"),
+        pytest.raises(TypeError, match="both optim and its"),
+    ):
+        core.convert(golden / RUN, tmp_path / "out", to="dcp", optimizer=True, optim=False)
+    with pytest.raises(TypeError, match="'tp'"):
+        core.convert(golden / RUN, tmp_path / "out", to="dcp", tp=2)
+    with pytest.warns(DeprecationWarning, match="use tp_new"):
+        core.reshard(golden / RUN, tmp_path / "out", tp=1, pp_new=1)
+
+
+def test_a_refusal_names_only_options_that_were_given(golden: Path, tmp_path: Path) -> None:
+    source = golden / "hf/qwen2_tied/safetensors_single"
+    with pytest.raises(UsageError, match="^account_for_loss_in_pipeline_split=False has no effect"):
+        core.convert(source, tmp_path / "out", to="hf", account_for_loss_in_pipeline_split=False)

@@ -419,6 +419,15 @@ def test_torch_saves_to_a_url_what_it_saves_to_a_directory(
         assert_same(state, {key: _plain_state()[key] for key in state})
 
 
+def test_entries_that_hold_tensors_are_saved_to_a_url(s3: Any, tmp_path: Path) -> None:
+    state = {"weight": torch.ones(6, 4), "random": (torch.arange(3), "cpu")}
+    url = "s3://runs/saved/hidden-tensors"
+    for path in (url, tmp_path / "local"):
+        dcp.save(state, storage_writer=CkptStorageWriter(path, format="torch_dist"), no_dist=True)
+    objects, files = objects_of(s3, "saved/hidden-tensors"), contents(tmp_path / "local")
+    assert objects == files and "common.pt" in files
+
+
 def test_a_dcp_save_that_fails_on_one_rank_leaves_no_objects(s3: Any) -> None:
     url, options = "s3://runs/saved/dcp-failed", {"fails": True}
     errors = run_ranks(2, _dcp_save, store_environment(), url, options)

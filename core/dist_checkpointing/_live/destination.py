@@ -245,9 +245,7 @@ class BucketDestination(SaveDestination):
     @override
     def finish(self, images: Sequence[FileImage]) -> None:
         # What has data was uploaded by the rank that has it. The rest is small.
-        rest = [
-            image for image in images if not any(placed.array.n_bytes for placed in image.arrays)
-        ]
+        rest = [image for image in images if not any(item.array.n_bytes for item in image.arrays)]
 
         def put(image: FileImage) -> None:
             upload_object(self.root / image.path, bytes_of_literals(image))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -61,6 +61,9 @@ def write_part(
         UnsupportedError: a tensor is sparse, or on the meta device.
         CheckpointingException: a file cannot be written.
     """
+    if torch.cuda.is_initialized():
+        # Threads copy by streams of their own, which do not wait for this one's work.
+        torch.cuda.current_stream().synchronize()
     # Several items may stand for one region.
     items = {
         (item.index.fqn, build_item_chunk(item).box): item for item in plan.items if is_tensor(item)
@@ -85,7 +88,8 @@ class PlannedTensors(MemoryStore):
     """The tensors of a plan as files, each in host memory from its first read to its last one.
 
     A destination reads the tensors one after the other, so that each thread has about one of them
-    in host memory; safe for threads.
+    in host memory (of a file in which slices of a tensor alternate, all slices that this rank has);
+    safe for threads.
 
     Args:
         items: the tensors; the file ``0`` is the first one.
@@ -170,7 +174,15 @@ def share_of_rest(layout: SaveLayout) -> ProcessShare:
     """Return the arrays that the coordinator fills: those of entries that are not tensors."""
     target = layout.target
     boxes = {key: [full_box(tensor.shape)] for key, tensor in target.hidden.items()}
-    return find_share(target, layout.images, boxes)
+    share = find_share(target, layout.images, boxes)
+    # A file of nothing but such arrays is the coordinator's alone, with the bytes around them.
+    names = {placed.array.name for image in share.images for placed in image.arrays}
+    own = {
+        image.path: image
+        for image in layout.images
+        if all(placed.array.name in names for placed in image.arrays if placed.array.n_bytes)
+    }
+    return replace(share, images=tuple(own.get(image.path, image) for image in share.images))
 
 
 def resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:

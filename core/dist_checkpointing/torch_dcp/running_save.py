@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -19,7 +18,6 @@ from core.dist_checkpointing._live.destination import (
     DirectoryDestination,
     SaveDestination,
 )
-from core.dist_checkpointing._live.share import has_one_holder
 from core.dist_checkpointing._live.upload import bytes_of_literals
 from core.dist_checkpointing.core import CONFIG_FNAME
 from core.dist_checkpointing.torch_dcp.planned_files import lay_out_rest, share_of_rest
@@ -29,7 +27,7 @@ from core.dist_checkpointing.torch_dcp.planned_save import (
     SaveLayout,
     is_finished_by_rank,
 )
-from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.file_image import FileImage, no_literals
 from core.engine.plan.plan import DEFAULT_THREADS
 from core.errors import CorruptError, StorageError, UnsupportedError
 from core.files.object_listing import forget_listings
@@ -172,6 +170,7 @@ class UploadedSave(SavePlace):
                     hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
                     f"{name}",
                 )
+        self._root = root
         self._publication = BucketPublication(root, overwrite=overwrite, manifest=manifest)
         self.token = self._publication.token
         self.data_dir = self._publication.data_dir
@@ -182,6 +181,7 @@ class UploadedSave(SavePlace):
     @override
     def join(dst: Path, token: str) -> tuple[Path, Path | None]:
         assert is_remote(dst)
+        forget_listings()  # what this rank saw before the save is out of date after it
         if read_lock_token(dst) != token:
             raise StorageError(
                 "the coordinator put a lock here, but this rank does not see it",
@@ -207,6 +207,8 @@ class UploadedSave(SavePlace):
 
     @override
     def abandon(self) -> None:
+        if _SAVES.get(self._root) is self:
+            del _SAVES[self._root]
         self._publication.abandon()
 
 
@@ -215,8 +217,8 @@ def _token_path(stage_dir: Path, token: str) -> Path:
     return stage_dir / f"save-{token}"
 
 
-_SAVES: weakref.WeakValueDictionary[Path, SavePlace] = weakref.WeakValueDictionary()
-"""The saves that this process has begun, by destination."""
+_SAVES: dict[Path, SavePlace] = {}
+"""The saves that this process has begun and not ended, by destination."""
 
 
 def _abandon_stale(dst: Path) -> None:
@@ -299,5 +301,5 @@ class RunningSave:
                 threads=DEFAULT_THREADS,
                 with_sums=False,
             )
-            finished |= {image.path for image in share.images if has_one_holder(image)}
+            finished |= {image.path for image in share.images if image.literals is not no_literals}
         self.place.publish([image for image in layout.images if image.path not in finished])

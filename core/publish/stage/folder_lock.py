@@ -43,8 +43,8 @@ class FolderLock:
 
     def close(self) -> None:
         """Release the lock."""
-        close_quietly(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        close_quietly(fd)
 
 
 def lock_stage(dst: Path) -> FolderLock:

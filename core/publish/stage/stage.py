@@ -476,6 +476,7 @@ class Stage:
         """Release both locks."""
         if self.workers is not None:
             self.workers.close()
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None
+        # Once it is released, the stage may be another run's: an interrupt must not come back here.
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.close()

@@ -56,8 +56,8 @@ class WorkersLock:
 
     def close(self) -> None:
         """Release the lock."""
-        close_quietly(self.fd)
-        self.fd = -1
+        fd, self.fd = self.fd, -1
+        close_quietly(fd)
 
 
 def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock:

@@ -48,7 +48,7 @@ _BOUND_OPTIMIZERS = ("dp_reshardable", "fully_sharded_bucket_space", "dp_zero_ga
 _ANY = frozenset(
     """
     src dst to iteration is_reshard metadata_only memory_bytes beside_bytes threads device
-    resume force no_crc no_digest no_fsync fingerprint
+    resume force optim no_crc no_digest no_fsync fingerprint
     """.split()
 )
 """Options of a job that do not change the content of the files."""

@@ -43,6 +43,7 @@ class TopologyChange:
         pipeline: distribution of the destination's layers over its pipeline stages; None keeps
             the source's where it still applies, and distributes evenly otherwise
             (``core.megatron.model.facts.ModelFacts.pipeline_at``).
+        pipeline_options: names of the options that gave the pipeline, for messages.
         source: asserted sizes of the source by name; a mismatch is an error.
     """
 
@@ -52,6 +53,7 @@ class TopologyChange:
     ep: int | None = None
     etp: int | None = None
     pipeline: Pipeline | None = None
+    pipeline_options: tuple[str, ...] = ()
     source: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -67,12 +69,7 @@ class TopologyChange:
     @property
     def options(self) -> tuple[str, ...]:
         """Names of the options that give the sizes and the pipeline of the destination."""
-        sizes = [f"{name}_new" for name in self.sizes]
-        if self.pipeline is None:
-            return tuple(sizes)
-        changed = changed_fields(self.pipeline)
-        names = [option for option, field in PIPELINE_OPTIONS.items() if field in changed]
-        return (*sizes, *(names or [f"no_{name}" for name in PIPELINE_OPTIONS if "split" in name]))
+        return (*(f"{name}_new" for name in self.sizes), *self.pipeline_options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ end here: an option is a field of ``Job``, or has a place below.
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
 
 Texts = str | Iterable[str]
 """One or several texts."""
+Pairs = Texts | Iterable[tuple[str, str]] | Mapping[str, str]
+"""Texts such as ``A=B``, or what they stand for."""
+GlobPairs = Texts | Iterable[tuple[str | None, str]] | Mapping[str | None, str]
+"""The same of ``GLOB=WORD``, or ``WORD`` without a glob (None) for all keys."""
 _NO_OPTIONS = frozenset({
     *("src", "dst", "topology", "is_reshard"),
     *("memory_bytes", "beside_bytes", "device", "merge"),
@@ -36,6 +41,15 @@ OPTIONS = (
     "memory",
 )
 """Names of all options of a job."""
+_NUMBERS = frozenset(
+    (
+        *(f"{name}_new" for name in SIZES),
+        *SIZES,
+        *(option for option in PIPELINE_OPTIONS if option.startswith("decoder")),
+        *(field.name for field in fields(Job) if field.type in ("int", "int | None")),
+    )
+)
+"""Options that are whole numbers."""
 AUTO = "auto"
 """Value of ``--unstack-layers`` that selects the stacked tensors by their usual names."""
 CHOICES = {
@@ -97,7 +111,8 @@ def parse_job(
         "add --stack-layers or --unstack-layers, or omit it",
     )
     refuse_without_effect(given, [no_layers])
-    _check_values(given)
+    given |= {name: parse_number(given[name], option=name) for name in given.keys() & _NUMBERS}
+    check_values(given)
 
     sizes = {name: given.pop(f"{name}_new", None) for name in SIZES}
     source_sizes = {name: given.pop(name) for name in SIZES if name in given}
@@ -105,7 +120,12 @@ def parse_job(
     topology = None
     if source_sizes or pipeline_options or any(size is not None for size in sizes.values()):
         topology = TopologyChange(
-            **sizes, pipeline=_build_pipeline(pipeline_options), source=source_sizes
+            **sizes,
+            pipeline=_build_pipeline(pipeline_options),
+            pipeline_options=tuple(
+                f"no_{name}" if value is False else name for name, value in pipeline_options.items()
+            ),
+            source=source_sizes,
         )
     if "memory" in given:
         given["memory_bytes"] = parse_size(given.pop("memory"))
@@ -113,7 +133,7 @@ def parse_job(
     return Job(src=src, dst=dst, topology=topology, is_reshard=is_reshard, **(given | values))
 
 
-def _check_values(given: Mapping[str, Any]) -> None:
+def check_values(given: Mapping[str, Any]) -> None:
     """Raise if a value is none of its choices, or a number is too small.
 
     Raises:
@@ -129,6 +149,18 @@ def _check_values(given: Mapping[str, Any]) -> None:
         least = 0 if name in ("iteration", "layer_axis") else 1
         if type(value) is int and value < least:
             raise UsageError(f"{name}={value} is not a whole number of at least {least}")
+
+
+def parse_number(number: str | int, *, option: str) -> int:
+    """Parse a whole number, which may be of another library's type.
+
+    Raises:
+        UsageError: it is none; the message names ``option``.
+    """
+    try:
+        return int(number) if isinstance(number, str) else operator.index(number)
+    except (TypeError, ValueError):
+        raise UsageError(f"{option}={number!r} is not a whole number") from None
 
 
 def _build_pipeline(options: Mapping[str, Any]) -> Pipeline | None:
@@ -154,16 +186,28 @@ def list_texts(texts: Texts) -> tuple[str, ...]:
     return (texts,) if isinstance(texts, str) else tuple(texts)
 
 
+def _parse_pairs(pairs: Pairs, parse: Callable[[str], tuple[Any, str]]) -> tuple[Any, ...]:
+    """Return a mapping, pairs or texts as a tuple of pairs.
+
+    Args:
+        parse: parses one text.
+    """
+    if isinstance(pairs, Mapping):
+        return tuple(pairs.items())
+    texts = (pairs,) if isinstance(pairs, str) else pairs
+    return tuple(parse(pair) if isinstance(pair, str) else tuple(pair) for pair in texts)
+
+
 def _parse_optim(optim: bool) -> str:
     """Return what ``Job.optim`` calls it to carry the optimizer, or to drop it."""
     return "carry" if optim else "drop"
 
 
-def _parse_version(text: str) -> MegatronVersion:
+def _parse_version(text: str | float) -> MegatronVersion:
     """Parse the version of Megatron that is to load the rank files."""
     from core.megatron.model.version import parse_version
 
-    return parse_version(text)
+    return parse_version(str(text))
 
 
 def _parse_order(order: str | os.PathLike[str]) -> str:
@@ -206,39 +250,36 @@ def parse_size(size: str | int) -> int:
     return n_bytes
 
 
-def parse_casts(casts: Texts | Mapping[str | None, str]) -> tuple[tuple[str | None, str], ...]:
+def parse_casts(casts: GlobPairs) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--dtype`` (``bf16`` or ``GLOB=bf16``) into ``(glob or None, dtype)``."""
     return _parse_glob_pairs(casts, value="DTYPE", hint="for example '*.bias=fp32'")
 
 
-def parse_quantizations(
-    kinds: Texts | Mapping[str | None, str],
-) -> tuple[tuple[str | None, str], ...]:
+def parse_quantizations(kinds: GlobPairs) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``--quantize`` (``block`` or ``GLOB=block``) into ``(glob or None, kind)``."""
     return _parse_glob_pairs(kinds, value="KIND", hint="KIND is block, tensor or none")
 
 
 def _parse_glob_pairs(
-    texts: Texts | Mapping[str | None, str], *, value: str, hint: str
+    pairs: GlobPairs, *, value: str, hint: str
 ) -> tuple[tuple[str | None, str], ...]:
     """Parse each ``WORD`` or ``GLOB=WORD`` into ``(glob or None, word)``.
 
     Raises:
         UsageError: a text has neither form; the message names ``value`` and ``hint``.
     """
-    if isinstance(texts, Mapping):
-        return tuple(texts.items())
-    pairs = []
-    for text in list_texts(texts):
+
+    def parse(text: str) -> tuple[str | None, str]:
         # Split at the last "=", as a glob may contain one.
         glob, equals, word = text.rpartition("=")
         if not word or (equals and not glob):
             raise UsageError(f"{text!r} is neither {value} nor GLOB={value}", hint=hint)
-        pairs.append((glob if equals else None, word))
-    return tuple(pairs)
+        return glob if equals else None, word
+
+    return _parse_pairs(pairs, parse)  # type: ignore[arg-type] # its keys may be None
 
 
-def parse_renames(renames: Texts | Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def parse_renames(renames: Pairs) -> tuple[tuple[str, str], ...]:
     """Parse each ``--rename OLD=NEW`` into ``(regex, replacement)``.
 
     A ``=`` inside OLD is written ``\\=``.
@@ -246,10 +287,8 @@ def parse_renames(renames: Texts | Mapping[str, str]) -> tuple[tuple[str, str], 
     Raises:
         UsageError: a text is not ``OLD=NEW``.
     """
-    if isinstance(renames, Mapping):
-        return tuple(renames.items())
-    pairs = []
-    for text in list_texts(renames):
+
+    def parse(text: str) -> tuple[str, str]:
         # OLD ends at the first "=" without a backslash; re reads the "\=" that remain as "=".
         match = re.fullmatch(r"((?:[^=\\]|\\.)+)=(.*)", text, re.DOTALL)
         if match is None:
@@ -257,30 +296,28 @@ def parse_renames(renames: Texts | Mapping[str, str]) -> tuple[tuple[str, str], 
                 f"--rename: {text!r} is not OLD=NEW",
                 hint="OLD is a regular expression: '^module\\.='",
             )
-        pairs.append((match[1], match[2]))
-    return tuple(pairs)
+        return match[1], match[2]
+
+    return _parse_pairs(renames, parse)
 
 
-def parse_key_pairs(
-    pairs: Texts | Mapping[str, str], *, option: str
-) -> tuple[tuple[str, str], ...]:
+def parse_key_pairs(pairs: Pairs, *, option: str) -> tuple[tuple[str, str], ...]:
     """Parse each ``A=B`` into ``(first key, second key)``.
 
     Raises:
         UsageError: a text is not two keys; the message names ``option``.
     """
-    if isinstance(pairs, Mapping):
-        return tuple(pairs.items())
-    keys = []
-    for text in list_texts(pairs):
+
+    def parse(text: str) -> tuple[str, str]:
         first, equals, second = text.partition("=")
         if not (first and equals and second) or "=" in second:
             raise UsageError(
                 f"{option}: {text!r} is not KEY=KEY",
                 hint=f"for example {option} lm_head.weight=model.embed_tokens.weight",
             )
-        keys.append((first, second))
-    return tuple(keys)
+        return first, second
+
+    return _parse_pairs(pairs, parse)
 
 
 def parse_unstack_globs(globs: Texts) -> tuple[str, ...] | None:

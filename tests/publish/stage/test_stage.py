@@ -316,3 +316,27 @@ def test_a_journal_line_is_written_after_the_files_are_synced(tmp_path: Path) ->
     other = FileJournal(path, "another plan", sync=lambda files: None)
     assert other.done((0, 0)) is None
     other.close()
+
+
+def test_an_interrupt_while_the_lock_is_released_leaves_the_next_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Stage(tmp_path / "out", fsync=False)
+    first.__enter__()
+    assert first._lock is not None
+    lock, close = first._lock.fd, os.close
+    others: list[Stage] = []
+
+    def close_and_interrupt(fd: int) -> None:
+        close(fd)
+        if fd == lock and not others:
+            monkeypatch.setattr(os, "close", close)
+            others.append(Stage(tmp_path / "out", fsync=False))
+            others[0].__enter__()
+            others[0].store.create("a", 3)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "close", close_and_interrupt)
+    first.__exit__(None, None, None)
+    others[0].commit()
+    assert os.path.getsize(tmp_path / "out/a") == 3
