@@ -27,8 +27,7 @@ from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
 from ckpt_cli.workers.progress import show_progress
-from core.engine.team.figures import sum_figures
-from core.engine.team.protocol import Figures, broadcast_result, is_lead
+from core.engine.team.protocol import Figures, broadcast_result, is_lead, sum_figures
 from core.errors import UsageError
 from core.verbs.validate.newest import Newest
 from core.verbs.validate.newest import find_newest_valid as find_newest_valid

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.workers.current_team import launch_of
 from ckpt_cli.workers.work_state import traffic_fields
-from core.engine.team.figures import sum_figures
+from core.engine.team.protocol import sum_figures
 from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.level import Level
 from core.verbs.checks.registry import find_code

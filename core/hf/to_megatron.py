@@ -16,9 +16,14 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import Dropped, dropped_each, dropped_together, dropped_unlisted
+from core.engine.catalog.dropped import (
+    FILES_BESIDE,
+    Dropped,
+    dropped_each,
+    dropped_together,
+    dropped_unlisted,
+)
 from core.engine.catalog.facets import MegatronModel
-from core.engine.catalog.files_beside import FILES_BESIDE
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.quantize.schemes import quantized_weights
 from core.errors import (

@@ -18,6 +18,13 @@ from core.values import dataclass
 if TYPE_CHECKING:
     from core.engine.catalog.tensor import Tensor
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The configuration of an adapter that peft wrote."""
+FILES_BESIDE = "files beside the weights"
+"""The reason for not carrying these files over."""
+UNREAD = "other files of the directory"
+"""The reason for not carrying files over that no reader opened."""
+
 
 @dataclass(frozen=True, slots=True)
 class Dropped:

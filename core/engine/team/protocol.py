@@ -18,7 +18,7 @@ in which every function of this module is a plain call.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Protocol, TypeVar
 
@@ -233,6 +233,27 @@ class Figures:
     read_bytes: int
     written_bytes: int
     seconds: float
+
+
+def idle_figures(team: Team) -> tuple[Figures, ...]:
+    """Return the figures of workers that read and wrote nothing, by rank."""
+    return tuple(Figures(rank, host, 0, 0, 0.0) for rank, host in enumerate(team.hosts))
+
+
+def sum_figures(passes: Iterable[Sequence[Figures]]) -> tuple[Figures, ...]:
+    """Return the figures of several passes as if they were one pass, by rank."""
+    totals: dict[int, Figures] = {}
+    for figures in passes:
+        for worker in figures:
+            total = totals.get(worker.rank, Figures(worker.rank, worker.host, 0, 0, 0.0))
+            totals[worker.rank] = Figures(
+                worker.rank,
+                worker.host,
+                total.read_bytes + worker.read_bytes,
+                total.written_bytes + worker.written_bytes,
+                total.seconds + worker.seconds,
+            )
+    return tuple(totals[rank] for rank in sorted(totals))
 
 
 def summarize_figures(figures: Sequence[Figures]) -> dict[str, object]:

@@ -37,7 +37,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.files_beside import ADAPTER_CONFIG
+from core.engine.catalog.dropped import ADAPTER_CONFIG
 from core.errors import CorruptError, UnsupportedError, list_some
 from core.files.json_object import parse_json_object, read_small_file
 from core.files.store import ReadStore

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.arrays.box import Shape, full_box
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.decoded import DecodedStore
-from core.engine.catalog.dropped import dropped_unlisted
+from core.engine.catalog.dropped import ADAPTER_CONFIG, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
-from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.source import source_of
 from core.errors import CorruptError, UnsupportedError, list_some

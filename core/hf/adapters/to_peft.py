@@ -10,9 +10,8 @@ import json
 from collections.abc import Iterator, Mapping
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.dropped import ADAPTER_CONFIG, Dropped, dropped_each
 from core.engine.catalog.facets import HuggingFaceModel, WeightFileFacts
-from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.engine.catalog.key_patterns import natural_order
 from core.engine.catalog.optimizer_keys import NOT_IN_HF
 from core.engine.catalog.tensor import Tensor

@@ -27,7 +27,6 @@ from core.engine.plan.memory import limit_objects
 from core.engine.scan.run import DEFAULT_MEMORY_BYTES, scan
 from core.engine.scan.sums import ScanResult, WantedSums
 from core.engine.team.agreement import observe_files, require_agreement
-from core.engine.team.figures import sum_figures
 from core.engine.team.protocol import (
     ALONE,
     Figures,
@@ -35,6 +34,7 @@ from core.engine.team.protocol import (
     broadcast_result,
     gather_results,
     is_lead,
+    sum_figures,
 )
 from core.errors import CheckpointingException, CorruptError, UsageError
 from core.files.folders import PART_SUFFIX, sync_folder, write_whole

@@ -17,9 +17,8 @@ from math import prod
 
 from core.arrays.dtypes import itemsize
 from core.engine.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
-from core.engine.catalog.dropped import Dropped, dropped_together
+from core.engine.catalog.dropped import FILES_BESIDE, Dropped, dropped_together
 from core.engine.catalog.facets import MegatronModel
-from core.engine.catalog.files_beside import FILES_BESIDE
 from core.engine.catalog.stored import find_inputs, n_stored_bytes
 from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError

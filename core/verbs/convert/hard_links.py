@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.dropped import dropped_together
+from core.engine.catalog.dropped import UNREAD, dropped_together
 from core.engine.catalog.facets import DcpFacts
 from core.engine.catalog.file_image import FileImage
-from core.engine.catalog.files_beside import UNREAD
 from core.engine.catalog.tensor import without_fragments
 from core.engine.changes.select import without_optimizer
 from core.engine.plan.plan import make_plan

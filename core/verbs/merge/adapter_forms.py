@@ -48,7 +48,7 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
         UsageError: it is not an adapter.
         CheckpointingException: it is damaged, incomplete or not supported.
     """
-    from core.engine.catalog.files_beside import ADAPTER_CONFIG
+    from core.engine.catalog.dropped import ADAPTER_CONFIG
     from core.hf.adapters.peft import is_peft, parse_config, read_config_text
     from core.hf.adapters.to_peft import adapter_to_peft
     from core.megatron.placement.adapter_rows import is_adapter

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from core.engine.plan.memory import limit_objects
 from core.engine.team.agreement import observe_files, require_agreement
-from core.engine.team.protocol import ALONE, Figures, Team, broadcast_result
+from core.engine.team.protocol import (
+    ALONE,
+    Figures,
+    Team,
+    broadcast_result,
+    idle_figures,
+    sum_figures,
+)
 from core.errors import CheckpointingException, UsageError, WorkerError, list_some
 from core.files.syscalls import default_memory_bytes
 from core.opening.iterations import CHECKPOINTS_BELOW, list_other_iterations
@@ -210,7 +217,6 @@ def _read_together(subject: Subject) -> tuple[Figures, ...]:
     Raises:
         WorkerError: a rank failed.
     """
-    from core.engine.team.figures import idle_figures, sum_figures
 
     passes: list[Sequence[Figures]] = [idle_figures(subject.team)]
     if subject.level == Level.DEEP:

@@ -98,7 +98,7 @@ def test_what_is_no_known_version_is_refused(text: str) -> None:
 
 def test_the_version_is_refused_where_it_decides_nothing(golden: Path, tmp_path: Path) -> None:
     version, src = parse_version("0.16"), golden / "mcore_legacy" / "dense_gqa" / "tp1_pp1"
-    with pytest.raises(UsageError, match="--megatron-version is for rank files"):
+    with pytest.raises(UsageError, match="--megatron-version has no effect"):
         run(
             Job(
                 src=src,

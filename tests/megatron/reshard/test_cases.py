@@ -258,7 +258,7 @@ CASES: dict[int, tuple[str, str]] = {
         "unknown name",
         "megatron/reshard/test_layouts:test_an_unknown_tensor_is_reported_with_its_shapes",
     ),
-    67: ("two rules fit", "convert/test_explain:test_a_users_row_is_named"),
+    67: ("two rules fit", "verbs/convert/test_explain:test_a_users_row_is_named"),
     68: (
         "in = out",
         "megatron/placement/test_naming:test_source_and_existing_destinations_stay_as_they_are",

@@ -367,7 +367,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
             ],
             "exclude each other",
         ),
-        (["--to", "safetensors", "--decoder-last-pipeline-num-layers", 2], "pipeline options"),
+        (["--to", "safetensors", "--decoder-last-pipeline-num-layers", 2], "has no effect"),
     ],
 )
 def test_distributions_that_do_not_work_are_refused(

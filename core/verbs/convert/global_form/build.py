@@ -17,9 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.engine.catalog.dropped import dropped_together
+from core.engine.catalog.dropped import ADAPTER_CONFIG, UNREAD, dropped_together
 from core.engine.catalog.facets import MegatronModel, WeightDeltas
-from core.engine.catalog.files_beside import ADAPTER_CONFIG, UNREAD
 from core.engine.catalog.tensor import without_ties
 from core.errors import NoEffectError, UnsupportedError
 from core.formats.format import Format

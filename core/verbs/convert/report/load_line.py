@@ -28,9 +28,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from core.engine.catalog.catalog import AnyCatalog, TargetCatalog
+from core.engine.catalog.dropped import ADAPTER_CONFIG
 from core.engine.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFacts
 from core.engine.catalog.file_image import FileImage
-from core.engine.catalog.files_beside import ADAPTER_CONFIG
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException
 from core.files.remote_path import is_remote
