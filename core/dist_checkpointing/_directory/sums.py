@@ -6,6 +6,7 @@ from pathlib import Path
 
 from core.files.object_listing import find_object
 from core.files.remote_path import is_remote, location_of
+from core.files.store import translate_os_errors
 
 STAGE = ".ckpt-stage"
 DATA = "data"
@@ -23,6 +24,9 @@ def sums_dir_of(data_dir: str | Path) -> Path | None:
 
     Args:
         data_dir: the ``checkpoint_dir`` that the strategy was called with.
+
+    Raises:
+        StorageError: the system refuses to look at the directory.
     """
     data_path = location_of(data_dir)
     # A bucket has no staging directory: the objects are where they will be.
@@ -30,5 +34,7 @@ def sums_dir_of(data_dir: str | Path) -> Path | None:
         has_sums = find_object(data_path / STAGE / WANTS_SUMS) is not None
         return data_path / STAGE / SUMS if has_sums else None
     sums_path = data_path.parent / SUMS
-    is_staged = (data_path.name, data_path.parent.name) == (DATA, STAGE)
-    return sums_path if is_staged and sums_path.is_dir() else None
+    if (data_path.name, data_path.parent.name) != (DATA, STAGE):
+        return None
+    with translate_os_errors(str(sums_path), doing="look at"):
+        return sums_path if sums_path.is_dir() else None
