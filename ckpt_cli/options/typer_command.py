@@ -23,8 +23,18 @@ if TYPE_CHECKING:
     from ckpt_cli.screen.help_page import HelpPage, Section
 
 PANELS = (
-    *("Options", "Merge", "Checks", "Output", "Layout", "Content", "Engine", "Messages"),
-    *("Workers", "Hosts", "Failures", "Logs"),
+    "Options",
+    "Merge",
+    "Checks",
+    "Output",
+    "Layout",
+    "Content",
+    "Engine",
+    "Messages",
+    "Workers",
+    "Hosts",
+    "Failures",
+    "Logs",
 )
 """Sections of help pages, in their order; options without one are in the first."""
 

@@ -27,7 +27,7 @@ _GROUP = "ckpt.formats"
 
 
 class Stores(Enum):
-    """How much a format can store of a checkpoint that has no known parallel layout."""
+    """The tensors that can be written in a format if the checkpoint has no parallel layout."""
 
     ANY = auto()
     """Tensors under any names that are paths, and plain values."""

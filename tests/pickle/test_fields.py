@@ -45,7 +45,9 @@ def test_only_what_has_the_type_passes(
             read(value, "x")
         error = raised.value
         assert (error.file, error.key, error.rank, error.hint) == (
-            *("a file", "a tensor", "rank 3"),
+            "a file",
+            "a tensor",
+            "rank 3",
             "a hint",
         )
 

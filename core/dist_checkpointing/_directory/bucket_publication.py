@@ -41,6 +41,7 @@ from core.files.object_client import read_object
 from core.files.object_listing import delete_objects, find_object, forget_listings, is_listed
 from core.files.remote_path import RemotePath, is_remote
 from core.files.remote_store import RemoteStore, list_objects
+from core.files.store_kinds import WRITABLE_STORES
 from core.formats.dcp.reading.data_files import METADATA
 from core.publish.manifest.file import manifest_name
 from core.publish.manifest.partial_sums import combine_sums
@@ -74,7 +75,7 @@ class BucketPublication:
             raise UsageError(
                 "a web server cannot be written to",
                 file=f"{root.scheme}://{root.bucket}",  # its path may end with a signature
-                hint="save to a local directory, or to s3://, gs:// or az://",
+                hint=f"save to a local directory, or to {WRITABLE_STORES}",
             )
         self.data_dir = root
         self._has_manifest = manifest

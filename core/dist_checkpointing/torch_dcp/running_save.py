@@ -66,7 +66,6 @@ class SavePlace(Protocol):
         Raises:
             StorageError: this rank does not see what the coordinator has begun.
         """
-        raise NotImplementedError
 
     def begin(self, parts: Sequence[RankSave]) -> None:
         """Prepare the place for the parts of all ranks."""
@@ -301,5 +300,6 @@ class RunningSave:
                 threads=DEFAULT_THREADS,
                 with_sums=False,
             )
+            # A share has the literals of those files that no other process writes to.
             finished |= {image.path for image in share.images if image.literals is not no_literals}
         self.place.publish([image for image in layout.images if image.path not in finished])

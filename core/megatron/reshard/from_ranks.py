@@ -550,7 +550,7 @@ def _join_shapes(
 
 @dataclass(frozen=True, slots=True)
 class _RowOrder:
-    """What the result records about rows that are no longer in the order of the files.
+    """Arguments, entries and notes of a model whose rows were put into today's order.
 
     Args:
         args: the training arguments.

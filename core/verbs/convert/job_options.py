@@ -29,10 +29,18 @@ Pairs = Texts | Iterable[tuple[str, str]] | Mapping[str, str]
 """Texts such as ``A=B``, or what they stand for."""
 GlobPairs = Texts | Iterable[tuple[str | None, str]] | Mapping[str | None, str]
 """The same of ``GLOB=WORD``, or ``WORD`` without a glob (None) for all keys."""
-_NO_OPTIONS = frozenset({
-    *("src", "dst", "topology", "is_reshard"),
-    *("memory_bytes", "beside_bytes", "device", "merge"),
-})  # fmt: skip
+_NO_OPTIONS = frozenset(
+    {
+        "src",
+        "dst",
+        "topology",
+        "is_reshard",
+        "memory_bytes",
+        "beside_bytes",
+        "device",
+        "merge",
+    }
+)
 """Fields of a job that are no options, or have other names as such."""
 OPTIONS = (
     *(f"{name}_new" for name in SIZES),

@@ -265,7 +265,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Result:
-    """What a job writes, before its files are laid out.
+    """The source and the target of a job, cut for the destination but not laid out.
 
     Args:
         format: the format of the destination.

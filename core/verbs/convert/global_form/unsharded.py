@@ -26,8 +26,14 @@ from core.verbs.convert.options import (
 )
 
 _LAYOUT_OPTIONS = (
-    *("vocab_size", "keep_padded_vocab", "rules", "unknown", "rng"),
-    *("transformer_impl", "megatron_version", "experts"),
+    "vocab_size",
+    "keep_padded_vocab",
+    "rules",
+    "unknown",
+    "rng",
+    "transformer_impl",
+    "megatron_version",
+    "experts",
 )
 """Options that concern a parallel layout."""
 
