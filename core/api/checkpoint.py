@@ -21,6 +21,7 @@ from threading import Event
 from types import TracebackType
 from typing import Self
 
+from core.api.arguments import naming_arguments
 from core.api.tensor import LazyTensor
 from core.arrays.box import full_box
 from core.engine.catalog.catalog import Catalog
@@ -46,6 +47,7 @@ _MAX_COMPARED = 10_000
 """Maximum number of names to look through for similar ones, which takes 10 µs each."""
 
 
+@naming_arguments()
 def open(
     path: str | os.PathLike[str],
     *,
@@ -127,6 +129,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self.args = {name: _plain(value) for name, value in fields_of(catalog.args).items()}
         self.notes = tuple(dict.fromkeys(notes))
 
+    @naming_arguments()
     def named(
         self,
         names: str,

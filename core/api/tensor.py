@@ -10,6 +10,7 @@ from mmap import mmap
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from core.api.arguments import naming_arguments
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 from core.engine.catalog.catalog import Catalog
@@ -189,6 +190,7 @@ class LazyTensor:
         self._read(data.numpy().data)
         return data.view(getattr(torch, self.dtype)).reshape(self.shape)
 
+    @naming_arguments()
     def _read(self, buffer: memoryview) -> None:
         """Fill a buffer of ``nbytes`` bytes with the elements."""
         reader = self.open_reader()
