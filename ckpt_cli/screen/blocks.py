@@ -15,7 +15,11 @@ from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.box import Box
+from core.values import bytes_text as bytes_text
+from core.values import count_text as count_text
 from core.values import dataclass
+from core.values import n_text as n_text
+from core.values import seconds_text as seconds_text
 
 if TYPE_CHECKING:
     from core.verbs.inspect.tree import Node
@@ -33,57 +37,9 @@ _LEAST_WRAPPED = 12
 """Least columns in which the last cell of a row is wrapped."""
 
 
-def bytes_text(n_bytes: int) -> str:
-    """Format a size with three digits: ``512 B``, ``1.21 KiB``, ``3.05 GiB``."""
-    if n_bytes < 1024:
-        return f"{n_bytes} B"
-    # 999.5 KiB would be rounded to four digits, "1000 KiB": it is 0.98 MiB.
-    value = float(n_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        value /= 1024
-        if value < 999.5 or unit == "PiB":
-            break
-    return f"{_three_digits(value)} {unit}"
-
-
-def count_text(count: int) -> str:
-    """Format a count with three digits and powers of a thousand: ``950``, ``187 K``, ``1.24 B``."""
-    if count < 10_000:
-        return str(count)
-    value = float(count)
-    for unit in ("K", "M", "B", "T"):
-        value /= 1000
-        if value < 999.5 or unit == "T":
-            break
-    return f"{_three_digits(value)} {unit}"
-
-
 def elements_text(count: int) -> str:
     """Format a number of elements: ``1 element``, ``187 K elements``."""
     return f"{count_text(count)} {'element' if count == 1 else 'elements'}"
-
-
-def _three_digits(value: float) -> str:
-    """Format a value below 1000; the limits are those where rounding adds a digit."""
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Format a duration: ``0.42 s``, ``38 s``, ``4 min 10 s``, ``2 h 05 min``."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes, remainder = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {remainder:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def n_text(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count with its noun: ``1 tensor``, ``12,345 tensors``, ``2 boxes``."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
 def shape_text(shape: Iterable[int]) -> str:

@@ -39,6 +39,7 @@ from core.megatron.rules.tables import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
+from core.values import Brief, bytes_text, list_facts, shown_briefly
 from core.verbs.inspect.summary import parallel_sizes
 
 RANKS = ("global", "local")
@@ -93,6 +94,7 @@ def open(
         raise
 
 
+@shown_briefly
 class OpenCheckpoint(Mapping[str, LazyTensor]):
     """The tensors of an opened checkpoint by name; a context manager that closes its files.
 
@@ -198,8 +200,17 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<{self.format} checkpoint {self.path}: {len(self):,} tensors>"
+    def brief(self) -> Brief:
+        """Return what is shown of the checkpoint."""
+        n_bytes = sum(tensor.n_bytes for tensor in self._catalog.tensors.values())
+        facts = [("tensors", f"{len(self):,}, {bytes_text(n_bytes)}")]
+        if self.iteration is not None:
+            facts.append(("iteration", str(self.iteration)))
+        if self.parallel:
+            sizes = " · ".join(f"{name.upper()} {size}" for name, size in self.parallel.items())
+            facts.append(("parallel", sizes))
+        facts += [*list_facts("names", self), *list_facts("note", self.notes)]
+        return Brief(f"{self.format} checkpoint {self.path}", facts)
 
     def __len__(self) -> int:
         return len(self._catalog.tensors)

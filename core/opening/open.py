@@ -31,7 +31,7 @@ from core.opening.config_beside import with_description
 from core.opening.iterations import list_other_iterations
 from core.opening.locate import RELEASE, Located, locate_checkpoint
 from core.pickle.noted import gc_paused, noting_uses
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.pickle.uses import Use
@@ -71,6 +71,10 @@ class Checkpoint:
     below: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
     problems: tuple[CheckpointingException, ...] = ()
+
+    def __repr__(self) -> str:
+        n_tensors = n_text(len(self.catalog.tensors), "tensor")
+        return f"<{self.format.name} checkpoint {self.path}: {n_tensors}>"
 
     @property
     def is_release(self) -> bool:

@@ -28,7 +28,7 @@ from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
 from core.pickle.noted import gc_paused
-from core.values import dataclass
+from core.values import Brief, bytes_text, count_text, dataclass, list_facts, n_text, shown_briefly
 from core.verbs.inspect.capability import (
     Capability,
     ModelTraits,
@@ -82,6 +82,7 @@ class TensorGroup:
     dtypes: Mapping[str, int]
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A summary of a checkpoint.
@@ -143,6 +144,31 @@ class Summary:
     def optimizer_title(self) -> str | None:
         """Description of the optimizer's form; None without an optimizer."""
         return None if self.optimizer is None else TITLES[self.optimizer]
+
+    def brief(self) -> Brief:
+        """Return what is shown of the summary."""
+        model = self.description
+        facts = [("format", self.title)]
+        if self.iteration is not None:
+            facts.append(("iteration", str(self.iteration)))
+        if self.parallel:
+            sizes = " · ".join(f"{name.upper()} {size}" for name, size in self.parallel.items())
+            facts.append(("parallel", sizes))
+        if model.n_parameters is not None:
+            family = f" ({model.family})" if model.family else ""
+            facts.append(("parameters", f"{count_text(model.n_parameters)}{family}"))
+        for group in self.groups:
+            size = f"{n_text(group.n_tensors, 'tensor')}, {bytes_text(group.n_bytes)}"
+            dtypes = ", ".join(group.dtypes)
+            facts.append((ROLE_TITLES.get(group.name, group.name), f"{size}, {dtypes}"))
+        facts.append(("files", f"{n_text(self.n_files, 'file')}, {bytes_text(self.file_bytes)}"))
+        possible = [
+            f"{item.action} to {', '.join(item.targets)}" if item.targets else item.action
+            for item in self.capabilities
+            if item.is_possible
+        ]
+        facts += [*list_facts("can", possible), *list_facts("note", self.notes)]
+        return Brief(f"{self.format} checkpoint {self.path}", facts)
 
 
 @gc_paused()
