@@ -270,15 +270,15 @@ class _LazyCommand(Generic[Result]):
 
     def __call__(self, *, help_all: bool = False, **values: Any) -> Result:
         """Call the function; ``help_all`` is False, as its callback prints the page and exits."""
-        # Checkpoints may be URLs, which who reads or writes them refuses. Everything else is local,
-        # and is refused here: for Python, Path("s3://bucket/x") is a local path.
+        # Checkpoints to read may be URLs. Everything else is local, and is refused here: for
+        # Python, Path("s3://bucket/x") is a local path.
         urls: list[RemotePath] = []
         for name, value in values.items():
             for item in value if isinstance(value, (list, tuple)) else (value,):
-                if name not in _CHECKPOINTS and isinstance(item, Path):
-                    refuse_url(item)
-                elif is_remote(item):
+                if is_remote(item) and name in _CHECKPOINTS:
                     urls.append(item)
+                elif isinstance(item, Path):
+                    refuse_url(item)
         texts = values.get("storage_option") or ()
         if "storage_option" in values and (urls or texts):
             from core.files.object_client import limit_requests, set_storage_options
