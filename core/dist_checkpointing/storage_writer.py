@@ -75,8 +75,8 @@ from core.formats.dcp import format as dcp
 from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
 from core.formats.registry import format_called
-from core.publish.stage.destination import StageRequest
 from core.publish.stage.existing import check_replaceable
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run

@@ -24,7 +24,7 @@ from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.unshard import unshard
 from core.opening.target import partitioned
 from core.publish.manifest.of_copy import finish_files
-from core.publish.stage.destination import StageRequest
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from tests.hf.models import (
     assert_same,

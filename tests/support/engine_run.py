@@ -31,7 +31,7 @@ from core.engine.plan.plan import make_plan
 from core.errors import CheckpointingException, StorageError
 from core.files.store import LocalStore
 from core.publish.manifest.of_copy import finish_files, manifest_name, write_manifest
-from core.publish.stage.destination import StageRequest
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from core.verbs.convert.stored_plan.file import identity_of
 

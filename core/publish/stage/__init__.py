@@ -1,6 +1,6 @@
 """Publish a destination complete or not at all: staging directory, journal, locks, replacement.
 
-Start at ``destination``: what commands ask of a place to write to. ``stage`` shows what is on disk
+Start at ``protocol``: what commands ask of a place to write to. ``stage`` shows what is on disk
 at each step. ``journal`` is what ``--resume`` continues from, ``replacement`` implements
 ``--force``. The next run removes what a crash left behind (``Stage._begin``, ``stale``).
 

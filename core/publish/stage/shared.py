@@ -20,9 +20,9 @@ from typing import IO, TYPE_CHECKING
 from core.errors import CheckpointingException, StorageError
 from core.files.network_mounts import file_system_of, is_coherent
 from core.files.store import TargetStore, override, translate_os_errors
-from core.publish.stage.destination import SharedStage, ShareResult
 from core.publish.stage.files import StageStore
 from core.publish.stage.journal import FileJournal, journal_path, journals_in
+from core.publish.stage.protocol import SharedStage, ShareResult
 from core.publish.stage.workers_lock import join_stage
 from core.values import dataclass
 

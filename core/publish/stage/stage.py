@@ -39,21 +39,27 @@ from core.files.folders import (
 from core.files.store import override, translate_os_errors
 from core.files.url import refuse_url
 from core.progress import OnProgress, Phase, begin_phase
-from core.publish.stage.destination import (
-    DestinationStage,
-    OutputDestination,
-    ShareResult,
-    Space,
-    StageRequest,
-)
 from core.publish.stage.files import StageStore
-from core.publish.stage.folder_lock import NO_LOCKS, FolderLock, lock_stage, stage_dir_of
+from core.publish.stage.folder_lock import (
+    NO_LOCKS,
+    WORKERS_LOCK,
+    FolderLock,
+    lock_stage,
+    stage_dir_of,
+)
 from core.publish.stage.journal import (
     FileJournal,
     is_journal_of,
     journal_path,
     journals_in,
     recorded_bytes,
+)
+from core.publish.stage.protocol import (
+    DestinationStage,
+    OutputDestination,
+    ShareResult,
+    Space,
+    StageRequest,
 )
 from core.publish.stage.replacement import (
     check_may_replace,
@@ -68,8 +74,6 @@ from core.publish.stage.stale import (
     place_manifest,
     remove_stage,
 )
-from core.publish.stage.workers_lock import NAME as WORKERS_LOCK
-from core.publish.stage.workers_lock import WorkersLock, claim_stage
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -77,6 +81,7 @@ if TYPE_CHECKING:
     from core.engine.plan.positions import Places
     from core.files.store import WriteStore
     from core.publish.stage.shared import SharedDirectory
+    from core.publish.stage.workers_lock import WorkersLock
 
 _MIB = 1 << 20
 _PLAIN_REQUEST = StageRequest()
@@ -301,6 +306,8 @@ class Stage(DestinationStage):
         if not self._lock.is_sure:
             self.notes.append(NO_LOCKS)
         if self._request.is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
+            from core.publish.stage.workers_lock import claim_stage
+
             try:
                 self.workers = claim_stage(self.stage_dir)
             except BaseException:

@@ -14,7 +14,8 @@ from core.engine.plan.plan import Plan
 from core.errors import UsageError
 from core.formats.format import Format
 from core.opening.open import Checkpoint
-from core.publish.stage.destination import OutputDestination, choose_destination
+from core.publish.stage.destination import choose_destination
+from core.publish.stage.protocol import OutputDestination
 from core.values import dataclass
 from core.verbs.convert.job import Job
 from core.verbs.convert.report.dropped import DroppedReason, dropped_lines, group_by_reason

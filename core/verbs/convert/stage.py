@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from core.engine.team.protocol import Figures
 from core.progress import OnProgress
 from core.publish.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
-from core.publish.stage.destination import DestinationStage, StageRequest
 from core.publish.stage.journal import BATCH_BYTES
+from core.publish.stage.protocol import DestinationStage, StageRequest
 from core.values import dataclass
 from core.verbs.convert.job import Job, Report
 from core.version import TOOL, __version__

@@ -8,7 +8,8 @@ import pytest
 
 from core.errors import UsageError
 from core.files.remote_path import location_of
-from core.publish.stage.destination import StageRequest, choose_destination
+from core.publish.stage.destination import choose_destination
+from core.publish.stage.protocol import StageRequest
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from core.engine.copy.ledger import ItemRecord, WrittenRun
 from core.errors import StorageError, UsageError
 from core.files.folders import make_folders, remove_empty
 from core.publish.manifest.of_copy import manifest_name
-from core.publish.stage.destination import StageRequest
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.replacement import undo_replacement
 from core.publish.stage.stage import Stage
 

@@ -17,9 +17,9 @@ from core.engine.copy.ledger import ItemRecord, WrittenRun
 from core.errors import CapacityError, StorageError, UsageError
 from core.files.store import LocalStore
 from core.publish.manifest.of_copy import manifest_name, read_manifest
-from core.publish.stage.destination import StageRequest
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from tests.support import engine_run, forked
 

@@ -28,8 +28,8 @@ from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
 from core.files.store import TargetStore, override, translate_os_errors
-from core.publish.stage.bucket.parts import PartStore
-from core.publish.stage.destination import SharedStage, ShareResult
+from core.publish.stage.bucket.parts import PartStore, SentShare
+from core.publish.stage.protocol import SharedStage, ShareResult
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -106,22 +106,6 @@ class SharedUploads(SharedStage):
                     )
             sent = send_share(store, self.stage_dir / f"leftovers-{rank}")
             return replace(result, sent=sent, resumed_bytes=store.resumed_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class SentShare:
-    """The parts that one worker has sent, and the bytes of others that it has written.
-
-    Args:
-        parts: name → numbers of the parts that it has sent.
-        leftovers: object with the bytes of the ranges in ``ranges``, one after the other; None if
-            there are none.
-        ranges: name, offset, length and CRC-32 of each range.
-    """
-
-    parts: Mapping[str, list[int]]
-    leftovers: RemotePath | None
-    ranges: tuple[tuple[str, int, int, int], ...]
 
 
 def send_share(store: PartStore, leftovers: RemotePath) -> SentShare:

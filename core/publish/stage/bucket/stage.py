@@ -45,13 +45,13 @@ from core.publish.stage.bucket.parts import PartStore
 from core.publish.stage.bucket.publication import PublicationRecord
 from core.publish.stage.bucket.shared import SharedUploads, check_shareable, join_shares
 from core.publish.stage.bucket.spool import SpooledFile
-from core.publish.stage.destination import (
+from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.protocol import (
     DestinationStage,
     OutputDestination,
     ShareResult,
     StageRequest,
 )
-from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.stale import finish_despite_interrupts
 from core.values import dataclass
 

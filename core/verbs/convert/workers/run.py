@@ -33,9 +33,9 @@ from core.errors import WorkerError
 from core.files.source_store import SourceStore, open_store, other_roots
 from core.megatron.rules.tables import load_rules
 from core.progress import OnProgress, Phase, begin_phase
-from core.publish.stage.destination import DestinationStage, SharedStage, ShareResult
 from core.publish.stage.existing import check_replaceable
 from core.publish.stage.journal import BATCH_BYTES
+from core.publish.stage.protocol import DestinationStage, SharedStage, ShareResult
 from core.values import dataclass
 from core.verbs.convert.job import Job, Report
 from core.verbs.convert.prepare import prepare

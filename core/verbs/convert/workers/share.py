@@ -23,8 +23,8 @@ from core.engine.team.protocol import Figures, Team, is_lead
 from core.errors import CheckpointingException, UsageError
 from core.files.source_store import open_joined
 from core.files.store import TargetStore
-from core.publish.stage.destination import SharedStage, ShareResult
 from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import SharedStage, ShareResult
 from core.values import dataclass
 from core.verbs.convert.stored_plan.file import StoredPlan
 
