@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 from ckpt_cli.findings.grouping import message_of
 from ckpt_cli.screen.terminal import escaped
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 from core.version import __version__
 
 if TYPE_CHECKING:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core.values import dataclass
@@ -86,6 +89,31 @@ class Code:
             found="no such file",
             hint=hint,
         )
+
+
+@cache
+def codes() -> Mapping[str, Code]:
+    """Read ``codes.toml``: the codes by name, in order."""
+    table = tomllib.loads(Path(__file__).with_name("codes.toml").read_text("utf-8"))
+    return {
+        name: Code(
+            name,
+            Severity[row["severity"].upper()],
+            row["title"],
+            row["hint"],
+            Level[row.get("level", "metadata").upper()],
+        )
+        for name, row in table.items()
+    }
+
+
+def get_code(name: str) -> Code:
+    """Return the code with a name, such as CK101.
+
+    Raises:
+        KeyError: there is none.
+    """
+    return codes()[name]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ from core.formats.torch.tree import parse
 from core.megatron.model.args import topology_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import as_mapping
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
+from core.verbs.checks.check import Check, get_code
+from core.verbs.checks.file_codes import MISSING, RANK_MISSING
 from core.verbs.checks.finding import Finding
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+RANK_EXTRA = get_code("CK161")
 
 _RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
 _NEMO_FILE = "model_weights.ckpt"

@@ -29,8 +29,6 @@ from core.verbs.checks.problems import finding_of
 from core.verbs.checks.registry import checks
 from core.verbs.checks.subject import Subject
 
-CODES = ()
-
 
 def files_above(subject: Subject) -> Iterator[Finding]:
     """Check the files (not the folders) directly above the checkpoint, at the subject's level."""
