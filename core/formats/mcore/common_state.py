@@ -114,4 +114,4 @@ def common_image(target: TargetCatalog, common: Mapping[object, object]) -> File
     from core.formats.torch.zip.tree_layout import plan_tree
 
     plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
-    return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)
+    return plan.image(COMMON_FILE)

@@ -450,9 +450,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
     for coords, (name, skeleton) in facts.ranks.items():
         plan = plans.plan(skeleton, arrays.__getitem__)
-        images.append(
-            FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals)
-        )
+        images.append(plan.image(f"{folder}/{name}/{MODEL_FILE}"))
         optim = facts.optim_files.get(coords)
         if optim is None:
             continue
@@ -460,9 +458,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
-            images.append(
-                FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals)
-            )
+            images.append(plan.image(f"{folder}/{name}/{OPTIM_FILE}"))
     # The tracker is written last, as it makes the directory a checkpoint.
     text = "release" if number is None else str(number)
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))

@@ -114,8 +114,7 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
         except UnsupportedError as err:
             err.key = err.key and err.key.removeprefix("objects.")
             raise
-        plan = plan_tree(root, target.whole_array, prefix="ckpt-objects")
-    return FileImage(OBJECTS_FILE, plan.size, plan.arrays, plan.literals)
+        return plan_tree(root, target.whole_array, prefix="ckpt-objects").image(OBJECTS_FILE)
 
 
 def _is_flat(target: TargetCatalog) -> bool:
