@@ -20,9 +20,7 @@ from ckpt_cli.screen.blocks import (
     wrapped,
 )
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.verbs.checks.check import codes
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.grouping import FindingGroup

@@ -7,8 +7,7 @@ from importlib import import_module
 from types import ModuleType
 
 from core.values import dataclass
-from core.verbs.checks.check import Check
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Level
 
 HF_FORMATS = ("safetensors", "torch_bin")
 """Formats of directories that Hugging Face's libraries load."""

@@ -30,9 +30,7 @@ from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, walk_folders
 from core.opening.open import ERROR
 from core.values import dataclass
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, finding_of
 from core.verbs.checks.subject import Subject
 

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.team.protocol import Figures, is_lead
 from core.errors import CheckpointingException, WorkerError
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

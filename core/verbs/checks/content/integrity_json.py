@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

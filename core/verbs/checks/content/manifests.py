@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.stored import n_stored_bytes, stored_bytes_of
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

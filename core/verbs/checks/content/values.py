@@ -21,9 +21,7 @@ from core.arrays.dtypes import itemsize
 from core.engine.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.engine.numbers.kinds import KINDS
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code, get_code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Code, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Subject
 from core.verbs.checks.watch import Watch
 

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from core.engine.catalog.copied_files import COPIED_HINT
 from core.formats.torch.zip.identical import identical_files
 from core.opening.canonical import copied_files_of
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Subject
 
 COPIED = get_code("CK508")

@@ -20,8 +20,7 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.verbs.checks.check import Check, Code, get_code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Code, Finding, Severity, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

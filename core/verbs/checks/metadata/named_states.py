@@ -34,8 +34,7 @@ from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_ke
 from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.values import dataclass
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.subject import Subject
 
 NO_PARAMETER = get_code("CK409")

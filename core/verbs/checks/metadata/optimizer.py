@@ -23,9 +23,7 @@ from core.engine.catalog.facets import RankFacts, WeightCopies
 from core.engine.catalog.optimizer_keys import MASTER
 from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException, UnsupportedError
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from core.megatron.extras.rank_numbers import (
 )
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.padding_place import find_misplaced_padding
-from core.verbs.checks.check import Check, get_code
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 SWAPPED = get_code("CK507")

@@ -23,9 +23,8 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import RELEASE, TRACKER
-from core.verbs.checks.check import Check, get_code
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.file_codes import MISSING
-from core.verbs.checks.finding import Finding
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
