@@ -61,16 +61,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.engine.catalog.catalog import (
-    Catalog,
-    TargetCatalog,
-)
+from core.engine.catalog.catalog import Catalog, TargetCatalog
 from core.engine.catalog.facets import FsdpDtensorFacts
-from core.errors import (
-    CheckpointingException,
-    MissingShardError,
-    Report,
-)
+from core.errors import CheckpointingException, MissingShardError, Report
 from core.formats.dcp.folders import dcp_folders
 from core.formats.dcp.lightning_meta import split_meta, with_meta
 from core.formats.dcp.reading.data_files import METADATA

@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    UnsupportedError,
-    suggesting,
-)
+from core.errors import UNLIKE_ANY_WRITER, UnsupportedError, suggesting
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.tree import load_object
 from core.pickle.fields import FieldReader, int_or_none

@@ -12,10 +12,7 @@ from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.facets import DcpFacts, TorchDistFacts
 from core.engine.catalog.stored import Extent, StoredArray, array_name
 from core.engine.catalog.tensor import Fragment, Tensor, bind_argument, tensors_of, whole_fragment
-from core.errors import (
-    CorruptError,
-    UnsupportedError,
-)
+from core.errors import CorruptError, UnsupportedError
 from core.formats.dcp.metadata import DcpItem, DcpMetadata
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.torch.item import torch_item

@@ -9,11 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.engine.catalog.facets import RankFacts
-from core.megatron.extras.rank_numbers import (
-    describe_misplaced,
-    find_misplaced,
-    have_numbers,
-)
+from core.megatron.extras.rank_numbers import describe_misplaced, find_misplaced, have_numbers
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.padding_place import find_misplaced_padding
 from core.verbs.checks.check import Check, Finding, Level, get_code
