@@ -106,8 +106,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    from core.formats.dcp.reading.catalog import build_catalog
-    from core.formats.dcp.reading.wrapped_tensors import with_parts
+    from core.formats.dcp.reading.catalog import build_catalog, with_parts
 
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
