@@ -27,6 +27,7 @@ from core.errors import (
     CorruptError,
     MissingShardError,
     ReplicaMismatchError,
+    placing_errors,
 )
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.files import missing_rank
@@ -275,7 +276,7 @@ def _partition(
         CorruptError: shapes, sizes and recorded positions contradict each other.
     """
     assert model.groups is not None
-    try:
+    with placing_errors(file=model.state.file):  # the partition knows no files
         if optim[0].stage == 3:
             sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
@@ -290,9 +291,6 @@ def _partition(
         except CorruptError:
             if not _prove_order(store, partition, model, optim):
                 raise
-    except CorruptError as err:
-        err.file = err.file or model.state.file  # the partition knows no files
-        raise
     return partition
 
 
