@@ -44,7 +44,7 @@ DIFFERENT = Code(
     "CK720",
     Severity.ERROR,
     "replicas differ",
-    "use an older checkpoint; or convert with --on-replica-mismatch first, which takes the first"
+    "use an older checkpoint; or convert with --on-replica-mismatch first, which uses the first"
     " copy",
     Level.DEEP,
 )
@@ -62,14 +62,14 @@ _OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked
 """Buffers of BatchNorm, which each rank computes from its own batches unless SyncBatchNorm is used.
 """
 _OWN_HINT = (
-    "no action needed: FSDP and DDP leave each rank its own statistics of BatchNorm; a conversion"
-    " takes those of the first rank with --on-replica-mismatch first"
+    "no action needed: FSDP and DDP leave each rank its own BatchNorm statistics; with"
+    " --on-replica-mismatch first, a conversion uses the first rank's"
 )
 
 
 _MOMENTS_HINT = (
     "convert with --no-optim, as the weights do not differ; or use an older checkpoint; or convert"
-    " with --on-replica-mismatch first, which takes the first copy"
+    " with --on-replica-mismatch first, which uses the first copy"
 )
 
 

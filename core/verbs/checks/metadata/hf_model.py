@@ -62,7 +62,7 @@ QUANTIZATION = Code(
 DTYPE = Code(
     "CK537",
     Severity.ERROR,
-    "unsupported element type of a weight",
+    "a weight has an unsupported element type",
     "use another copy of the weights",
 )
 SENSE = Code("CK538", Severity.ERROR, "a size in config.json is missing or invalid", _OTHER_CONFIG)

@@ -37,7 +37,7 @@ TWICE = Code(
     "CK524",
     Severity.ERROR,
     "a tensor is stored in two shards",
-    "files of two checkpoints may be mixed: copy one of them into an empty directory",
+    "files from two checkpoints may be mixed: copy one of them into an empty directory",
 )
 SHADOWED = Code(
     "CK525",
@@ -215,7 +215,7 @@ def _check_other_files(
     single = f"{stem}.{suffix}"
     if single in subject.files and single not in used:
         yield SHADOWED.finding(
-            f"transformers loads this file instead of those that {index.file} names",
+            f"transformers loads this file instead of those named in {index.file}",
             file=single,
             expected="only shards",
             found="a single file as well",

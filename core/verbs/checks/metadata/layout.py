@@ -45,7 +45,7 @@ ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
 PLACE = Code(
     "CK309",
     Severity.ERROR,
-    "a tensor is in another pipeline stage than its own",
+    "a tensor is in the wrong pipeline stage",
     "rename the directories if they were swapped",
 )
 TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
@@ -54,7 +54,7 @@ SHAPE = Code(
     "CK314",
     Severity.ERROR,
     "a shape does not match the training arguments",
-    "use the arguments of this checkpoint, not of another",
+    "use the arguments of this checkpoint, not those of another",
 )
 UNKNOWN = Code(
     "CK315",
@@ -68,7 +68,7 @@ VOCABULARY = Code(
 WHOLE = Code(
     "CK317",
     Severity.ERROR,
-    "ranks hold the same values of a tensor that is cut",
+    "ranks hold identical values of a tensor that should be split",
     "if every rank holds the complete tensor, say so with --rules FILE",
 )
 ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
