@@ -125,8 +125,8 @@ def search_below(
             n_left = len(waiting) - number
             return Search(
                 paths,
-                f"the search stopped after {number:,} directories; {n_left:,} more that it came"
-                f" across were not looked into, from {path} on",
+                f"the search stopped after {number:,} directories; {n_left:,} more were"
+                f" not searched, starting with {path}",
             )
         with closing(open_store(store.root / path)) as folder:
             try:

@@ -201,7 +201,7 @@ def test_weights_next_to_an_optimizer_of_another_form_are_named(runs: Path) -> N
     checkpoint = open_checkpoint(runs / "verl")
     keys = list(checkpoint.catalog.tensors)
     assert keys and all(key.startswith("optimizer.") for key in keys)
-    assert "in model/huggingface: point there" in checkpoint.catalog.notes[1]
+    assert "pass model/huggingface" in checkpoint.catalog.notes[1]
 
 
 def test_a_value_head_is_complete_on_every_rank(runs: Path) -> None:

@@ -410,7 +410,7 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
     # Fewer model files are reported when they are read.
     if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
-            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of "
+            f"there are {len(files.zero_model)} model states files, but {len(optim)} of "
             "optimizer states",
             file=files.zero_model[-1],
             hint="remove files that an older run with more ranks left behind",
@@ -476,8 +476,8 @@ def _reason(kinds: Mapping[str, object], state: str) -> str:
     """
     if state == _WRAPPER or (state in _QUANTIZED and "absmax1" in kinds):
         return (
-            "8 bits of bitsandbytes, in blocks of the flat group; DeepSpeed alone can load them, "
-            "on as many ranks"
+            "8-bit bitsandbytes states in blocks of the flat group; only DeepSpeed can load them, "
+            "on the same number of ranks"
         )
     return "neither one value nor as long as the group"
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MAX_ELEMENTS = 1 << 62
 MIXED_STEPS_HINT = (
-    "the files may be of different saves: copy those of all ranks from one save into an empty "
+    "the files may be from different saves: copy those of all ranks from one save into an empty "
     "directory"
 )
 SAVE_ANEW_HINT = (

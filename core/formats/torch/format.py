@@ -14,7 +14,7 @@ Tensors inside other objects are ``hidden``.
 
 Tensors that have the same bytes are tied (``Catalog.ties``). Tensors in ``refused``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
-``args`` are the root's; in a file of Lightning's Trainer, ``global_step`` is the iteration.
+``args`` are the root's; in a Lightning file's Trainer, ``global_step`` is the iteration.
 Facet: ``TorchFileFacts``.
 
 On disk: one file with any name. In a directory, only ``checkpoint.pt`` is read, which is also the

@@ -358,7 +358,7 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
             "dict again",
         )
     raise UnsupportedError(
-        "a bare pickle, not a file of torch.save",
+        "a bare pickle, not a torch.save file",
         file=file,
         hint="load it with the program that wrote it, and save it with torch.save",
     )
@@ -595,7 +595,8 @@ def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
     note = (
-        f"tensors of torchao are taken apart ({counts}): numbers, scales and settings are entries"
+        f"torchao tensors are split into their parts ({counts}): values, scales and settings "
+        "become separate entries"
     )
     return (note,)
 

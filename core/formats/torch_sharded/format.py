@@ -168,7 +168,7 @@ def _by_rank(files: Sequence[TensorFile]) -> list[TensorFile]:
                 f"{before.file} is of rank {file.rank}, too",
                 file=file.file,
                 rank=str(file.rank),
-                hint="files of two saves may be mixed; pass one file of the save to read",
+                hint="files from two saves may be mixed; pass one file of the save to read",
             )
     return ordered
 
@@ -209,7 +209,7 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
 
 FORMAT = Format(
     name="torch_sharded",
-    title="torch files of each rank (FSDP, DTensor)",
+    title="per-rank torch files (FSDP, DTensor)",
     sniff=sniff,
     read=read,
     lay_out=None,

@@ -265,7 +265,7 @@ def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray])
     local_shape, boxes = local_boxes(shape, cuts)
     if stored_shape == local_shape and parts is not None:
         if len(boxes) > 1:
-            raise UnsupportedError(f"DTensor of {parts['class']} of torchao in strided shards")
+            raise UnsupportedError(f"DTensor of torchao {parts['class']} in strided shards")
         return replace(base, quantized=QuantizedPart(boxes[0].box, parts)) if boxes else base
     if stored_shape == local_shape:
         return replace(base, arrays=(HeldArray(array, tuple(boxes)),) if boxes else ())

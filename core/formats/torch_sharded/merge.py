@@ -132,7 +132,8 @@ def flat_views(file: TensorFile) -> dict[str, FlatRange]:
 
 
 _MIXED = (
-    "files of two saves may be mixed: copy those of all ranks from one save into an empty directory"
+    "files from two saves may be mixed: copy those of all ranks from one save into an empty "
+    "directory"
 )
 
 
@@ -304,7 +305,7 @@ class _Merger:
         """
         joined: dict[str, JoinedParts] = {}
         for key, parts in self._quantized.items():
-            result: JoinedParts | str = "tensor that is of torchao's classes on some ranks only"
+            result: JoinedParts | str = "tensor that is a torchao tensor on some ranks only"
             if not self._fragments[key]:
                 result = join_quantized(key, self._tensors[key].shape, parts)
             if isinstance(result, str):

@@ -580,7 +580,7 @@ def _order_rows(
             tensor.old_rows = old_rows(param_of(key), tensor.n_rows, version, facts)
         common = {**common, "checkpoint_version": CURRENT}
         notes.append(
-            "rows of query, key and value are now in the order of checkpoint_version "
+            "query, key and value rows are now in the order of checkpoint_version "
             f"{CURRENT}, not {version}"
         )
     if facts.kind.is_legacy and is_multi_query(fields_of(args)):
@@ -596,7 +596,7 @@ def _order_rows(
         args = replaced(args, {}, added=added)
         common = {**common, "args": args}
         notes.append(
-            "rows of query, key and value are now in Megatron's order, by group "
+            "query, key and value rows are now in Megatron's order, by group "
             "(group_query_attention), not in that of multi_query_attention"
         )
     return _RowOrder(args, common, notes)

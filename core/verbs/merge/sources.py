@@ -140,8 +140,8 @@ def merge_others(
         own = find_tie_pair(sources[0].catalog.tensors, first_config)
         if own is None or own.embedding != name:
             raise UnsupportedError(
-                f"one of {name} and its tied output layer is replaced, and which tensor of the "
-                "composite model the output layer is, is not known",
+                f"only one of {name} and its tied output layer is replaced, but it is unknown "
+                "which tensor of the composite model is the output layer",
                 file=str(first.path),
                 hint=f"write it separately first: ckpt convert SRC DST --untie NEW={name}",
             )

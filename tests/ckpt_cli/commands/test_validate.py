@@ -124,7 +124,7 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["-o", "no/such/dir/report.json"], "directory does not exist"),
         (["-o", "."], "path is a directory"),
         (["--threads", "0"], "not a whole number"),
-        (["--memory", "much"], "'much' is not a size"),
+        (["--memory", "much"], "'much' is not a valid size"),
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(

@@ -68,6 +68,6 @@ def test_states_of_a_missing_rank_are_refused_by_name(files: Path, tmp_path: Pat
         (tmp_path / name).write_bytes((files / "adamw8bit_hsdp" / name).read_bytes())
     opened = open_checkpoint(tmp_path)
     reason = opened.catalog.refused["optim.state.0.weight.exp_avg"]
-    assert reason == "OptimState8bit of torchao whose chunks are not complete"
+    assert reason == "torchao OptimState8bit with incomplete chunks"
     with pytest.raises(CheckpointingException, match="not complete"):
         run(Job(src=tmp_path, dst=tmp_path / "out.pt", to="torch", fsync=False))

@@ -208,7 +208,8 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
     classes = Counter(str(item.objects[f"{key}.class"].value) for key, item in parts_of.items())
     listed = ", ".join(f"{n} × {name}" for name, n in classes.items())
     note = (
-        f"tensors of torchao are taken apart ({listed}): numbers, scales and settings are entries"
+        f"torchao tensors are split into their parts ({listed}): values, scales and settings "
+        "become separate entries"
     )
     result = replace(
         catalog,

@@ -201,7 +201,7 @@ def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
     param = model.tensors.get(param_of(key))
     if param is None:
         raise CorruptError(
-            "the optimizer has a state of a parameter that the model does not have", key=key
+            "the optimizer has state for a parameter that the model does not have", key=key
         )
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:

@@ -92,7 +92,7 @@ def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
     if kind is None:
         if not any(finding.file == name for finding in subject.findings):
             yield NOT_ITS_KIND.finding(
-                "neither a zip file nor a pickle stream of torch.save",
+                "neither a zip file nor a pickle stream from torch.save",
                 file=name,
                 expected="a torch file",
                 found=f"{size} bytes beginning with {store.read(name, 0, min(size, 8)).hex(' ')}",

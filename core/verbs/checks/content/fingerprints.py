@@ -119,7 +119,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
             f"no tensor names in common with {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="names of Megatron and Hugging Face differ: convert one of the checkpoints, or use"
+            hint="Megatron and Hugging Face names differ: convert one of the checkpoints, or use"
             " ckpt diff",
         )
         return

@@ -53,7 +53,7 @@ _OWN_HINT = (
 
 _MOMENTS_HINT = (
     "convert with --no-optim, as the weights do not differ; or use an older checkpoint; or convert"
-    " with --on-replica-mismatch first, which takes the first copy"
+    " with --on-replica-mismatch first, which uses the first copy"
 )
 
 

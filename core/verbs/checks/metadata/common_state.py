@@ -204,7 +204,7 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     if len(present) < len(shards):
         other = next(other for _, _, other in shards if other != shape)
         yield RANDOM.finding(
-            "random states come from runs of two sizes",
+            "random states come from runs of different sizes",
             key=RNG,
             expected=f"a grid {shape}",
             found=f"also {other}",

@@ -190,7 +190,7 @@ def _check_other_files(
     single = f"{stem}.{suffix}"
     if single in subject.files and single not in used:
         yield SHADOWED.finding(
-            f"transformers loads this file instead of those that {index.file} names",
+            f"transformers loads this file instead of those named in {index.file}",
             file=single,
             expected="only shards",
             found="a single file as well",

@@ -122,7 +122,7 @@ def _find_missing_states(
         for folder, names in ranks.items():
             for name in sorted(all_names - names) if folder not in excluded else ():
                 yield STATES.finding(
-                    "this rank has no optimizer states of the parameter; other ranks do",
+                    "this rank has no optimizer states for the parameter; other ranks do",
                     key=name,
                     rank=folder,
                     expected=f"states of {len(all_names)} parameters",
