@@ -46,8 +46,8 @@ _OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked
 """Buffers of BatchNorm, which each rank computes from its own batches unless SyncBatchNorm is used.
 """
 _OWN_HINT = (
-    "no action needed: FSDP and DDP leave each rank its own statistics of BatchNorm; a conversion"
-    " takes those of the first rank with --on-replica-mismatch first"
+    "no action needed: FSDP and DDP leave each rank its own BatchNorm statistics; with"
+    " --on-replica-mismatch first, a conversion uses the first rank's"
 )
 
 
