@@ -126,8 +126,8 @@ class StoreDestination(OutputDestination):
         if keeps_partial:
             return f"what was sent to {self.dst} is kept (rerun the same command to continue)"
         return (
-            f"rerun the same command: if {self.dst} was just being replaced, that finishes it, "
-            "else it begins anew (--resume keeps what is sent)"
+            f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
+            "otherwise it starts over (--resume keeps what is sent)"
         )
 
     @override
@@ -293,7 +293,7 @@ class BucketStage(DestinationStage):
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            note = "unfinished uploads of earlier runs may not be listed, and stay"
+            note = "unfinished uploads of earlier runs may not be listed, and may remain"
             if note not in self.notes:
                 self.notes.append(note)
             return []
