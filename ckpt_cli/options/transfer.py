@@ -35,16 +35,10 @@ from ckpt_cli.options.shared.values import (
     one_of,
     whole_number,
 )
+from core.formats.registry import TARGETS
 from core.values import dataclass
 from core.verbs.convert.job_options import AUTO, CHOICES, parse_size
 
-TARGETS = tuple(
-    """
-    dcp torch_dist torch megatron zarr zarr3 safetensors hf orbax deepspeed_universal
-    fsdp_dtensor
-    """.split()
-)
-"""Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = tuple(
     """
     max_shard_size metadata_only transformer_impl no_optim include exclude strip_prefix
@@ -238,7 +232,7 @@ class TransferOptions:
     )
     dequantize_optim: bool = CONTENT.flag(
         "--dequantize-optim",
-        "Dequantize optimizer states of 8 and 4 bits (bitsandbytes, torchao) to fp32.",
+        "Dequantize 8-bit and 4-bit optimizer states (bitsandbytes, torchao) to fp32.",
     )
     include: list[str] | None = CONTENT.option(
         "--include GLOB", "Keep only keys that match; repeatable."

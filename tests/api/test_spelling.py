@@ -59,7 +59,6 @@ OF_OTHER_PROGRAMS = {
     "--schedules-method",
     "--use-distributed-optimizer",
     "--use-precision-aware-optimizer",
-    "--verify-integrity",
 }
 """Options of Megatron's script and of tools that hints name."""
 OF_ANOTHER_VERB = {"--dry-run", "--x"}

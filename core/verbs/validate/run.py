@@ -35,9 +35,7 @@ from core.values import (
     seconds_text,
     shown_briefly,
 )
-from core.verbs.checks.check import Check
-from core.verbs.checks.finding import HOSTILE, Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import HOSTILE, Check, Finding, Level, Severity
 from core.verbs.checks.registry import checks
 from core.verbs.checks.subject import Subject
 
