@@ -40,14 +40,6 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         options=("--version", "--install-completion"),
         guide="guide/first-steps",
     ),
-    "demo": ShortHelp(
-        examples=(
-            ("small checkpoints of many kinds", "ckpt demo"),
-            ("in a directory of another name", "ckpt demo /tmp/small"),
-        ),
-        options=(),
-        guide="guide/first-steps",
-    ),
     "inspect": ShortHelp(
         examples=(
             ("the newest iteration of a run", "ckpt inspect run"),
@@ -269,6 +261,14 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             "--tee",
         ),
         guide="guide/launch",
+    ),
+    "demo": ShortHelp(
+        examples=(
+            ("small checkpoints of many kinds", "ckpt demo"),
+            ("in a directory of another name", "ckpt demo /tmp/small"),
+        ),
+        options=(),
+        guide="guide/first-steps",
     ),
 }
 """Command, or ``ckpt`` for the program's own page → its short help."""
