@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 """Maximum width of a place and its message, and of a place, in files and pipes."""
+_EXPLAINED = 3
+"""Maximum number of codes in the command that explains them."""
 LIMIT = 8
 """Default maximum number of places that are shown for a code."""
 
@@ -51,16 +53,24 @@ _UNREAD = {
 
 
 def text_lines(
-    screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None, is_quiet: bool
+    screen: Screen,
+    verdicts: Sequence[Verdict],
+    *,
+    limit: int | None,
+    is_quiet: bool,
+    names_explain: bool = True,
 ) -> Iterator[str]:
     """Yield the report.
 
     Args:
         limit: maximum number of places of a code; 0 for all, None for ``LIMIT``.
         is_quiet: skip checkpoints without errors.
+        names_explain: end with the command that explains the codes.
     """
     for line in _page(screen, verdicts, LIMIT if limit is None else limit, is_quiet=is_quiet):
         yield _COMMAND.sub(r"\\", line)
+    if names_explain:
+        yield from _explain_lines(screen, verdicts)
 
 
 def _page(
@@ -77,6 +87,17 @@ def _page(
         n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
         text, color = (f"{n_bad} with errors", "red") if n_bad else ("none with errors", "green")
         yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {screen.styled(text, color)}")
+
+
+def _explain_lines(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
+    """Yield the command that explains the worst codes; nothing if only notes were found."""
+    findings = [finding for verdict in verdicts for finding in verdict.judgement.counted]
+    worst = sorted(findings, key=lambda finding: -finding.severity)
+    names = dict.fromkeys(item.code for item in worst if item.severity != Severity.NOTE)
+    if names:
+        yield ""
+        text = f"→ ckpt explain {' '.join([*names][:_EXPLAINED])}"
+        yield screen.plain(screen.styled(text, "dim"))
 
 
 def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str]:

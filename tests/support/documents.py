@@ -50,8 +50,13 @@ CHECKPOINTS: Mapping[str, str] = {
     "models/llama-bin": "hf/llama/bin_sharded",
 }
 """Name in the pages → directory of tests/golden."""
-RANK_FILES = "runs/verl"
-"""Torch files of each rank, from an archive of their own (``tests.support.archives``)."""
+ARCHIVED: Mapping[str, tuple[str, str]] = {
+    "runs/verl": ("dtensor", "fsdp2_dp4"),
+    "runs/verl-megatron": ("megatron_frameworks", "verl"),
+    "runs/adapter": ("lora", "lora/llama/adapter"),
+    "models/base": ("lora", "lora/llama/base"),
+}
+"""Name in the pages → archive (``tests.support.archives``), and directory in it."""
 NEWER_ITERATION = "runs/damaged"
 """A copy of runs/llama with a second iteration that lacks a file and has one byte changed."""
 TITAN_CONFIG = """{
@@ -132,13 +137,17 @@ def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> Non
         text: a page whose commands name the ones that are needed; None for all.
     """
     named = None if text is None else " ".join(step.command for step in steps_of(text))
+
+    def is_needed(name: str) -> bool:
+        return named is None or bool(re.search(rf"(?<![\w/]){re.escape(name)}(?![\w-])", named))
+
     for name, source in CHECKPOINTS.items():
-        if named is None or re.search(rf"(?<![\w/]){re.escape(name)}(?![\w-])", named):
+        if is_needed(name):
             shutil.copytree(golden / source, folder / name)
-    if named is None or RANK_FILES in named:
-        with tempfile.TemporaryDirectory() as unpacked_dir:
-            source = unpacked("dtensor", Path(unpacked_dir)) / "fsdp2_dp4"
-            shutil.copytree(source, folder / RANK_FILES)
+    for name, (archive, source) in ARCHIVED.items():
+        if is_needed(name):
+            with tempfile.TemporaryDirectory() as unpacked_dir:
+                shutil.copytree(unpacked(archive, Path(unpacked_dir)) / source, folder / name)
     if named is None or "models/starship" in named:
         write_starship(golden / CHECKPOINTS["models/llama"], folder)
     if named is None or "config.json" in named:
