@@ -168,7 +168,7 @@ def _inspect(options: InspectOptions) -> Work:
     return partial(inspect, options)
 
 
-@app.command("explore", cls=Command, short_help="Look around in a checkpoint, in the terminal.")
+@app.command("explore", cls=Command, short_help="Browse a checkpoint in the terminal.")
 @accepts("explore.ExploreOptions")
 def _explore(options: ExploreOptions) -> Work:
     """Look around in a checkpoint: names, shapes, places, values, differences and damage.

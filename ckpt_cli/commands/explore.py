@@ -67,7 +67,7 @@ def require_terminal(
     names = ("stdin", "stdout", "stderr")
     for name, stream in zip(names, streams, strict=True):
         if not stream.isatty():
-            raise UsageError(f"ckpt explore needs a terminal, but {name} is none", hint=hint)
+            raise UsageError(f"ckpt explore needs a terminal, but {name} is not one", hint=hint)
     terminal = environ.get("TERM", "")
     if terminal in ("", "dumb", "unknown"):
         raise UsageError(

@@ -299,7 +299,7 @@ def _page(
     screen = screen_of(sys.stdout)
     notes = [*selection.notes]
     if statistics and summary.view.is_rank_local:
-        notes.append("measured rank by rank: data that several ranks hold count several times")
+        notes.append("measured rank by rank: data that several ranks hold counts several times")
     yield from _note_lines(screen, checkpoint, notes)
     tensors = selection.tensors
     if statistics:
@@ -398,7 +398,7 @@ def _picture_lines(
         lines = list(size_lines(screen, *sizes_of(summary.view), sort=options.sort))
         yield from first_lines(screen, lines, limit)
         if summary.view.is_rank_local:
-            note = "note: rank by rank: data that several ranks hold count several times"
+            note = "note: rank by rank: data that several ranks hold counts several times"
             yield screen.styled(note, "yellow")
     if grid is not None:
         yield ""

@@ -103,11 +103,11 @@ def _check_asking(options: PruneOptions) -> None:
     if options.yes or options.dry_run:
         return
     if options.json or options.quiet or not sys.stdin.isatty():
-        why = "there is no terminal to ask on"
+        why = "there is no terminal"
         if sys.stdin.isatty():
             why = f"{'--json' if options.json else '--quiet'} does not ask"
         raise UsageError(
-            f"{why}, and removing iterations needs a confirmation",
+            f"{why}, and removing iterations needs confirmation",
             hint="look at the plan with --dry-run, then pass --yes",
         )
 

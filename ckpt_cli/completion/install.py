@@ -67,6 +67,6 @@ def _current_shell(option: str) -> str:
         if shell in SHELLS:
             return str(shell)
     raise UsageError(
-        f"{option}: cannot tell which shell this is, or it is none of: {', '.join(SHELLS)}",
+        f"{option}: cannot tell which shell this is, or it is not one of: {', '.join(SHELLS)}",
         hint=f"run it from that shell: bash -c 'ckpt {option}'",
     )

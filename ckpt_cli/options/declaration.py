@@ -209,7 +209,7 @@ def json_flag(panel: Panel = MESSAGES) -> Any:
 
 def no_pager_flag(panel: Panel = MESSAGES) -> Any:
     """Declare ``--no-pager``."""
-    return panel.flag("--no-pager", "Print a long page at once, not through a pager.")
+    return panel.flag("--no-pager", "Print long output directly, without a pager.")
 
 
 def debug_flag(panel: Panel = MESSAGES) -> Any:

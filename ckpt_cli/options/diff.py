@@ -39,7 +39,7 @@ def _tolerance(text: str) -> float:
     except ValueError:
         value = math.nan
     if not 0 <= value < math.inf:
-        raise UsageError(f"{text!r} is not a number of at least 0")
+        raise UsageError(f"{text!r} is not a number ≥ 0")
     return value
 
 

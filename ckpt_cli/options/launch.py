@@ -61,7 +61,7 @@ def seconds(low: float) -> Callable[[str | float], float]:
         except ValueError:
             number = -1.0
         if not low <= number < 1e9:
-            raise UsageError(f"{text!r} is not a number of seconds of at least {low:g}")
+            raise UsageError(f"{text!r} is not a number of seconds ≥ {low:g}")
         return number
 
     return parse

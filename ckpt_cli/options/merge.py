@@ -44,7 +44,7 @@ class MergeOptions:
     output: Path | None = OUTPUT.option("-o, --output DST", "Destination. [required]")
     average: bool = MERGE.flag("--average", "Mean of all sources.")
     weights: str | None = MERGE.option(
-        "--weights W,W,…", "Weighted sum: a number per source, in total 1."
+        "--weights W,W,…", "Weighted sum: one number per source, adding up to 1."
     )
     ema: float | None = MERGE.option(
         "--ema DECAY", "Exponential moving average, the oldest first.", parser=parse_number
@@ -62,7 +62,10 @@ class MergeOptions:
     lora: Path | None = MERGE.option(
         "--lora ADAPTER", "Fold a LoRA adapter of peft or Megatron-Bridge into its base."
     )
-    replace: bool = MERGE.flag("--replace", "The second source's tensors, all others of the first.")
+    replace: bool = MERGE.flag(
+        "--replace", "Take the second source's tensors, the others from the first."
+    )
     keep_first: bool = CONTENT.flag(
-        "--keep-first", "Take integers and objects that differ from the first source, not fail."
+        "--keep-first",
+        "If integers or objects differ, use the first source's; do not fail.",
     )

@@ -30,15 +30,16 @@ class PruneOptions:
         "--keep-last N", "Keep the newest N valid iterations.", parser=whole_number(1)
     )
     keep_every: int | None = CONTENT.option(
-        "--keep-every N", "Keep iterations divisible by N, too.", parser=whole_number(1)
+        "--keep-every N", "Also keep iterations divisible by N.", parser=whole_number(1)
     )
     deep: bool = CHECKS.flag("--deep", "Read every byte of an iteration before it counts as valid.")
     trust_metadata: bool = CHECKS.flag(
-        "--trust-metadata", "Remove iterations though the data of the one that stays were not read."
+        "--trust-metadata",
+        "Remove iterations even if the data of the one that stays was not read.",
     )
     dry_run: bool = OUTPUT.flag("-n, --dry-run", "Show what would be removed; remove nothing.")
     yes: bool = OUTPUT.flag(
-        "-y, --yes", "Do not ask; needed where there is no terminal to ask on, and with --json."
+        "-y, --yes", "Do not ask for confirmation; required without a terminal and with --json."
     )
     memory: int | None = memory_option()
     threads: int | None = threads_option()

@@ -159,7 +159,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
     "manifest": ShortHelp(
         examples=(
             ("checksums and fingerprints, next to the data", "ckpt manifest run/iter_0010000"),
-            ("the same in a file of its own", "ckpt manifest run -o run-manifest.json"),
+            ("the same, in a separate file", "ckpt manifest run -o run-manifest.json"),
             ("check the data against it later", "ckpt validate run/iter_0010000 --deep"),
         ),
         options=(
@@ -228,10 +228,10 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
     "prune": ShortHelp(
         examples=(
             (
-                "the newest three, and every ten-thousandth; show it only",
+                "the newest three, and every ten-thousandth (dry run)",
                 "ckpt prune run --keep-last 3 --keep-every 10000 --dry-run",
             ),
-            ("in a job, where nobody can be asked", "ckpt prune run --keep-last 3 --yes"),
+            ("in a batch job, without confirmation", "ckpt prune run --keep-last 3 --yes"),
         ),
         options=(
             "--keep-last",

@@ -198,7 +198,7 @@ class TransferOptions:
         "The model's config.json, if SRC has none (from Megatron: the original one).",
     )
     family: Path | None = LAYOUT.option(
-        "--family FILE.toml", "Tensor names and configuration of an unsupported model family."
+        "--family FILE.toml", "TOML file that describes an unsupported model family."
     )
     text_model: bool = CONTENT.flag(
         "--text-model", "Take only the text model of a vision-language model."

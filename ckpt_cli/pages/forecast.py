@@ -46,9 +46,12 @@ def forecast_facts(
     rates.append("measured")
     yield "time", f"{about_text(expected.seconds)} ({', '.join(rates)})"
     if expected.reading is not None and expected.reading.is_from_memory:
-        yield "", Cell("the source was read from memory: a slower disk takes longer", ("dim",))
+        yield (
+            "",
+            Cell("the source was in memory: reading it from disk takes longer", ("dim",)),
+        )
     elif expected.reading is not None and expected.reading.was_cached:
-        yield "", Cell("at most: the source is partly in memory", ("dim",))
+        yield "", Cell("at most: part of the source is cached in memory", ("dim",))
 
 
 def _existing_facts(expected: Forecast, *, has_force: bool) -> Iterator[tuple[str, Cell | str]]:

@@ -34,7 +34,7 @@ def prune_blocks(pruning: Pruning, *, is_done: bool) -> Iterator[Block]:
         how = (
             "every byte of the newest valid iteration was read, or proven by its manifest"
             if pruning.is_proven
-            else "the data of the newest valid iteration were not read (--deep)"
+            else "the data of the newest valid iteration was not read (--deep)"
         )
         yield dim_cell(f"  {how}")
     for note in pruning.notes:

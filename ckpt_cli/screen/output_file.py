@@ -37,7 +37,7 @@ def check_report_path(path: Path) -> None:
     """
     if path.is_dir():
         raise UsageError(
-            "the report's path is a directory", file=str(path), hint="give the path of a file"
+            "the report path is a directory", file=str(path), hint="give the path of a file"
         )
     if not path.parent.is_dir():
         raise UsageError(
@@ -50,7 +50,7 @@ def check_report_path(path: Path) -> None:
             # An empty file may be replaced, such as one created by mktemp.
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(
-                    "the file exists and is not a report of ckpt",
+                    "the file exists and is not a ckpt report",
                     file=str(path),
                     hint="choose another name, or remove the file",
                 )

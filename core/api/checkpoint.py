@@ -72,7 +72,7 @@ def open(
         CheckpointingException: the metadata are damaged or incomplete.
     """
     if ranks not in RANKS:
-        raise UsageError(f"ranks={ranks!r} is none of: {', '.join(RANKS)}")
+        raise UsageError(f"ranks={ranks!r} is not one of: {', '.join(RANKS)}")
     source = open_checkpoint(location_of(path), iteration=iteration)
     try:
         catalog, notes = source.catalog, source.notes

@@ -88,8 +88,8 @@ _TRANSPORT = (
     ("TimedOut", "it did not answer in time"),
     ("timed out", "it did not answer in time"),
     ("timeout on endpoint", "it did not answer in time"),
-    ("response body error", "it cut the connection"),
-    ("Connection was closed", "it cut the connection"),
+    ("response body error", "it closed the connection"),
+    ("Connection was closed", "it closed the connection"),
     ("error sending request", "it could not be reached"),
     ("Could not connect", "it could not be reached"),
 )
@@ -99,9 +99,7 @@ _WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
 _DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
-_CERTIFICATE_HINT = (
-    "let SSL_CERT_FILE name a file with the certificate of its authority, or check the endpoint"
-)
+_CERTIFICATE_HINT = "point SSL_CERT_FILE at its CA certificate, or check the endpoint"
 
 
 def set_storage_options(options: Mapping[str, str]) -> None:
@@ -484,9 +482,9 @@ def no_credentials(path: Address) -> StorageError:
 def no_conditional_writes(path: Address) -> StorageError:
     """Return the error for a store that would replace an object that must not be replaced."""
     return StorageError(
-        "the store cannot refuse to replace an object",
+        "the store does not support conditional writes",
         file=str(path),
-        hint="use one that knows If-None-Match, or write to a local disk",
+        hint="use one that supports If-None-Match, or write to a local disk",
     )
 
 
@@ -527,13 +525,13 @@ def _failed(name: str, text: str, status: str) -> tuple[str, str | None]:
     """Return message and hint for a request that failed for another reason."""
     if name == "NotSupportedError" and "Range" in text:
         return (
-            "the server does not answer requests for a part of a file",
+            "the server cannot send part of a file (HTTP range requests)",
             "copy the checkpoint to a local disk, or serve it with nginx or an object store",
         )
     if status in ("429", "503"):
-        return "the store is throttling requests", "run again with fewer -j"
+        return "the store is throttling requests", "run again with a lower -j"
     if status:
-        return "the request failed", "run again; if it fails again, ask who runs the store"
+        return "the request failed", "run again; if it fails again, ask whoever runs the store"
     return _QUERY.sub("", text.partition("\n")[0].strip()), None
 
 

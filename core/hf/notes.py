@@ -165,12 +165,12 @@ def _scaling_notes(fields: Mapping[str, object]) -> Iterator[str]:
     elif fields.get("use_rope_scaling") and factor not in (None, _USUAL_FACTOR):
         yield (
             f"rope_scaling_factor is {factor}: Megatron's training script (up to megatron-core "
-            f"0.19 and d98e8a64) does not hand it to the model and computes with {_USUAL_FACTOR}, "
+            f"0.19 and d98e8a64) does not pass it to the model and computes with {_USUAL_FACTOR}, "
             f"which gives other logits; {_BRIDGE}"
         )
     elif linear not in (None, 1):
         yield (
-            f"rotary_seq_len_interpolation_factor is {linear}: Megatron's training script hands "
+            f"rotary_seq_len_interpolation_factor is {linear}: Megatron's training script passes "
             "it to the model since megatron-core 0.19, and older versions rotate without it, which "
             f"gives other logits; {_BRIDGE}"
         )

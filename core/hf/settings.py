@@ -21,8 +21,8 @@ way                     config.json                  argument
                                                      with linear attention and 0 for another one
 ``inverse_root``        x                            ``softmax_scale`` 1 / √x
 ``flag``                the same                     true or false
-``gelu``                name of a GELU, by tanh or   ``bias_gelu_fusion``: true by tanh, which
-                        exact                        Megatron's fused bias and GELU is
+``gelu``                name of a GELU, tanh or      ``bias_gelu_fusion``: true for tanh, which
+                        exact                        Megatron's fused bias-GELU uses
 ``one_group``           ``multi_query``              ``num_query_groups``: 1 if it is true, else the
                                                      number of query heads
 ``blocks``              ``block_configs``, one       ``heterogeneous_layers_config_encoded_json``,
@@ -72,7 +72,7 @@ _TYPES = {"sliding_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has a window."""
 _EXACT_GELU = "gelu"
 _GELUS = {"gelu_new": True, "gelu_pytorch_tanh": True, "gelu_fast": True, _EXACT_GELU: False}
-"""Name of a GELU → whether it is the one by tanh."""
+"""Name of a GELU → whether it is the tanh approximation."""
 _GELU_ARGUMENT = "bias_gelu_fusion"
 _ATTENTION = {"linear_attention": 1, "full_attention": 0}
 """Entry of ``layer_types`` → whether the layer has linear attention."""
@@ -89,7 +89,7 @@ class Setting:
         way: one of ``WAYS``.
         every: number of layers after which one without a window, or without linear attention,
             follows, where ``config.json`` does not list them.
-        written: the name of a GELU by tanh that is written; all of them are read.
+        written: the name of the tanh GELU that is written; all of them are read.
     """
 
     name: str
@@ -102,7 +102,7 @@ class Setting:
         if self.way not in WAYS:
             raise ValueError(f"a setting has the unknown way {self.way!r}")
         if self.way == "gelu" and not _GELUS.get(str(self.written)):
-            raise ValueError(f"the setting {self.name!r} has no GELU by tanh that is `written`")
+            raise ValueError(f"the setting {self.name!r} has no tanh GELU that is `written`")
 
 
 def gelu_notes(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> list[str]:
@@ -121,13 +121,13 @@ def gelu_notes(settings: Mapping[str, Setting], fields: Mapping[str, object]) ->
     name = setting_value(setting, fields.get(_GELU_ARGUMENT), fields, n_layers=1)
     if _GELUS[str(name)]:
         note = (
-            "the model's GELU is the one by tanh, as Megatron's fused bias and GELU is: "
+            "the model uses the tanh approximation of GELU, as Megatron's fused bias-GELU does: "
             "run Megatron without --no-bias-gelu-fusion"
         )
     else:
         note = (
-            "the model's GELU is the exact one, and Megatron's fused bias and GELU is the one by "
-            "tanh: run Megatron with --no-bias-gelu-fusion"
+            "the model uses exact GELU, but Megatron's fused bias-GELU uses the tanh "
+            "approximation: run Megatron with --no-bias-gelu-fusion"
         )
     return [note]
 

@@ -251,7 +251,7 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
     """
     if missing_chunks not in MISSING_CHUNKS:
         raise UsageError(
-            f"--missing-chunks: {missing_chunks!r} is none of: {', '.join(MISSING_CHUNKS)}"
+            f"--missing-chunks: {missing_chunks!r} is not one of: {', '.join(MISSING_CHUNKS)}"
         )
     if catalog.facet(ZarrFacts) is None:
         return []

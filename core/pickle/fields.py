@@ -70,7 +70,7 @@ class FieldReader:
     ) -> int:
         """Return an integer from ``least`` to ``most``; a bool is none."""
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-            usual = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            usual = "a positive integer" if least == 1 else f"an integer ≥ {least}"
             raise self.build_error(value, name, expected or usual)
         return value
 
@@ -120,7 +120,7 @@ class FieldReader:
         least: int = 0,
         expected: str = "a list of integers",
     ) -> tuple[int, ...]:
-        """Return a list of integers of at least ``least``, as ``read_list``."""
+        """Return a list of integers ≥ ``least``, as ``read_list``."""
         for item in self.read_list(value, name, n=n, expected=expected):
             if type(item) is not int or not least <= item <= _MAX_INT:
                 raise self.build_error(value, name, expected)
@@ -131,7 +131,7 @@ class FieldReader:
     ) -> tuple[int, ...]:
         """Return a shape, or another position among ``n`` axes, of at most ``MAX_RANK`` numbers."""
         count = f"at most {MAX_RANK}" if n is None else n
-        expected = f"a list of {count} integers of at least {least}"
+        expected = f"a list of {count} integers ≥ {least}"
         if isinstance(value, (list, tuple)) and len(value) > MAX_RANK:
             raise self.build_error(value, name, expected)
         return self.read_ints(value, name, n=n, least=least, expected=expected)

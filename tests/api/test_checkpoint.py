@@ -124,7 +124,7 @@ def test_a_closed_checkpoint_says_so(golden: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(golden: Path) -> None:
-    with pytest.raises(UsageError, match="ranks='all' is none of"):
+    with pytest.raises(UsageError, match="ranks='all' is not one of"):
         core.open(golden / DENSE / "tp1_pp1", ranks="all")
     with core.open(golden / DENSE / "tp1_pp1") as checkpoint, pytest.raises(UsageError):
         checkpoint.named("nemo")

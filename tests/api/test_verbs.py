@@ -56,9 +56,9 @@ def test_wrong_arguments(golden: Path, tmp_path: Path) -> None:
         core.convert(golden / RUN, to="torchdist")
     with pytest.raises(UsageError, match="Did you mean bf16"):
         core.convert(golden / RUN, dtype="b16")
-    with pytest.raises(UsageError, match="rng='kep' is none of: keep, drop. Did you mean keep"):
+    with pytest.raises(UsageError, match="rng='kep' is not one of: keep, drop. Did you mean keep"):
         core.convert(golden / RUN, rng="kep")
-    with pytest.raises(UsageError, match="tp_new=0 is not a whole number of at least 1"):
+    with pytest.raises(UsageError, match="tp_new=0 is not a whole number ≥ 1"):
         core.reshard(golden / RUN, tp_new=0)
     with pytest.raises(TypeError, match="unexpected keyword argument 'tensors'"):
         core.diff(golden / RUN, golden / RUN, tensors=True)

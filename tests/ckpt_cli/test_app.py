@@ -74,7 +74,7 @@ def test_python_m_is_the_same_program() -> None:
         (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),
         (["check", "a"], "use ckpt validate PATH"),
         (["merge", "a", "b"], "error: the computation is missing\n  hint: give one of: --average"),
-        (["inspect", "--limit", "x"], "'x' is not a whole number of at least 0"),
+        (["inspect", "--limit", "x"], "'x' is not a whole number ≥ 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),
         (
@@ -83,7 +83,7 @@ def test_python_m_is_the_same_program() -> None:
         ),
         (
             ["convert", "--tp-new", "0", "--to", "dcp"],
-            "invalid value for '--tp-new': '0' is not a whole number of at least 1",
+            "invalid value for '--tp-new': '0' is not a whole number ≥ 1",
         ),
         (["convert", "a", "b"], "choose one of: dcp, "),
         (

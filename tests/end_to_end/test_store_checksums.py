@@ -119,7 +119,7 @@ def test_other_checksums_cannot_be_compared_with_a_manifest(
     put(client, checkpoint, "b", "CRC32C")
     code, (note,) = findings(["s3://runs/b"], capsys)
     assert (code, note["code"]) == (0, "CK833")
-    assert "the store states CRC-32C, the manifest CRC-32" in note["message"]
+    assert "the store reports CRC-32C, the manifest CRC-32" in note["message"]
 
 
 @pytest.mark.first(2)
@@ -179,5 +179,5 @@ def test_a_checksum_of_parts_that_are_not_listed_is_not_compared(
     code, (note,) = findings(["--deep", "s3://runs/e/model.safetensors"], capsys)
     assert (code, note["code"]) == (0, "CK833")
     assert note["message"] == (
-        "model.safetensors: the store states SHA-256 of parts, but not where they are"
+        "model.safetensors: the store reports SHA-256 of parts, but not where the parts begin"
     )

@@ -93,7 +93,7 @@ MIDWAY = {
     ),
     "changed": (Rule(status=412, code="PreconditionFailed"), "changed while it was being read"),
     "throttled": (Rule(status=503, code="SlowDown"), "throttling requests (503 SlowDown)"),
-    "cut": (Rule("truncate"), "it cut the connection"),
+    "cut": (Rule("truncate"), "it closed the connection"),
 }
 
 

@@ -264,7 +264,7 @@ def test_an_object_is_only_replaced_on_request(bucket: Any) -> None:
 def test_a_write_that_cannot_be_done_says_why(bucket: Any) -> None:
     for url, options, message in (
         ("s3://nowhere/x", {}, "no such bucket: nowhere"),
-        ("s3://runs/y", {"conditional_put": "disabled"}, "cannot refuse to replace an object"),
+        ("s3://runs/y", {"conditional_put": "disabled"}, "does not support conditional writes"),
     ):
         set_storage_options(options)
         with pytest.raises(StorageError, match=message):

@@ -125,7 +125,7 @@ def whole_number(low: int, high: int = 2**31 - 1) -> Callable[[str | int], int]:
         except ValueError:
             number = low - 1  # refused below, with the same message
         if not low <= number <= high:
-            limits = f"from {low} to {high}" if high < 2**31 - 1 else f"of at least {low}"
+            limits = f"from {low} to {high}" if high < 2**31 - 1 else f"≥ {low}"
             raise UsageError(f"{text!r} is not a whole number {limits}")
         return number
 

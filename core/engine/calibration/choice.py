@@ -139,7 +139,7 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
     try:
         # The device must give the same bits ...
         if not trial.is_exact(able):
-            return Decision(work, False, "the device gives other bits than the processor")
+            return Decision(work, False, "the device's results are not bit-identical to the CPU's")
         if not device.is_auto:
             return Decision(work, True, "asked for")
         # ... and, with ``auto``, be faster with as many threads as will work.

@@ -172,7 +172,7 @@ def dequantize(
     if not scales_of:
         raise UsageError(
             "--dequantize: no float8, int8 or MXFP4 tensor has scales",
-            hint="if the float8 numbers are the values, cast with --dtype"
+            hint="if the float8 values need no scales, cast them with --dtype"
             if bare
             else "omit --dequantize",
         )
@@ -258,10 +258,10 @@ def _dequantize_mxfp4(
         if scales is None or not fits or scales.dtype != "uint8" or len(numbers.shape) != 4:
             text = "are missing" if scales is None else f"are {scales.dtype} {scales.shape}"
             raise CorruptError(
-                f"the scales of MXFP4 numbers of shape {numbers.shape} {text}", key=key + SCALES
+                f"the scales of MXFP4 values of shape {numbers.shape} {text}", key=key + SCALES
             )
         if key in catalog.tensors:
-            raise CorruptError("the tensor is stored as MXFP4 numbers as well", key=key)
+            raise CorruptError("the tensor is also stored as MXFP4 values", key=key)
         numbers_of[key] = weight.key
     if not numbers_of:
         return QuantizedCatalog(catalog, (), (), ())

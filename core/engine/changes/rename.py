@@ -56,7 +56,7 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
         rules: ``(pattern, replacement)`` pairs.
 
     Raises:
-        UsageError: a pattern is not a regular expression, matches nothing, or two keys become one.
+        UsageError: a pattern is not valid, matches nothing, or two keys become one.
     """
     # Compile the rules.
     compiled = []
@@ -64,7 +64,9 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
         try:
             compiled.append((re.compile(pattern), replacement))
         except re.error as err:
-            raise UsageError(f"--rename: {pattern!r} is not a regular expression: {err}") from err
+            raise UsageError(
+                f"--rename: {pattern!r} is not a valid regular expression: {err}"
+            ) from err
     if not compiled:
         return RenamedCatalog(catalog)
 

@@ -161,11 +161,11 @@ def check_numbers(key: str, tensor: Tensor) -> None:
     kind = dtype_of(tensor.dtype)
     if kind.kind != "float" or kind.itemsize < 2:
         raise UnsupportedError(
-            f"the tensor holds {kind.name} numbers of a quantized weight, "
+            f"the tensor holds the {kind.name} values of a quantized weight, "
             "which are meaningless without their scales",
             key=key,
             hint="keep the scales and apply them with --dequantize bf16; "
-            "cast float8 numbers that need no scales with --dtype GLOB=bf16",
+            "cast float8 values that need no scales with --dtype GLOB=bf16",
         )
 
 

@@ -146,7 +146,7 @@ def s3_client(path: RemotePath, *, n_connections: int) -> Any:
     options = s3_options(path)
     if "sse_customer_key_base64" in options:
         raise UsageError(
-            "keys of customers (sse_customer_key_base64) are not supported",
+            "customer-provided keys (sse_customer_key_base64) are not supported",
             file=str(path),
             hint="use --storage-option server_side_encryption=aws:kms",
         )

@@ -43,9 +43,9 @@ _BY_OBSTORE = (
 _REFUSED = {
     "default_content_type": "omit it",
     "default_headers": "omit it",
-    "proxy_ca_certificate": "let SSL_CERT_FILE name the certificate",
+    "proxy_ca_certificate": "point SSL_CERT_FILE at the CA certificate",
     "proxy_excludes": "name the hosts in NO_PROXY",
-    "root_certificate": "let SSL_CERT_FILE name the certificate",
+    "root_certificate": "point SSL_CERT_FILE at the CA certificate",
 }
 """Options of obstore's HTTP client that are not text, or that boto3 does not have → what to do."""
 _PREFIX = re.compile(r"(?:aws|google|azure)_")

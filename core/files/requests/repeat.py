@@ -95,7 +95,7 @@ def with_retries(
             if pause_s > _LONGEST_PAUSE_S:
                 raise StorageError(
                     f"the store is throttling requests, and asks to wait {pause_s:,.0f} s",
-                    hint="run again later, or with fewer -j",
+                    hint="run again later, or with a lower -j",
                 )
             limiter.pause_until(monotonic() + pause_s)
             give_up_at += pause_s

@@ -120,7 +120,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
                 f"the index lists the tensor in {name!r}, which is not a {kind} file",
                 file=file,
                 key=key,
-                hint="take the index from where the checkpoint comes from; or remove it: shards "
+                hint="copy the index again from its source; or remove it: shards "
                 "numbered from 1 to n are read without it",
             )
     # Some versions of transformers wrote the size as a float.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from core.engine.catalog.catalog import Catalog
-from core.errors import NoEffectError, UsageError
+from core.errors import CorruptError, NoEffectError, UsageError
+from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.formats.huggingface.files import CONFIG, is_tokenizer_file
+from core.formats.huggingface.special_tokens import GENERATION_CONFIG
 
 
 def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Catalog:
-    """Return a copy of a catalog with the tokenizer's files of a directory.
+    """Return a copy of a catalog with a directory's tokenizer files and generation_config.json.
 
     Args:
         catalog: a model's catalog, with its configuration.
@@ -58,6 +61,14 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
     for path in paths:
         with translate_os_errors(str(path), doing="read"):
             files[path.name] = path.read_bytes()
+    # How the model of that directory generates: the tokens at which it stops, its temperature.
+    generation = folder / GENERATION_CONFIG
+    if GENERATION_CONFIG not in files and generation.is_file():
+        with translate_os_errors(str(generation), doing="read"):
+            content = generation.read_bytes()
+        with suppress(CorruptError):
+            parse_json_object(content, file=GENERATION_CONFIG)
+            files[GENERATION_CONFIG] = content
     return replace(catalog, files=files)
 
 

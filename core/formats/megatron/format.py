@@ -168,7 +168,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         except CheckpointingException as err:
             report(err.breaking("ranks.files"))
     if not files_in:
-        raise MissingShardError("no rank's file can be read", file=store.label)
+        raise MissingShardError("none of the rank files can be read", file=store.label)
     # Use the topology of most ranks; a few may have other arguments.
     common_rank = _most_common_rank(files_in, roots)
     args = roots[common_rank]
@@ -389,7 +389,8 @@ class _CollectedRanks:
         """
         if self._first is None:
             raise MissingShardError(
-                "no rank's file can be read", hint="copy the checkpoint again, with all its files"
+                "none of the rank files can be read",
+                hint="copy the checkpoint again, with all its files",
             )
         # The first rank's entries are those of the catalog.
         head = self._first[1]

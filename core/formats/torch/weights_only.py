@@ -476,7 +476,7 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
     if endless:
         options = " ".join(f"--exclude {shlex.quote(key)}" for key in endless[:_MAX_SHOWN])
         return [
-            f"{refusal}; --weights-only cannot set those aside that contain themselves: {options}"
+            f"{refusal}; --weights-only cannot set aside those that contain themselves: {options}"
         ]
     return [f"{refusal}; --weights-only sets them aside"]
 

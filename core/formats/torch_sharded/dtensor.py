@@ -13,7 +13,7 @@
 The position of the part follows from mesh and placements (``mesh_cut``), and is compared with the
 shape of the local tensor. This may be of torchao's classes (``quantized_parts``).
 
-Not supported, refused by name: ``Partial`` placements, whose ranks hold summands; placements of
+Not supported, refused by name: ``Partial`` placements, whose ranks hold partial sums; placements of
 other classes; local tensors of other classes; torchao's in strided shards.
 
 Source: torch 2.13 ``torch/distributed/tensor/_dtensor_spec.py``, ``placement_types.py``; files that
@@ -130,7 +130,7 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
         fields = attributes(placement) or {}
         axis, split_factor = fields.get("dim"), fields.get("split_factor", 1)
         if name not in ("Shard", "_StridedShard"):
-            summands = ", whose ranks hold summands" if "Partial" in name else ""
+            summands = ", whose ranks hold partial sums" if "Partial" in name else ""
             raise UnsupportedError(f"DTensor with the placement {name}{summands}")
         n = len(shape)
         axis = reader.read_int(

@@ -63,7 +63,7 @@ def walk_folders(
             except UnicodeEncodeError as err:
                 raise UnsafeError(
                     f"the directory's name {path!r} is not UTF-8",
-                    hint="rename the directory, which no writer of zarr calls so",
+                    hint="rename the directory: no zarr writer uses such a name",
                 ) from err
         # The stack is popped from its end: reversed, the first subdirectory is visited next.
         waiting += reversed(subfolders)

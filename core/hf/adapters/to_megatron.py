@@ -111,7 +111,7 @@ def adapter_to_megatron(
     if replacements:
         raise UnsupportedError(
             f"the adapter replaces {len(replacements)} tensors of the base model "
-            f"({list_some(replacements)}), which adapters of Megatron cannot",
+            f"({list_some(replacements)}), which Megatron's adapters cannot do",
             key=next(iter(replacements.values())),
             hint=_FOLD,
         )
@@ -145,7 +145,7 @@ def adapter_to_megatron(
     }
     if unknown:
         raise UnsupportedError(
-            f"Megatron has no adapters of {len(unknown)} of the layers: {list_some(unknown)}",
+            f"Megatron has no adapters for {len(unknown)} of the layers: {list_some(unknown)}",
             key=adaptations[min(unknown)].a,
             hint=f"embeddings, output layers and experts have none; {_FOLD}"
             if key_of
@@ -200,7 +200,9 @@ def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
     """
     for item in adaptations.values():
         if item.is_embedding:
-            raise UnsupportedError("Megatron has no adapters of embeddings", key=item.a, hint=_FOLD)
+            raise UnsupportedError(
+                "Megatron has no adapters for embeddings", key=item.a, hint=_FOLD
+            )
     kinds = {(item.rank, item.scaling): item.a for item in adaptations.values()}
     if len(kinds) > 1:
         ranks = ", ".join(f"rank {rank} × {scaling:g}" for rank, scaling in sorted(kinds))

@@ -155,7 +155,7 @@ def _notes(
     if len(rates) > 1:
         notes.append(
             f"the source's parameter groups have {len(rates)} learning rates; Megatron's schedule "
-            "gives all parameters one"
+            "gives all parameters the same one"
         )
     if any(
         settings_of[hf].get("decoupled_weight_decay") is False

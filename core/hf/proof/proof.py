@@ -108,7 +108,7 @@ def prove_model(
         if wrapper is not None and weights:
             raise UnknownTensorError(
                 f"all names begin with {wrapper!r}, as in a training framework's state dict; "
-                "transformers knows no such name and would start from random weights",
+                "transformers does not know such names and would initialize these weights randomly",
                 key=next(iter(weights)),
                 hint=f"remove it with --strip-prefix {wrapper}",
             )

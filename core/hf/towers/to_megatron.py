@@ -178,8 +178,7 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
             f"Megatron-Bridge's {model.name} has no tensors "
             + " or ".join(f"{start}*" for start in model.not_built),
             key=surplus,
-            hint="leave them behind with "
-            + " ".join(f"--exclude '{start}*'" for start in model.not_built),
+            hint="drop them with " + " ".join(f"--exclude '{start}*'" for start in model.not_built),
         )
     if surplus is not None:
         raise UnknownTensorError(

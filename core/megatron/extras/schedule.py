@@ -76,8 +76,8 @@ def describe_position(n_samples: int) -> str:
         else "at sample 0, as the source does not record how many it has trained on"
     )
     return (
-        f"the learning rate schedule is not carried: start Megatron with {OVERRIDE}, which takes "
-        f"its own, {position}"
+        f"the learning rate schedule is not carried: start Megatron with {OVERRIDE}, which makes "
+        f"it use its own, {position}"
     )
 
 

@@ -222,7 +222,7 @@ def check_towers(catalog: Catalog, format: str) -> None:
         raise UnsupportedError(
             "the model has towers beside its text model: only Megatron-Bridge builds it, which "
             f"does not load {format} checkpoints",
-            hint="write --to torch_dist; or convert a Hugging Face model's text model alone with "
+            hint="use --to torch_dist; or convert a Hugging Face model's text model alone with "
             "--text-model",
         )
     # Optimizers of rank files count parameters; with norms, RADIO's order is not that of CLIP.
@@ -234,7 +234,7 @@ def check_towers(catalog: Catalog, format: str) -> None:
     if is_radio and has_norms and is_numbered and model.top_level is None:
         raise UnsupportedError(
             "in rank files, the optimizer of a RADIO tower with norms is not supported",
-            hint="drop it with --no-optim, or write --to torch_dist",
+            hint="drop it with --no-optim, or use --to torch_dist",
         )
 
 

@@ -93,7 +93,7 @@ class Pipeline:
         options = [option for option, is_given in given.items() if is_given]
         if len(options) > 1:
             raise UsageError(
-                f"{options[0]} and {options[1]} exclude each other",
+                f"{options[0]} and {options[1]} cannot be combined",
                 hint="use one of the two, as Megatron requires",
             )
 

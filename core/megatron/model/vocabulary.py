@@ -53,7 +53,7 @@ def find_true_rows(
     """
     if keep_padded:
         if given is not None:
-            raise UsageError("--vocab-size and --keep-padded-vocab exclude each other")
+            raise UsageError("--vocab-size and --keep-padded-vocab cannot be combined")
         return TrueRows(min(stored, default=None))
 
     # The user's number wins over the arguments'.
@@ -138,7 +138,7 @@ def cut_vocab(
     if n_rows is None:
         return CutVocab(shapes, ())
     rows = n_rows if target_tp is None else facts.padded_rows(n_rows, tp=target_tp)
-    change = "padding removed" if rows == n_rows else "padded anew"
+    change = "padding removed" if rows == n_rows else "re-padded"
     cut: dict[str, Shape] = {}
     notes: list[str] = []
     for name, shape in shapes.items():

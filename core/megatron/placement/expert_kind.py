@@ -68,7 +68,7 @@ def with_expert_kind(
     facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     model = catalog.facet(MegatronModel) or MegatronModel()
     if kind not in (None, *KINDS):
-        raise UsageError(f"{OPTION}: {kind!r} is none of: {', '.join(KINDS)}")
+        raise UsageError(f"{OPTION}: {kind!r} is not one of: {', '.join(KINDS)}")
     if facts.n_experts is None:
         if kind is None:
             return catalog

@@ -157,7 +157,7 @@ def unshard_ranks(
     if facts.pipeline.is_v_shaped and not is_v_shaped(fields_of(catalog.args)):
         notes.append(
             "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
-            "the arguments do not say it"
+            "the arguments do not record it"
         )
 
     # Rows that are stored in another order are put in order by their fragments.

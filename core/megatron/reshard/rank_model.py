@@ -483,7 +483,7 @@ def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
                 "model by the arguments",
                 key=name,
                 rank=chunk.folder,
-                hint="were the directories of pipeline stages exchanged? Rename them so that the "
+                hint="were the directories of pipeline stages swapped? Rename them so that the "
                 f"file with this tensor is that of {expected}",
                 rule="layout.places",
             )
@@ -514,7 +514,7 @@ def _check_names(
                 MissingShardError(
                     f"{list_some(absent)} {verb} in {holder}, but not here",
                     rank=lacking,
-                    hint="copy the checkpoint again; rank directories may have been exchanged",
+                    hint="copy the checkpoint again; rank directories may have been swapped",
                     rule="layout.names",
                 )
             )

@@ -332,7 +332,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
         if is_refused:
             raise UnsupportedError(
                 f"writing {name} as {FORMAT} is not supported",
-                hint="write --to torch_dist or --to megatron",
+                hint="use --to torch_dist or --to megatron",
             )
     if (model.expert_names or facts.expert_names) == "grouped":
         raise UnsupportedError(

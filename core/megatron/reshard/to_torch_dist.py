@@ -148,7 +148,7 @@ def to_torch_dist(
         raise UnsupportedError(
             "models with the names of megatron.legacy exist only as rank files: Megatron-LM cannot "
             "save them as torch_dist",
-            hint="write --to megatron",
+            hint="use --to megatron",
         )
     check_parallel_sizes(topology, facts)
     check_towers(catalog, format)
@@ -459,8 +459,7 @@ def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -
             f"in torch_dist, the order of this adapter's rows depends on the tensor parallel size: "
             f"Megatron-Bridge loads it only at the size of the arguments, {tp}, not {topology.tp}",
             key=key,
-            hint="write --to megatron; or write --to hf, and convert that with "
-            f"--tp-new {topology.tp}",
+            hint=f"use --to megatron; or use --to hf, and convert that with --tp-new {topology.tp}",
         )
     return to_stored_order(catalog, tp)
 

@@ -345,5 +345,5 @@ def _compile_pattern(row: Mapping[str, object], *, where: str, label: str) -> re
         return re.compile(text)
     except re.error as err:
         raise UsageError(
-            f"{where}: {text!r} is not a regular expression: {err}", file=label
+            f"{where}: {text!r} is not a valid regular expression: {err}", file=label
         ) from err

@@ -58,9 +58,9 @@ class StageStore(TargetStore):
                 other = self._name_of.setdefault(status.st_ino, name)
                 if other != name:
                     raise UnsupportedError(
-                        f"the file system cannot tell this file from {other}",
+                        f"the file system does not distinguish this file name from {other}",
                         file=name,
-                        hint="write to a file system that distinguishes upper and lower case",
+                        hint="write to a case-sensitive file system",
                     )
                 size = status.st_size
                 if size != n_bytes:

@@ -111,7 +111,7 @@ ZIP_DESCRIPTOR = Code(
     "CK126",
     Severity.ERROR,
     "a zip data descriptor does not match the directory",
-    "copy this file again: bytes behind a record have changed",
+    "copy this file again: bytes after a record have changed",
     Level.HEADERS,
 )
 ZIP_SMALL_CRC = Code(

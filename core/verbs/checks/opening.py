@@ -17,7 +17,7 @@ UNREADABLE = Code(
     "CK100",
     Severity.ERROR,
     "the checkpoint cannot be read",
-    "mend what the message names, and validate again: little else could be checked",
+    "fix what the message names, and validate again: little else could be checked",
 )
 
 CODES = (UNREADABLE,)

@@ -67,7 +67,7 @@ def check_not_empty(source: Checkpoint, target: TargetCatalog, format: Format) -
     raise UnsupportedError(
         f"no tensor would be written to {format.title}: all that the source has would be left out",
         file=source.store.label,
-        hint="leave fewer entries out" if catalog.tensors else KEEP_OBJECTS,
+        hint="exclude fewer entries" if catalog.tensors else KEEP_OBJECTS,
     )
 
 

@@ -151,12 +151,12 @@ def check_values(given: Mapping[str, Any]) -> None:
         choices = CHOICES.get(name, (value,))
         if value not in choices:
             raise UsageError(
-                f"{name}={value!r} is none of: {', '.join(choices)}",
+                f"{name}={value!r} is not one of: {', '.join(choices)}",
                 hint=did_you_mean(str(value), choices),
             )
         least = 0 if name in ("iteration", "layer_axis") else 1
         if type(value) is int and value < least:
-            raise UsageError(f"{name}={value} is not a whole number of at least {least}")
+            raise UsageError(f"{name}={value} is not a whole number ≥ {least}")
 
 
 def parse_number(number: str | int, *, option: str) -> int:

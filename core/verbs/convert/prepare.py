@@ -10,6 +10,7 @@ from pathlib import Path
 
 from core.engine.catalog.catalog import Catalog, TargetCatalog
 from core.engine.catalog.dropped import Dropped
+from core.engine.catalog.facets import HuggingFaceModel
 from core.engine.catalog.key_patterns import folded
 from core.engine.catalog.tensor import Tensor
 from core.engine.plan.memory import estimate_object_bytes, limit_objects
@@ -53,6 +54,7 @@ from core.verbs.convert.target_form import (
     safe_form,
     settle_attributes,
     with_folders_beside,
+    with_tokens_in_configuration,
 )
 
 
@@ -335,6 +337,9 @@ def _cut_source(
     catalog, target = cut_form(job, catalog, format)
     if not is_file:
         catalog, target = with_folders_beside(catalog, target, opened, format)
+    if has_config and (job.tokenizer is not None or catalog.facet(HuggingFaceModel) is not None):
+        catalog, target, notes = with_tokens_in_configuration(catalog, target, opened)
+        form = replace(form, notes=(*form.notes, *notes))
     copied = [path for path, item in target.files.items() if not isinstance(item, bytes)]
     unsafe = describe_unsafe_files(opened, [] if is_file else copied)
     refused = {name for entry in unsafe for name in entry.names}

@@ -34,8 +34,9 @@ from core.engine.catalog.optimizer_keys import param_of, split_state_key, state_
 from core.engine.catalog.tensor import Tensor
 from core.engine.changes.rename import rename_entries
 from core.errors import UnsupportedError, UsageError, list_some
+from core.files.json_object import read_small_file
 from core.formats.format import LOADER_STATE, Format
-from core.formats.huggingface.files import is_tokenizer_file
+from core.formats.huggingface.files import is_tokenizer_file, read_config_json
 from core.formats.torch.stream import has_pickled_name
 from core.formats.torch.weights_only import names_importable
 from core.opening.code_in_pickles import list_dangerous_names
@@ -45,6 +46,7 @@ from core.opening.target import partitioned, source_and_target
 from core.pickle.inert import TensorLeaf
 from core.pickle.key_text import class_of_key, faithful_text
 from core.pickle.nesting import entries, join_path
+from core.verbs.convert.apply_changes import config_beside
 from core.verbs.convert.global_form.build import global_form
 from core.verbs.convert.global_form.form import GlobalForm, is_model_form
 from core.verbs.convert.global_form.request import load_job_rules
@@ -199,6 +201,52 @@ def with_folders_beside(
     return (
         replace(catalog, files={**catalog.files, **files}),
         replace(target, files={**target.files, **planned.files}),
+    )
+
+
+def with_tokens_in_configuration(
+    catalog: Catalog, target: TargetCatalog, source: Checkpoint
+) -> tuple[Catalog, TargetCatalog, tuple[str, ...]]:
+    """Complete the configuration of a model by its tokenizer, so that a server can load both.
+
+    Args:
+        catalog, target: from ``with_folders_beside``.
+        source: the opened source.
+
+    Returns:
+        Both with the files, and notes.
+
+    Raises:
+        UsageError: the tokenizer has tokens for which the model has no row.
+    """
+    from core.formats.huggingface.special_tokens import (
+        MAX_BYTES,
+        TOKENIZER_FILES,
+        check_token_count,
+        complete_configuration,
+        read_special_tokens,
+    )
+
+    contents: dict[str, bytes] = {}
+    for name in TOKENIZER_FILES:
+        content = target.files.get(name)
+        if isinstance(content, bytes):
+            contents[name] = content
+        elif content is not None:
+            places = (name, *(f"{folder}/{name}" for folder in source.format.side_folders))
+            path = next(path for path in places if path in source.catalog.files)
+            if source.store.size(path) <= MAX_BYTES:
+                contents[name] = read_small_file(source.store, path, max_bytes=MAX_BYTES)
+    config = config_beside(catalog, read_config_json(source.store))
+    if not contents or config is None:
+        return catalog, target, ()
+    tokens = read_special_tokens(contents)
+    check_token_count(tokens, config)
+    files, notes = complete_configuration(target.files, config, tokens)
+    return (
+        replace(catalog, files={**catalog.files, **files}),
+        replace(target, files={**target.files, **files}),
+        notes,
     )
 
 

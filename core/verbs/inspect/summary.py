@@ -181,8 +181,8 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     n_unopened = 0 if ranks is None else ranks.n_unopened
     if n_unopened:
         notes.append(
-            f"opened {n_files - n_unopened:,} of {n_files:,} files, one per pipeline stage and"
-            " length; --all opens all"
+            f"opened {n_files - n_unopened:,} of {n_files:,} files (one per pipeline stage and"
+            " file size); --all opens them all"
         )
     others = list_other_iterations(checkpoint.passed, checkpoint.path)
     if others:

@@ -358,8 +358,8 @@ def _orientations(
     }
     if square and others - {default}:
         raise UnsupportedError(
-            "the adapter has linear layers of both orientations, and for square weights nothing "
-            "tells which they have",
+            "the adapter has linear layers of both orientations, and nothing shows which "
+            "orientation square weights have",
             key=square[0],
             hint="merge it with peft: PeftModel.merge_and_unload()",
         )

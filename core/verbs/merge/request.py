@@ -50,14 +50,14 @@ class Merge:
     def __post_init__(self) -> None:
         option, n_sources = f"--{self.method}", 1 + len(self.others)
         if self.method not in METHODS:
-            raise UsageError(f"{self.method!r} is none of: {', '.join(METHODS)}")
+            raise UsageError(f"{self.method!r} is not one of: {', '.join(METHODS)}")
         if self.method in (SLERP, DELTA, REPLACE) and n_sources != 2:
             raise UsageError(
                 f"{option} takes two checkpoints, but {n_sources} are given",
                 hint={
                     DELTA: "give the tuned checkpoint, then its base",
                     REPLACE: "give the complete checkpoint, then the one with the new tensors",
-                }.get(self.method, "chain several runs to interpolate more"),
+                }.get(self.method, "to interpolate more than two, chain several runs"),
             )
         if n_sources < 2:
             raise UsageError(
@@ -65,7 +65,7 @@ class Merge:
                 hint="name all of them: ckpt merge A B -o DST " + option,
             )
         if self.method == LORA and n_sources != 2:
-            raise UsageError("--lora takes one adapter", hint="fold in one after the other")
+            raise UsageError("--lora takes one adapter", hint="fold them in one after the other")
         if self.method == WEIGHTS:
             self._check_weights(n_sources)
         is_fraction = self.amount is not None and 0 <= self.amount <= 1
@@ -87,9 +87,9 @@ class Merge:
         if abs(total - 1) > _TOLERANCE:
             scaled = ",".join(f"{weight / total:.6g}" for weight in self.weights) if total else None
             raise UsageError(
-                f"--weights sum to {total:.6g}, not to 1, so the result would be another model's "
-                "weights times that number",
-                hint=None if scaled is None else f"these, divided by their sum: {scaled}",
+                f"--weights sum to {total:.6g}, not to 1, so the result would be the "
+                "average times that number",
+                hint=None if scaled is None else f"divided by their sum, they are {scaled}",
             )
 
     def describe(self, paths: Sequence[str]) -> str:
@@ -132,7 +132,7 @@ def build_merge(
     """Build the request from the options of ``ckpt merge``, of which exactly one is a method.
 
     Args:
-        sources: the checkpoints, at least one; the first is not part of the result.
+        sources: the checkpoints, at least one.
         average, weights, ema, slerp, delta, add_delta, lora, replace: the methods.
         scale: factor of ``add_delta``; None for 1.
         keep_first: as ``Merge.keeps_first``.

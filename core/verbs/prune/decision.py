@@ -32,7 +32,7 @@ class KeepRules:
             )
         for option, number in rules.items():
             if number is not None and number < 1:
-                raise UsageError(f"{option}: {number} is not a number of at least 1")
+                raise UsageError(f"{option}: {number} is not a number ≥ 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

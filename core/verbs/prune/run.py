@@ -200,7 +200,7 @@ def _obstacle(root: TrainingRoot, number: int, contents: Mapping[str, Contents])
     # A save that is running now has the highest number, and the tracker is written at its end.
     if root.last_completed is not None and number > root.last_completed[0]:
         last, tracker = root.last_completed
-        return f"newer than iteration {last} in {tracker}, so its save may be running"
+        return f"newer than iteration {last} in {tracker}, so its save may still be running"
     for name in root.names[number]:
         if name in root.staged:
             return f"a command is writing it, or was interrupted (.{name}.ckpt-stage)"
@@ -296,7 +296,7 @@ def remove(pruning: Pruning, *, progress: OnProgress | None = None) -> None:
         progress: called with the files that have been deleted.
 
     Raises:
-        UsageError: the data of the newest valid iteration were not read (``require_proven``).
+        UsageError: the data of the newest valid iteration was not read (``require_proven``).
         SourceChangedError: an iteration has changed since it was examined, or a tracker names
             another one; it and those after it are kept.
         StorageError: another process is pruning the root, or the system refuses. What has a hidden

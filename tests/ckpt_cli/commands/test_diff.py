@@ -189,8 +189,8 @@ def test_options_change_what_counts(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--rtol", "-1"], "'-1' is not a number of at least 0"),
-        (["--rtol", "nan"], "'nan' is not a number of at least 0"),
+        (["--rtol", "-1"], "'-1' is not a number ≥ 0"),
+        (["--rtol", "nan"], "'nan' is not a number ≥ 0"),
         (["--nan-differs"], "--nan-differs has no effect: values are not compared"),
         (["--stat-only", "--rtol", "1"], "--stat-only reads no values"),
         (["--memory", "lots"], "'lots' is not a size"),

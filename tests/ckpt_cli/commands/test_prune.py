@@ -37,7 +37,7 @@ def test_a_dry_run_shows_what_stays_and_why(root: Path, capsys: pytest.CaptureFi
     assert "the newest valid iteration; one of the last 2; a multiple of 2" in out.splitlines()[1]
     assert words[4][:2] == ["remove", "checkpoint-1"]
     assert out.splitlines()[5:7] == [
-        "  the data of the newest valid iteration were not read (--deep)",
+        "  the data of the newest valid iteration was not read (--deep)",
         (
             "would remove 1 iteration and free 83.5 KiB with --deep or --trust-metadata; "
             "3 iterations stay"
@@ -55,7 +55,7 @@ def test_without_a_terminal_yes_is_needed(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "error: there is no terminal to ask on, and removing iterations needs a confirmation",
+        "error: there is no terminal, and removing iterations needs confirmation",
         "  hint: look at the plan with --dry-run, then pass --yes",
     ]
     assert numbers(root) == [1, 2, 3, 4]
@@ -157,8 +157,8 @@ def test_without_a_valid_iteration_the_exit_code_is_1(
     ("arguments", "message"),
     [
         ([], "no rule says which iterations to keep"),
-        (["--keep-last", "0"], "'0' is not a whole number of at least 1"),
-        (["--keep-every", "x"], "'x' is not a whole number of at least 1"),
+        (["--keep-last", "0"], "'0' is not a whole number ≥ 1"),
+        (["--keep-every", "x"], "'x' is not a whole number ≥ 1"),
     ],
 )
 def test_wrong_arguments(

@@ -280,7 +280,7 @@ def test_only_reports_are_replaced_by_reports(
     before = weights.read_bytes()
     code, _, err = run(bad, option, weights)
     assert (code, weights.read_bytes() == before) == (2, True)
-    assert "is not a report of ckpt" in err
+    assert "is not a ckpt report" in err
     for name in ("report.txt", "report.json", "report.sarif", "report.xml"):
         for _ in range(2):
             assert run(bad, option, tmp_path / name)[0] == (

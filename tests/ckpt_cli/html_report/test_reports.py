@@ -273,7 +273,7 @@ def test_another_file_is_not_overwritten_but_a_report_is(
     path = tmp_path / "report.html"
     path.write_text("<!doctype html>\n<p>my page")
     assert main(["inspect", str(golden / RANKS), "--report", str(path)]) == 2
-    assert "not a report of ckpt" in capsys.readouterr().err
+    assert "not a ckpt report" in capsys.readouterr().err
     path.unlink()
     report("inspect", golden / RANKS)
     report("inspect", golden / RANKS)

@@ -338,7 +338,7 @@ def test_work_with_other_bits_stays_on_the_cpu_path() -> None:
     engine = in_thread(spoiled)
     assert engine is not None and engine.work == {other}
     assert [(decision.is_on_device, decision.reason) for decision in decisions(device)] == [
-        (False, "the device gives other bits than the processor"),
+        (False, "the device's results are not bit-identical to the CPU's"),
         (True, "asked for"),
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,3 +97,72 @@ def test_a_file_that_the_source_has_too_is_refused(
     run(Job(src=golden / _MODEL, dst=first, to="hf", tokenizer=folder, fsync=False))
     with pytest.raises(UsageError, match="SRC already has"):
         run(Job(src=first, dst=tmp_path / "out", to="hf", tokenizer=folder))
+
+
+def _save_tokenizer(path: Path, n_tokens: int, **special: str) -> None:
+    """Let transformers save a tokenizer of words, with special tokens at its end."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{number}": number for number in range(n_tokens - len(special))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(path)
+
+
+_SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+
+
+@pytest.mark.parametrize("is_in_checkpoint", [False, True])
+def test_special_tokens_complete_the_configuration_as_transformers_reads_it(
+    golden: Path, tmp_path: Path, is_in_checkpoint: bool
+) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    src, out, tokenizer = golden / _MODEL, tmp_path / "out", tmp_path / "tokenizer"
+    if is_in_checkpoint:
+        src = tmp_path / "run"
+        shutil.copytree(golden / _MODEL, src)
+        tokenizer = next(src.glob("iter_*"), src) / "tokenizer"
+    _save_tokenizer(tokenizer, 300, **_SPECIAL)
+    report = core.convert(src, out, to="hf", tokenizer=None if is_in_checkpoint else tokenizer)
+    saved = AutoTokenizer.from_pretrained(out)
+    config, generation = AutoConfig.from_pretrained(out), GenerationConfig.from_pretrained(out)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(config, name) == getattr(generation, name) == getattr(saved, name)
+    assert saved.eos_token_id in range(297, 300)
+    assert sum("tokenizer" in note for note in report.notes) == 2
+
+
+def test_a_generation_configuration_beside_the_tokenizer_is_taken(
+    golden: Path, tmp_path: Path
+) -> None:
+    _save_tokenizer(tmp_path / "tokenizer", 300, **_SPECIAL)
+    stated = b'{"eos_token_id": [298, 7], "temperature": 0.6}'
+    (tmp_path / "tokenizer/generation_config.json").write_bytes(stated)
+    core.convert(golden / _MODEL, tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer")
+    assert (tmp_path / "out/generation_config.json").read_bytes() == stated
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused_and_the_hint_leads_on(
+    golden: Path, tmp_path: Path
+) -> None:
+    _save_tokenizer(tmp_path / "tokenizer", 302, **_SPECIAL)
+    job = Job(src=golden / _MODEL, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer")
+    with pytest.raises(UsageError, match="up to number 301, but the model has only 300") as error:
+        run(job)
+    assert "--vocab-size 302" in (error.value.hint or "")
+    run(replace(job, vocab_size=302))
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 302
+
+
+def test_the_configuration_of_a_hugging_face_source_keeps_its_tokens(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(golden / "hf/llama/safetensors_single", source)
+    before = json.loads((source / "config.json").read_text())
+    _save_tokenizer(tmp_path / "tokenizer", before["vocab_size"], **_SPECIAL)
+    run(Job(src=source, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer"))
+    after = json.loads((tmp_path / "out/config.json").read_text())
+    assert all(after[name] == value for name, value in before.items() if value is not None)

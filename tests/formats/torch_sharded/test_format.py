@@ -215,7 +215,9 @@ def test_partial_sums_are_refused_by_name(each_rank: Callable[..., None], tmp_pa
 
     each_rank((2,), write)
     assert "w" in open_checkpoint(tmp_path / "src").catalog.tensors
-    with pytest.raises(UnsupportedError, match="placement Partial, whose ranks hold summands") as e:
+    with pytest.raises(
+        UnsupportedError, match="placement Partial, whose ranks hold partial sums"
+    ) as e:
         run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="safetensors", fsync=False))
     assert e.value.key == "grad"
     job = Job(src=tmp_path / "src", dst=tmp_path / "out", to="dcp", exclude=("grad",), fsync=False)

@@ -171,7 +171,7 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
                 }
             ),
             UnsupportedError,
-            "no adapters of 1 of the layers: lm_head.weight",
+            "no adapters for 1 of the layers: lm_head.weight",
         ),
         (
             _with_tensors(**{"base_model/model/model/layers/1/mlp/up_proj/lora_B/weight": (40, 4)}),

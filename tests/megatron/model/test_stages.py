@@ -102,9 +102,9 @@ def test_distributions_that_do_not_fit_are_refused(
 
 
 def test_ways_to_distribute_layers_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         Pipeline(first=2, counts_loss=True)
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         Pipeline(layout=("E", "L"), last=2)
 
 

@@ -365,7 +365,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
                 "--decoder-last-pipeline-num-layers",
                 2,
             ],
-            "exclude each other",
+            "cannot be combined",
         ),
         (["--to", "safetensors", "--decoder-last-pipeline-num-layers", 2], "has no effect"),
     ],

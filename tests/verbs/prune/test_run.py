@@ -153,7 +153,7 @@ def test_what_the_trackers_name_stays(root: Path) -> None:
     pruning = core.prune(root, keep_last=1, trust_metadata=True)
     assert removed(pruning) == [30, 20]
     assert reasons(pruning) == {
-        50: f"newer than iteration 40 in {TRACKER}, so its save may be running",
+        50: f"newer than iteration 40 in {TRACKER}, so its save may still be running",
         40: f"named by {TRACKER}; the newest valid iteration",
         30: "",
         20: "",

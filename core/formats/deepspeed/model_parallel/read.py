@@ -153,8 +153,8 @@ def _note_whole(plans: Mapping[str, JoinPlan]) -> list[str]:
         return []
     return [
         (
-            f"no pattern of {INFO} says how parameters such as {some_of(whole)} are cut; every "
-            "tensor-parallel rank has them whole, so they are taken once"
+            f"no pattern in {INFO} says how parameters such as {some_of(whole)} are cut; every "
+            "tensor-parallel rank has a full copy, so one copy is used"
         )
     ]
 
@@ -327,7 +327,7 @@ def _get_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
             f"there are {grid.tp} tensor-parallel ranks, but the model files have no {INFO}, which "
             "says along which axis each parameter was cut",
             file=model.state.file,
-            hint="let the training script set model.universal_checkpoint_info and save again (see "
+            hint="set model.universal_checkpoint_info in the training script and save again (see "
             f"docs/howto/deepspeed.md); or {SAVE_AGAIN_HINT.partition(': ')[2]}",
         )
     return rules

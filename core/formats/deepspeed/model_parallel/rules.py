@@ -361,7 +361,8 @@ class TensorParallelRules:
             return re.match(pattern, name) is not None
         except re.error as err:
             raise CorruptError(
-                f"{INFO} has the pattern {pattern[:80]!r}, which is no regular expression: {err}",
+                f"{INFO} has the pattern {pattern[:80]!r}, which is not a valid regular "
+                f"expression: {err}",
                 file=self.file,
             ) from err
 

@@ -214,7 +214,7 @@ def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
         raise CorruptError(
             f"a state of shape {stored.shape} does not match its parameter's {param.shape}",
             key=key,
-            hint="drop the optimizer with --no-optim; states that are shaped unlike their "
+            hint="drop the optimizer with --no-optim; states shaped unlike their "
             "parameters cannot be resharded",
         )
     return replace(stored, shape=param.shape)

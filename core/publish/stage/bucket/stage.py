@@ -234,7 +234,7 @@ class BucketStage:
         if self._old and self._verify:
             raise UsageError(
                 "--verify cannot be combined with --force where a checkpoint would be replaced: "
-                "objects can be read back only when they have replaced the old ones",
+                "objects can be read back only once they have replaced the old ones",
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )

@@ -130,7 +130,7 @@ def check_listed_files(subject: Subject) -> Iterator[Finding]:
         if name in subject.files or subject.is_covered_by_finding(name):
             continue
         message = (
-            "the name leads out of the checkpoint"
+            "the name points outside the checkpoint"
             if "/" in name
             else "the file is missing, but integrity.json lists it"
         )

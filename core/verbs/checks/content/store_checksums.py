@@ -178,7 +178,7 @@ def _find_difference(
     if computed == expected:
         return None
     return READ.finding(
-        "what was read is not what the store has a checksum of",
+        "what was read does not match the store's checksum",
         file=name,
         span=span,
         expected=f"{checksum.algorithm} {expected}",
@@ -197,15 +197,15 @@ def _reason_not_compared(subject: Subject, name: str, *, needed: str | None = No
     checksums = subject.stated.by_name.get(name, ())
     if not checksums:
         failure = subject.stated.failure
-        return "the store states no checksum" if failure is None else f"not asked: {failure}"
+        return "the store reports no checksum" if failure is None else f"not asked: {failure}"
     without_parts = [item.algorithm for item in checksums if not item.ranges]
     if without_parts and needed in (None, *without_parts):
-        return f"the store states {without_parts[0]} of parts, but not where they are"
+        return f"the store reports {without_parts[0]} of parts, but not where the parts begin"
     algorithms = ", ".join(item.algorithm for item in checksums)
     if needed is not None:
-        return f"the store states {algorithms}, the manifest {needed}"
+        return f"the store reports {algorithms}, the manifest {needed}"
     package = missing_package(checksums[0].algorithm)
-    return f"the store states {algorithms}, which needs {package}: pip install {package}"
+    return f"the store reports {algorithms}, which needs {package}: pip install {package}"
 
 
 def _notes(matched: Mapping[str, list[str]], outcome: str) -> Iterator[Finding]:

@@ -207,7 +207,7 @@ def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
             key=owner or key,
             file=file,
             rank=file.rpartition("/")[0] or None if array.coords else None,
-            expected="finite numbers" if code is not HUGE else "numbers of a usual size",
+            expected="finite numbers" if code is not HUGE else "values of a usual magnitude",
             found=f"{total} {description}",
             severity=_severity(code, tensor),
         )

@@ -46,7 +46,7 @@ PLACE = Code(
     "CK309",
     Severity.ERROR,
     "a tensor is in another pipeline stage than its own",
-    "rename the directories if they were exchanged",
+    "rename the directories if they were swapped",
 )
 TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
 EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)

@@ -63,8 +63,8 @@ def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
         ]
         if axes:
             yield UNPROVEN.finding(
-                "no argument tells which rank wrote a file, so an exchange of files between "
-                f"{' and '.join(axes)} would not be noticed",
+                "no argument tells which rank wrote a file, so files swapped between "
+                f"{' and '.join(axes)} would go unnoticed",
                 key="args.rank",
             )
         model = subject.model.understood

@@ -46,7 +46,7 @@ PROGRAM = Code(
 LEADS_OUT = Code(
     "CK604",
     Severity.NOTE,
-    "a link leads out of the checkpoint",
+    "a link points outside the checkpoint",
     "when copying, copy the target file as well",
 )
 ODD_NAME = Code(
