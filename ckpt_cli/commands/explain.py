@@ -129,9 +129,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
         listing = list_checkpoints(path)
         yield lambda screen: listing_lines(screen, path, listing, limit=0, command="ckpt explain")
         return
-    yield lambda screen: text_lines(
-        screen, [verdict], limit=_PLACES, is_quiet=False, names_explain=False
-    )
+    yield lambda screen: text_lines(screen, [verdict], limit=_PLACES, is_quiet=False)
     # A note needs no explanation of its own.
     counted = [item for item in verdict.judgement.counted if item.severity != Severity.NOTE]
     for name in dict.fromkeys(finding.code for finding in counted):

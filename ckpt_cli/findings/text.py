@@ -53,24 +53,16 @@ _UNREAD = {
 
 
 def text_lines(
-    screen: Screen,
-    verdicts: Sequence[Verdict],
-    *,
-    limit: int | None,
-    is_quiet: bool,
-    names_explain: bool = True,
+    screen: Screen, verdicts: Sequence[Verdict], *, limit: int | None, is_quiet: bool
 ) -> Iterator[str]:
     """Yield the report.
 
     Args:
         limit: maximum number of places of a code; 0 for all, None for ``LIMIT``.
         is_quiet: skip checkpoints without errors.
-        names_explain: end with the command that explains the codes.
     """
     for line in _page(screen, verdicts, LIMIT if limit is None else limit, is_quiet=is_quiet):
         yield _COMMAND.sub(r"\\", line)
-    if names_explain:
-        yield from _explain_lines(screen, verdicts)
 
 
 def _page(
@@ -89,9 +81,14 @@ def _page(
         yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {screen.styled(text, color)}")
 
 
-def _explain_lines(screen: Screen, verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """Yield the command that explains the worst codes; nothing if only notes were found."""
-    findings = [finding for verdict in verdicts for finding in verdict.judgement.counted]
+def explain_lines(screen: Screen, verdicts: Sequence[Verdict], *, is_quiet: bool) -> Iterator[str]:
+    """Yield the command that explains the worst codes; nothing if only notes are shown.
+
+    Args:
+        is_quiet: checkpoints without errors are not shown.
+    """
+    shown = [verdict for verdict in verdicts if not (is_quiet and verdict.judgement.is_valid)]
+    findings = [finding for verdict in shown for finding in verdict.judgement.counted]
     worst = sorted(findings, key=lambda finding: -finding.severity)
     names = dict.fromkeys(item.code for item in worst if item.severity != Severity.NOTE)
     if names:

@@ -68,7 +68,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cause:
+class CodeCause:
     """An entry of ``codes.toml``: how findings of some codes come about.
 
     Args:
@@ -90,9 +90,9 @@ def read_messages() -> Mapping[str, Message]:
 
 
 @cache
-def read_causes() -> Mapping[str, Cause]:
+def read_causes() -> Mapping[str, CodeCause]:
     """Return the entries of ``codes.toml`` by code."""
-    causes = [Cause(**_as_tuples(row)) for row in _read_rows("codes.toml")]
+    causes = [CodeCause(**_as_tuples(row)) for row in _read_rows("codes.toml")]
     return {code: cause for cause in causes for code in cause.codes}
 
 
