@@ -27,7 +27,7 @@ def message_blocks(message: Message) -> Iterator[Block]:
         [
             ("printed by", message.printed_by),
             ("means", message.meaning),
-            *fact_list("because", message.causes),
+            *fact_list("causes" if len(message.causes) > 1 else "cause", message.causes),
             *fact_list("do", message.steps),
             *fact_list("run", message.commands, "cyan"),
             *fact_list("more", [*topics, *codes], "cyan"),
@@ -54,7 +54,7 @@ def code_blocks(code: Code, *, path: str | None = None) -> Iterator[Block]:
     yield Facts(
         [
             ("severity", f"{code.severity.label}, reported by ckpt validate{option}"),
-            ("because", cause.text),
+            ("cause", cause.text),
             *([("do", code.hint)] if path is None else ()),
             *fact_list("run", commands, "cyan"),
         ],
