@@ -47,7 +47,7 @@ def show_topic(topic: str) -> int:
         UsageError: there is no such page.
     """
     pages = find_pages()
-    by_stem = {name.rpartition("/")[2]: path for name, path in reversed(pages.items())}
+    by_stem = {name.rpartition("/")[2]: path for name, path in pages.items()}
     path = pages.get(topic) or by_stem.get(topic)
     if path is None:
         hint = did_you_mean(topic, by_stem) or "ckpt help lists commands and topics"
