@@ -200,7 +200,7 @@ def placing_errors(
 
 UNLIKE_ANY_WRITER = (
     "no training framework writes this: compare the file with the original (size, checksum); if "
-    "they differ, copy it again, else ask whoever wrote it to save it anew"
+    "they differ, copy it again, otherwise ask whoever wrote it to save it again"
 )
 """Hint for content that contradicts itself in a file of the right kind.
 

@@ -60,7 +60,7 @@ class MergeOptions:
         "--scale S", "Factor for --add-delta. [1]", parser=parse_number
     )
     lora: Path | None = MERGE.option(
-        "--lora ADAPTER", "Fold a LoRA adapter of peft or Megatron-Bridge into its base."
+        "--lora ADAPTER", "Fold a peft or Megatron-Bridge LoRA adapter into its base."
     )
     replace: bool = MERGE.flag(
         "--replace", "Take the second source's tensors, the others from the first."

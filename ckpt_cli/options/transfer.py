@@ -238,7 +238,7 @@ class TransferOptions:
     )
     dequantize_optim: bool = CONTENT.flag(
         "--dequantize-optim",
-        "Dequantize optimizer states of 8 and 4 bits (bitsandbytes, torchao) to fp32.",
+        "Dequantize 8-bit and 4-bit optimizer states (bitsandbytes, torchao) to fp32.",
     )
     include: list[str] | None = CONTENT.option(
         "--include GLOB", "Keep only keys that match; repeatable."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.text import STYLES
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.screen.blocks import Block, Cell, Facts, fact_list
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.explain.messages import read_causes
 
 if TYPE_CHECKING:

@@ -34,8 +34,8 @@ class InterruptedOutput:
             if self.keeps_partial:
                 return f"what was sent to {path} is kept (rerun the same command to continue)"
             return (
-                f"rerun the same command: if {path} was just being replaced, that finishes it, "
-                "else it begins anew (--resume keeps what is sent)"
+                f"rerun the same command: if {path} was just being replaced, this finishes it; "
+                "otherwise it starts over (--resume keeps what is sent)"
             )
         # The disk decides: a signal may arrive right before or after the rename.
         if path is not None and self.inode is not None and _inode_of(path) == self.inode:

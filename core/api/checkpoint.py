@@ -153,7 +153,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             CheckpointingException: tensors are missing, or shapes contradict the arguments.
         """
         if names not in NAMES:
-            raise UsageError(f"named({names!r}): the names are one of: {', '.join(NAMES)}")
+            raise UsageError(f"named({names!r}): names must be one of: {', '.join(NAMES)}")
         if self._catalog.is_rank_local:
             raise UsageError(
                 "named() renames global tensors, but these are the shards of single ranks",

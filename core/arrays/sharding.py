@@ -113,9 +113,9 @@ def check_divides(parts: Sequence[int], n: int, *, key: str, axis: int, group: s
         if part % n:
             common = gcd(*parts)
             raise UnsupportedError(
-                f"{part} elements of axis {axis} do not divide over {group} {n}",
+                f"{part} elements of axis {axis} are not divisible by {group} {n}",
                 key=key,
-                hint=f"{group} sizes that do: {join_numbers(divisors(common))}",
+                hint=f"{group} sizes that work: {join_numbers(divisors(common))}",
             )
 
 
@@ -160,7 +160,7 @@ def check_heads(*, n_heads: int, n_groups: int, tp: int, key: str) -> None:
     if fits(tp):
         return
     if n_heads % tp:
-        problem = f"{n_heads} attention heads do not divide over TP {tp}"
+        problem = f"{n_heads} attention heads are not divisible by TP {tp}"
     else:
         problem = f"TP {tp} is neither a divisor nor a multiple of the {n_groups} query groups"
     sizes = [size for size in divisors(n_heads) if fits(size)]

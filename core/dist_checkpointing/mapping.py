@@ -642,8 +642,8 @@ def _factory_items(x1: Any, x2: Any, key: tuple[Any, ...]) -> list[tuple[Any, An
     if isinstance(x1, list) and isinstance(x2, list):
         if len(x1) != len(x2):
             raise ValueError(
-                f"the list at {key} has {len(x2)} elements in the state dict, but {len(x1)} loaded "
-                "ones"
+                f"the list at {key} has {len(x2)} elements in the state dict, but {len(x1)} were "
+                "loaded"
             )
         return list(enumerate(x2))
     if not isinstance(x1, dict | list) or not isinstance(x2, dict):

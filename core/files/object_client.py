@@ -79,8 +79,8 @@ _IMPATIENT: dict[str, Any] = {
 _QUERY = re.compile(r"\?\S*")
 """The query of a URL, which may hold a signature."""
 _TRANSPORT = (
-    ("dns error", "the name of its host is unknown"),
-    ("Failed to resolve", "the name of its host is unknown"),
+    ("dns error", "its host name is unknown"),
+    ("Failed to resolve", "its host name is unknown"),
     ("Connection refused", "it refused the connection"),
     ("InvalidUri", "the endpoint is not a URL"),
     ("InvalidCertificate", "its certificate is not trusted"),
@@ -458,7 +458,7 @@ def store_error(
             if doing != "write"
             else "another process has written the object in the meantime",
             file=str(path),
-            hint="run again when nothing else writes to it",
+            hint="run again when nothing else is writing to it",
         )
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return no_such_bucket(path)
@@ -494,7 +494,7 @@ def _refused(
     """Return message and hint if the store knows neither the user nor the region; else None."""
     kind = store_kind(path.scheme)
     if code == "RequestTimeTooSkewed":
-        return "the clock of this machine is wrong", "set it, for example by NTP"
+        return "the clock of this machine is wrong", "synchronize it, for example with NTP"
     if code in _EXPIRED:
         return "the credentials have expired", "renew them, and run again"
     if code in _WRONG_REGION or status in ("301", "307"):

@@ -292,7 +292,7 @@ class RemoteStore(ReadStore):
                 raise SourceChangedError(
                     "the object changed while it was being read",
                     file=str(self.path(name)),
-                    hint="run again when nothing writes to it",
+                    hint="run again when nothing is writing to it",
                 )
 
     def close(self) -> None:

@@ -539,7 +539,7 @@ class LocalStore(ReadStore):
                 raise SourceChangedError(
                     "the file changed while it was being read",
                     file=name,
-                    hint="run again when no other process writes to it",
+                    hint="run again when no other process is writing to it",
                 )
 
     def close(self) -> None:

@@ -124,7 +124,7 @@ def read(store: ReadStore) -> Catalog:
                     f"{INDEX} lists the entry in this file, but it is missing there",
                     file=file,
                     key=name,
-                    hint="files of two checkpoints may be mixed: copy one of them into an empty "
+                    hint="files from two checkpoints may be mixed: copy one of them into an empty "
                     "directory",
                 )
             )

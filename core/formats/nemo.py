@@ -113,7 +113,7 @@ def read(store: ReadStore) -> Catalog:
     tree = parse(store, file, start=weights.offset, n_bytes=weights.n_bytes)
     others = (name for name in files if name != WEIGHTS)
     catalog = catalog_of_tree(tree, format="nemo")
-    dropped = dropped_each(others, "other files of the archive")
+    dropped = dropped_each(others, "other files in the archive")
     return replace(catalog, dropped=(*catalog.dropped, *dropped))
 
 

@@ -94,6 +94,6 @@ def check_blocks(name: str, value: object) -> None:
                 if entry_name not in names and entry and (entry_name, entry) not in _USUAL_ENTRIES:
                     raise UnsupportedError(
                         f"{entry_name} of layer {number} is {describe_value(entry)}, which no "
-                        "layer of Megatron has",
+                        "Megatron layer has",
                         file=CONFIG,
                     )

@@ -141,7 +141,7 @@ def choose_family(
     }
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
-            f"the model was converted from one of type {origin[:80]!r}, which has no table",
+            f"the model was converted from type {origin[:80]!r}, which has no table",
             hint="give its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
@@ -187,7 +187,7 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
     alike = [family.model_type for family, other in fits if other == misfits]
     if len(alike) > 1:
         return UnsupportedError(
-            f"no family of Hugging Face models fits: {', '.join(misfits)}",
+            f"no Hugging Face model family fits: {', '.join(misfits)}",
             hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
             "in a file and give it with --family FILE.toml",
         )
@@ -197,8 +197,8 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
     ]
     return UnsupportedError(
         f"the model is not of family {nearest.model_type}: {', '.join(misfits)}",
-        hint=f"other families differ, too: {', '.join(others)}; describe its family in a file and "
-        "give it with --family FILE.toml",
+        hint=f"other families do not fit either: {', '.join(others)}; describe its family in a "
+        "file and give it with --family FILE.toml",
     )
 
 

@@ -53,7 +53,7 @@ def detect_family(
     if reason is not None:
         raise UnsupportedError(
             f"models of type {text!r} are not supported: {reason}",
-            hint="if a Megatron of your own builds such layers, describe their tensors and "
+            hint="if your own Megatron version builds such layers, describe their tensors and "
             "settings in a file and give it with --family FILE.toml",
         )
 

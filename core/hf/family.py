@@ -358,7 +358,7 @@ def parse_family(data: bytes, *, file: str) -> Family:
         raise UsageError(f"--family: not a TOML file: {err}", file=file) from None
     for name in sorted(set(table) - _FIELDS):
         raise UsageError(
-            f"--family: a table of a family has no field {name!r}",
+            f"--family: a family table has no field {name!r}",
             file=file,
             hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
         )

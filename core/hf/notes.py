@@ -108,8 +108,8 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
         )
     elif model.n_mtp and family.mtp_names.dense and "moe" in model.kinds_of(model.n_layers - 1):
         yield (
-            "Megatron's training script gives the layers of multi-token prediction experts, as the "
-            f"decoder's last layer has them, and those of {family.model_type} models have none: "
+            "Megatron's training script gives multi-token prediction layers experts, like the "
+            f"decoder's last layer, but those of {family.model_type} models have none: "
             "Megatron-Bridge builds them"
         )
     if model.unindexed:
@@ -143,7 +143,7 @@ def _names_notes(
     )
     if requested == "local" and not has_local:
         yield (
-            "module names are for --transformer-impl local, of which Megatron builds no "
+            "module names are for --transformer-impl local, with which Megatron cannot build "
             f"{family.model_type} models: omit it for Transformer Engine's names"
         )
     elif requested is None and model.is_local:
@@ -166,7 +166,7 @@ def _scaling_notes(fields: Mapping[str, object]) -> Iterator[str]:
         yield (
             f"rope_scaling_factor is {factor}: Megatron's training script (up to megatron-core "
             f"0.19 and d98e8a64) does not pass it to the model and computes with {_USUAL_FACTOR}, "
-            f"which gives other logits; {_BRIDGE}"
+            f"which gives different logits; {_BRIDGE}"
         )
     elif linear not in (None, 1):
         yield (

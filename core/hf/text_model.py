@@ -270,7 +270,7 @@ def _transposed_stacks(text: Catalog, config: Mapping[str, object]) -> Iterator[
                 f"shape {tensor.shape}, but {CONFIG} implies experts of the shape {plain}, or "
                 "transposed (elements)",
                 key=key,
-                hint="is this the configuration of these weights?",
+                hint="is this the right configuration for these weights?",
             )
         stacks.setdefault(match[1], {})[key] = shape != plain
     for layer in stacks.values():

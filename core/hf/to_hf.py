@@ -96,7 +96,7 @@ def to_hf(
     if unused:
         suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
         raise UnsupportedError(
-            f"{family.model_type} models of transformers do not have this tensor{suffix}",
+            f"{family.model_type} models in transformers do not have this tensor{suffix}",
             key=unused[0],
             hint=UNUSED_WEIGHT_HINT,
         )

@@ -134,7 +134,7 @@ def from_torchtitan(
     model_type = config.get("model_type")
     if model_type not in _IS_ROTATED_BY_NEIGHBOURS:
         raise UnsupportedError(
-            f"models of torchtitan with the model_type {str(model_type)[:40]!r} are not converted; "
+            f"torchtitan models with model_type {str(model_type)[:40]!r} are not converted; "
             f"known: {', '.join(_IS_ROTATED_BY_NEIGHBOURS)}",
             hint=_HINT,
         )
@@ -323,14 +323,14 @@ def _rows_per_head(name: str, shape: Shape, n_heads: int, *, is_permuted: bool) 
         raise CorruptError(
             f"shape {shape}, but config.json implies {n_heads} heads{even} (elements)",
             key=name,
-            hint="is this the configuration of these weights?",
+            hint="is this the right configuration for these weights?",
         )
     return n_rows // n_heads
 
 
 def _unknown(name: str) -> UnsupportedError:
     return UnsupportedError(
-        "the tensor is none of torchtitan's Llama 3 and Qwen3", key=name, hint=_HINT
+        "the tensor is not part of torchtitan's Llama 3 or Qwen3 models", key=name, hint=_HINT
     )
 
 

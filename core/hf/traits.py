@@ -200,7 +200,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if fields.get("noop_layers"):
         raise UnsupportedError(
             f"layers {describe_value(fields['noop_layers'])} are empty (MindSpeed's argument "
-            "noop_layers), and models of transformers have no such layers",
+            "noop_layers), and transformers models have no such layers",
             hint="keep Megatron's names: --to safetensors, dcp or torch",
         )
 
@@ -209,7 +209,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     heads, hidden = size_of(fields, "num_attention_heads"), size_of(fields, "hidden_size")
     groups = size_of(fields, "num_query_groups") if fields.get("group_query_attention") else heads
     if heads % groups:
-        raise CorruptError(f"{heads} attention heads do not divide into {groups} query groups")
+        raise CorruptError(
+            f"{heads} attention heads cannot be divided evenly into {groups} query groups"
+        )
     head = size_of(fields, "kv_channels", default=max(hidden // heads, 1))
     n_layers = size_of(fields, "num_layers")
     if n_layers > n_tensors:
@@ -225,7 +227,7 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if pattern is not None and (n_mtp := n_mtp or pattern.n_predictions):
         if not pattern.prediction:
             raise UnsupportedError(
-                f"{n_mtp} multi-token predictions, whose layers no argument lists "
+                f"{n_mtp} multi-token prediction layers, which no argument lists "
                 "(mtp_hybrid_override_pattern)"
             )
         prediction = kinds_of(pattern.prediction)
@@ -327,7 +329,7 @@ def kinds_of(pattern: str) -> tuple[str, ...]:
     for symbol in pattern:
         if symbol not in _KINDS:
             raise UnsupportedError(
-                f"layers of the kind {symbol!r} in a hybrid model have no place under Hugging "
+                f"layers of kind {symbol!r} in a hybrid model have no place under Hugging "
                 "Face's names",
                 hint=f"kinds that have: {' '.join(_KINDS)}",
             )
@@ -425,7 +427,9 @@ def linear_sizes(fields: Mapping[str, object]) -> dict[str, int]:
         size_of(fields, "linear_num_value_heads"),
     )
     if heads % groups:
-        raise CorruptError(f"{heads} linear value heads do not divide into {groups} key heads")
+        raise CorruptError(
+            f"{heads} linear value heads cannot be divided evenly into {groups} key heads"
+        )
     head = size_of(fields, "linear_value_head_dim")
     key, value = groups * size_of(fields, "linear_key_head_dim"), heads * head
     return {

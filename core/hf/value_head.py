@@ -33,8 +33,8 @@ from core.values import dataclass
 _BIAS = "output_layer.bias"
 _HEADS = ("score.weight", "classifier.weight", "reward_head.weight")
 NOTE = (
-    "the output layer is a value head of one row, which frameworks for reinforcement learning put "
-    "in the place of Megatron's"
+    "the output layer is a one-row value head, which reinforcement learning frameworks use in "
+    "place of Megatron's"
 )
 _WITHOUT_BIAS: Mapping[str, object] = {"token_classification_bias": False}
 
@@ -105,7 +105,7 @@ def choose_value_head(
     if not heads:
         bias = " with a bias" if has_bias else ""
         raise UnsupportedError(
-            "the model is a critic or reward model: its output layer of one row is a value head"
+            "the model is a critic or reward model: its one-row output layer is a value head"
             f"{bias}, and transformers has no {family.model_type} model with such a head",
             key=GPT.output,
             hint="keep Megatron's names: --to safetensors, dcp or torch",
@@ -130,7 +130,7 @@ def find_value_head(tensors: Mapping[str, Tensor], family: Family) -> ValueHead 
     if shape[:1] != (1,):
         raise UnsupportedError(
             f"a head of {shape[0] if shape else 0} rows; Megatron's output layer has one for each "
-            "entry of the vocabulary, or is a value head of one row",
+            "entry of the vocabulary, or is a one-row value head",
             key=name,
             hint="keep Hugging Face's names: --to safetensors, dcp or torch",
         )

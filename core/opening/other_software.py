@@ -54,31 +54,32 @@ _JOIN_NEURON = (
 OTHER_SOFTWARE = (
     # Directories.
     OtherSoftware(
-        "a sharded_state checkpoint of vLLM or SGLang, cut and fused for its ranks",
+        "a vLLM or SGLang sharded_state checkpoint, split and fused for its ranks",
         "convert the model that it was made from, or load it with --load-format sharded_state",
         # vLLM model_executor/model_loader/sharded_state_loader.py
         {"": (r"model-rank-\d+-part-\d+\.safetensors",)},
     ),
     OtherSoftware(
-        "a checkpoint of TensorRT-LLM, cut and fused for its ranks",
+        "a TensorRT-LLM checkpoint, split and fused for its ranks",
         "convert the model that it was made from",
         # TensorRT-LLM examples/*/convert_checkpoint.py
         {"": (r"rank\d+\.safetensors", r"config\.json")},
         at_least=2,
     ),
     OtherSoftware(
-        "an engine of TensorRT-LLM, compiled for one kind of GPU",
+        "a TensorRT-LLM engine, compiled for one kind of GPU",
         "convert the model that it was made from",
         {"": (r"rank\d+\.engine",)},
     ),
     OtherSoftware(
-        "a checkpoint of torch_checkpointing in safetensors files (metadata.pkl places the pieces)",
+        "a torch_checkpointing checkpoint in safetensors files (metadata.pkl places the pieces)",
         "load it with torch_checkpointing, and save it in .pt files, its default, which are read",
         # torch_checkpointing 0.1 distributed_metadata.py, checkpoint_layout.py
         {"": (r".+_\d+\.safetensors", r"metadata\.pkl")},
     ),
     OtherSoftware(
-        "a checkpoint of Meta's own Llama code, cut for model parallelism (consolidated.00.pth …)",
+        "a checkpoint from Meta's own Llama code, split for model parallelism "
+        "(consolidated.00.pth …)",
         "join its files with transformers: "
         "python -m transformers.models.llama.convert_llama_weights_to_hf",
         {"": (r"consolidated\.\d\d\.pth",)},
@@ -86,19 +87,19 @@ OTHER_SOFTWARE = (
         without=r"(model|pytorch_model)\b.*\.(safetensors|bin)",
     ),
     OtherSoftware(
-        "a checkpoint of nanotron, with one file for each parameter and rank",
+        "a nanotron checkpoint, with one file for each parameter and rank",
         "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
         # nanotron 0.4 constants.py, serialize/utils.py
         {"": (r"checkpoint_metadata\.json", r"model/")},
     ),
     OtherSoftware(
-        "a checkpoint of AWS Neuron (neuronx-distributed), cut for its ranks",
+        "an AWS Neuron checkpoint (neuronx-distributed), split for its ranks",
         _JOIN_NEURON,
         # neuronx-distributed trainer/checkpoint.py
         {"model": (r"dp_rank_\d+(_ep_rank_\d+)?_tp_rank_\d+_pp_rank_\d+(\.pt)?(\.tensors/)?",)},
     ),
     OtherSoftware(
-        "the model of a checkpoint of AWS Neuron (neuronx-distributed), cut for its ranks",
+        "the model of an AWS Neuron checkpoint (neuronx-distributed), split for its ranks",
         _JOIN_NEURON,
         {
             "": (
@@ -107,13 +108,13 @@ OTHER_SOFTWARE = (
         },
     ),
     OtherSoftware(
-        "a checkpoint of OLMo-core",
+        "an OLMo-core checkpoint",
         "convert it with OLMo-core's src/examples/huggingface/convert_checkpoint_to_hf.py",
         # OLMo-core train/checkpoint.py
         {"": (r"model_and_optim/", r"\.metadata\.json")},
     ),
     OtherSoftware(
-        "a snapshot of torchsnapshot",
+        "a torchsnapshot snapshot",
         "load it with torchsnapshot.Snapshot.get_state_dict_for_key, and save it with torch.save",
         {"": (r"\.snapshot_metadata",)},
     ),
@@ -127,7 +128,7 @@ OTHER_SOFTWARE = (
     ),
     OtherSoftware("a Keras file", file=r"\.h5$"),
     OtherSoftware(
-        "a file of PaddlePaddle",
+        "a PaddlePaddle file",
         "load it with paddle.load, and save it with safetensors.paddle.save_file",
         file=r"\.(pdparams|pdopt|pdmodel|pdiparams)$",
     ),
@@ -142,12 +143,12 @@ OTHER_SOFTWARE = (
         file=r"(\.data-\d+-of-\d+|\.ckpt(-\d+)?\.(index|meta)|^saved_model\.pb)$",
     ),
     OtherSoftware(
-        "a file of tensorizer",
+        "a tensorizer file",
         "load it with tensorizer.TensorDeserializer, and save it with safetensors or torch.save",
         head=rb"\|TZR\|",  # tensorizer 2 serialization.py
     ),
     OtherSoftware(
-        "a checkpoint file of MindSpore",
+        "a MindSpore checkpoint file",
         "load it with mindspore.load_checkpoint, and save it with "
         'mindspore.save_checkpoint(…, format="safetensors")',
         # A protocol buffer: a value (field 1) that begins with its tag (field 1), a name.

@@ -6,12 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from core.errors import (
-    CheckpointingException,
-    TruncatedError,
-    UnsupportedError,
-    list_some,
-)
+from core.errors import CheckpointingException, TruncatedError, UnsupportedError, list_some
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.files.walk import MAX_DEPTH
@@ -130,8 +125,8 @@ def search_below(
             n_left = len(waiting) - number
             return Search(
                 paths,
-                f"the search stopped after {number:,} directories; {n_left:,} more that it came"
-                f" across were not looked into, from {path} on",
+                f"the search stopped after {number:,} directories; {n_left:,} more were"
+                f" not searched, starting with {path}",
             )
         with closing(open_store(store.root / path)) as folder:
             try:

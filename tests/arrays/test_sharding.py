@@ -86,14 +86,15 @@ def test_shards_tile_the_tensor(units: list[int], n: int, axis: int) -> None:
 def test_a_size_that_does_not_divide_names_those_that_do() -> None:
     with pytest.raises(UnsupportedError) as caught:
         check_divides([96, 96], 5, key="decoder.layers.0.mlp.linear_fc1.weight", axis=0, group="TP")
-    assert "96 elements of axis 0 do not divide over TP 5" in str(caught.value)
+    assert "96 elements of axis 0 are not divisible by TP 5" in str(caught.value)
     assert "1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 96" in str(caught.value)
     assert caught.value.key == "decoder.layers.0.mlp.linear_fc1.weight"
 
 
 def test_heads_that_do_not_divide_name_the_sizes_that_do() -> None:
     with pytest.raises(
-        UnsupportedError, match=r"28 attention heads do not divide over TP 8.*: 1, 2, 4, 7, 14, 28$"
+        UnsupportedError,
+        match=r"28 attention heads are not divisible by TP 8.*: 1, 2, 4, 7, 14, 28$",
     ):
         check_heads(n_heads=28, n_groups=28, tp=8, key="k")
 

@@ -79,7 +79,7 @@ def test_python_m_is_the_same_program() -> None:
         (["convert", "a", "b", "c"], "unexpected extra argument"),
         (
             ["convert", "--memory", "lots", "--to", "dcp"],
-            "invalid value for '--memory': 'lots' is not a size",
+            "invalid value for '--memory': 'lots' is not a valid size",
         ),
         (
             ["convert", "--tp-new", "0", "--to", "dcp"],

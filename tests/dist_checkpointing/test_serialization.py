@@ -580,7 +580,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
         "dtype": "ranks disagree on the dtype",
         "one rank's argument": "there is no default strategy for save_sharded of backend "
         "'own', version 4",
-        "missing": "the directory to save into does not exist",
+        "missing": "the target directory does not exist",
         "no data, torch_dist": "no data",
         "no data, zarr": "no data",
         "unpicklable": "",

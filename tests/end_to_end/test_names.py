@@ -429,7 +429,7 @@ def test_what_a_directory_holds_beside_its_model_is_told_of(golden: Path, tmp_pa
     assert len(report.dropped) == 1
     left_out = "1_Pooling/, notes.txt, optimizer.pt, training_args.bin"
     assert sorted(
-        report.dropped[0].removeprefix("other files of the directory: ").split(", ")
+        report.dropped[0].removeprefix("other files in the directory: ").split(", ")
     ) == left_out.split(", ")
     assert (tmp_path / "out" / "trainer_state.json").read_bytes() == b"{}"
     again = run(
@@ -457,7 +457,7 @@ def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_pa
             if "token" in text
         ]
         assert len(lines) == 1
-        assert lines[0].startswith("files beside the weights: ")
+        assert lines[0].startswith("files next to the weights: ")
         assert "generation_config.json, tokenizer.json" in lines[0]
 
 

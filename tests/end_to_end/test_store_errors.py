@@ -222,7 +222,7 @@ def test_an_unknown_host_is_named(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
     assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
-    assert "the name of its host is unknown" in capsys.readouterr().err
+    assert "its host name is unknown" in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_head_is_read_by_get(

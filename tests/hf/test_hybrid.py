@@ -126,7 +126,7 @@ def test_limits_of_time_steps_without_effect_are_read_however_they_are_written(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hybrid_override_pattern": "MG*"}, "layers of the kind 'G'"),
+        ({"hybrid_override_pattern": "MG*"}, "layers of kind 'G'"),
         ({"mtp_num_layers": 2}, "2 multi-token predictions, whose layers no argument lists"),
         ({"squared_relu": False}, "argument squared_relu is False, not True"),
         ({"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),

@@ -529,7 +529,7 @@ def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> 
     )
     assert tuple(map(str, to_megatron(catalog, config).dropped)) == (
         "lr_scheduler (Megatron checkpoints cannot store it)",
-        "files beside the weights: tokenizer.json",
+        "files next to the weights: tokenizer.json",
     )
 
 

@@ -341,7 +341,7 @@ def test_layers_of_other_shapes_are_refused(
 def test_rows_that_do_not_divide_into_heads_are_refused(bridge: Path, tmp_path: Path) -> None:
     shapes = {f"blocks.{number}.attn.qkv.bias": (35,) for number in range(3)}
     model = _edited(bridge / "qwen3_vl/hf", tmp_path / "model", shapes)
-    with pytest.raises(CorruptError, match="35 rows do not divide into queries"):
+    with pytest.raises(CorruptError, match="35 rows cannot be divided evenly into queries"):
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
 
 

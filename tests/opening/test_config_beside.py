@@ -18,8 +18,7 @@ import core
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate
@@ -202,7 +201,7 @@ def test_weights_next_to_an_optimizer_of_another_form_are_named(runs: Path) -> N
     checkpoint = open_checkpoint(runs / "verl")
     keys = list(checkpoint.catalog.tensors)
     assert keys and all(key.startswith("optimizer.") for key in keys)
-    assert "in model/huggingface: point there" in checkpoint.catalog.notes[1]
+    assert "pass model/huggingface" in checkpoint.catalog.notes[1]
 
 
 def test_a_value_head_is_complete_on_every_rank(runs: Path) -> None:

@@ -55,7 +55,7 @@ def write_keras(path: Path) -> None:
 
 DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
     "vLLM": (
-        "a sharded_state checkpoint of vLLM",
+        "a vLLM or SGLang sharded_state checkpoint",
         write_safetensors(
             "model-rank-0-part-0.safetensors",
             "model-rank-0-part-1.safetensors",
@@ -64,23 +64,23 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
         ("config.json", "tokenizer.json", "model.safetensors.index.json"),
     ),
     "TensorRT-LLM": (
-        "a checkpoint of TensorRT-LLM",
+        "a TensorRT-LLM checkpoint",
         write_safetensors("rank0.safetensors", "rank1.safetensors"),
         ("config.json",),
     ),
-    "a TensorRT-LLM engine": ("an engine of TensorRT-LLM", lambda folder: None, ("rank0.engine",)),
+    "a TensorRT-LLM engine": ("a TensorRT-LLM engine", lambda folder: None, ("rank0.engine",)),
     "torch_checkpointing": (
-        "a checkpoint of torch_checkpointing",
+        "a torch_checkpointing checkpoint",
         write_safetensors("model_0.safetensors", "model_1.safetensors"),
         ("metadata.pkl",),
     ),
     "Meta": (
-        "a checkpoint of Meta's own Llama code",
+        "a checkpoint from Meta's own Llama code",
         write_torch("consolidated.00.pth", "consolidated.01.pth"),
         ("params.json", "tokenizer.model"),
     ),
     "nanotron": (
-        "a checkpoint of nanotron",
+        "a nanotron checkpoint",
         write_torch("lr_scheduler/lr_scheduler_pp-0-of-1_tp-0-of-1.pt"),
         (
             "checkpoint_metadata.json",
@@ -89,29 +89,29 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
         ),
     ),
     "NxD": (
-        "a checkpoint of AWS Neuron",
+        "an AWS Neuron checkpoint",
         write_torch(
             "model/dp_rank_00_tp_rank_00_pp_rank_00.pt", "model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
         ),
         ("checkpoint", "done"),
     ),
     "NxD with xser": (
-        "a checkpoint of AWS Neuron",
+        "an AWS Neuron checkpoint",
         write_torch("model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/tensor_0.pt"),
         ("checkpoint", "done"),
     ),
     "the model of NxD": (
-        "the model of a checkpoint of AWS Neuron",
+        "the model of an AWS Neuron checkpoint",
         write_torch("tp_rank_00_pp_rank_00.pt", "tp_rank_01_pp_rank_00.pt"),
         (),
     ),
     "OLMo-core": (
-        "a checkpoint of OLMo-core",
+        "an OLMo-core checkpoint",
         write_torch("train/rank0.pt"),
         (".metadata.json", "config.json", "model_and_optim/.metadata"),
     ),
     "torchsnapshot": (
-        "a snapshot of torchsnapshot",
+        "a torchsnapshot snapshot",
         lambda folder: None,
         (".snapshot_metadata", "0/app/model/w"),
     ),
@@ -119,8 +119,8 @@ DIRECTORIES: dict[str, tuple[str, Callable[[Path], None], tuple[str, ...]]] = {
 FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "model.keras": ("a Keras file", write_keras),
     "model.h5": ("a Keras file", write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64))),
-    "model.pdparams": ("a file of PaddlePaddle", write_bytes(pickle.dumps({"w": [1.0]}))),
-    "model.pdopt": ("a file of PaddlePaddle", write_bytes(pickle.dumps({"w": [1.0]}))),
+    "model.pdparams": ("a PaddlePaddle file", write_bytes(pickle.dumps({"w": [1.0]}))),
+    "model.pdopt": ("a PaddlePaddle file", write_bytes(pickle.dumps({"w": [1.0]}))),
     "model.gguf": ("a GGUF file", write_bytes(b"GGUF\3\0\0\0" + bytes(64))),
     "model.nemo": ("a NeMo archive", write_bytes(b"\x01" + bytes(64))),
     "state.msgpack": ("a Flax file", write_bytes(b"\xc0" + bytes(64))),
@@ -128,9 +128,9 @@ FILES: dict[str, tuple[str, Callable[[Path], None]]] = {
     "w.npz": ("a NumPy archive", write_bytes(b"\x00" * 64)),
     "w.npy": ("a NumPy array", write_bytes(b"\x93NUMPY\x01\x00" + bytes(64))),
     "model.ckpt.index": ("a TensorFlow checkpoint", write_bytes(bytes(64))),
-    "model.tensors": ("a file of tensorizer", write_bytes(b"|TZR|\x04\x00\x00\x00" + bytes(64))),
+    "model.tensors": ("a tensorizer file", write_bytes(b"|TZR|\x04\x00\x00\x00" + bytes(64))),
     "mind.ckpt": (
-        "a checkpoint file of MindSpore",
+        "a MindSpore checkpoint file",
         write_bytes(b"\x0a\x2d\x0a\x0cembed.weight\x12\x1d\x08\x04\x12\x07Float32" + bytes(64)),
     ),
 }

@@ -63,7 +63,7 @@ def listed(prepared: Prepared) -> set[str]:
     names: set[str] = set()
     for line in prepared.dropped:
         begin, _, files = line.rpartition(": ")
-        if begin in ("other files of the directory", "files beside the weights") or (
+        if begin in ("other files in the directory", "files next to the weights") or (
             begin.startswith(("training state, which ", "a class that "))
         ):
             names |= set(files.split(", "))
@@ -257,7 +257,7 @@ def test_states_of_data_loaders_are_carried(golden: Path, tmp_path: Path, case: 
     folder = next(iter((tmp_path / "out").glob("iter_*")), tmp_path / "out")
     assert {name: (folder / name).read_bytes() for name in LOADERS} == states
     assert [line for line in report.dropped if "dataloader" in line] == []
-    notes = [note for note in report.notes if "data loaders" in note]
+    notes = [note for note in report.notes if "data loader" in note]
     assert len(notes) == (case == "reshard") and all("2 data-parallel" in note for note in notes)
     written = open_checkpoint(tmp_path / "out")
     written.store.close()

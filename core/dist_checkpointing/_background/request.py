@@ -52,7 +52,8 @@ class AsyncRequest(NamedTuple):
         """
         if self.is_frozen:
             raise RuntimeError(
-                "cannot add a finalize function: the AsyncRequest is frozen, as it was scheduled"
+                "cannot add a finalize function: the AsyncRequest is frozen because it has been "
+                "scheduled"
             )
         self.finalize_fns.append(fn)
 

@@ -88,7 +88,7 @@ class BucketPublication:
             raise StorageError(
                 "another save to this URL is running, or was interrupted",
                 file=str(root),
-                hint="wait for its end, or pass overwrite=True to delete what it left",
+                hint="wait for it to finish, or pass overwrite=True to delete what it left",
             ) from err
         self._kept: set[str] = set()
         try:
@@ -122,7 +122,7 @@ class BucketPublication:
         examples = list_some(names, 3)
         if names and not overwrite:
             raise UsageError(
-                f"the URL to save to already contains {content} ({examples})",
+                f"the target URL already contains {content} ({examples})",
                 file=str(self.data_dir),
                 hint="save to another URL, or pass overwrite=True to delete the checkpoint there",
             )

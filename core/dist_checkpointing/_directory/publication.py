@@ -94,7 +94,7 @@ class DirectoryPublication:
         refusal = StorageError(
             "another save into this directory is running",
             file=str(self.checkpoint_dir),
-            hint="wait for its end; finalize asynchronous saves of this program",
+            hint="wait for it to finish; finalize this program's asynchronous saves",
         )
         lock = lock_folder(self._stage_dir, refusal=refusal)
         self._lock_fd = lock.fd
@@ -133,7 +133,7 @@ class DirectoryPublication:
         examples = list_some(names, 3)
         if names and not self._overwrite:
             raise UsageError(
-                f"the directory to save into already contains {content} ({examples})",
+                f"the target directory already contains {content} ({examples})",
                 file=str(self.checkpoint_dir),
                 hint="save into an empty directory, or pass overwrite=True to replace a "
                 "checkpoint and keep other files",
@@ -172,7 +172,7 @@ class DirectoryPublication:
                 raise StorageError(
                     f"the directory, or {STAGE} in it, was removed during the save",
                     file=str(self.checkpoint_dir),
-                    hint="save again, and exclude checkpoints that are being saved from clean-up "
+                    hint="save again, and exclude checkpoints that are being saved from cleanup "
                     "jobs",
                 )
             with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
@@ -272,16 +272,14 @@ class DirectoryPublication:
 def _check_directory(checkpoint_dir: Path) -> None:
     if not os.path.lexists(checkpoint_dir):
         raise UsageError(
-            "the directory to save into does not exist",
+            "the target directory does not exist",
             file=str(checkpoint_dir),
             hint="create it before the save",
         )
     with translate_os_errors(str(checkpoint_dir), doing="look at"):
         is_dir = checkpoint_dir.is_dir()
     if not is_dir:
-        raise UsageError(
-            "the path to save into is a file, not a directory", file=str(checkpoint_dir)
-        )
+        raise UsageError("the target path is a file, not a directory", file=str(checkpoint_dir))
 
 
 def _undo_interrupted_save(stage_dir: Path) -> None:

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The configuration of an adapter that peft wrote."""
-FILES_BESIDE = "files beside the weights"
+FILES_BESIDE = "files next to the weights"
 """The reason for not carrying these files over."""
-UNREAD = "other files of the directory"
+UNREAD = "other files in the directory"
 """The reason for not carrying files over that no reader opened."""
 
 

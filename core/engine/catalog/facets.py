@@ -224,7 +224,7 @@ class WeightDeltas:
     def title(self) -> str:
         """A description for messages."""
         return (
-            f"differences of weights ({self.encoding}, {self.compression}) from version "
+            f"weight differences ({self.encoding}, {self.compression}) from version "
             f"{self.base_version} to {self.version}, not weights"
         )
 

@@ -85,7 +85,7 @@ def record_attributes(keys: Iterable[str]) -> tuple[Dropped, ...]:
     for key in keys:
         (versions if key.rpartition(".")[2] == VERSIONS else others).append(key)
     return (
-        *dropped_each(versions, "versions of modules, which torch sets anew"),
+        *dropped_each(versions, "module versions, which torch recreates"),
         *dropped_together(others, ATTRIBUTES),
     )
 

@@ -105,8 +105,8 @@ def states_of_torchao(catalog: Catalog, *, option: str, hint: str) -> dict[str, 
             )
             if not is_shape or not isinstance(value, (list, tuple)):
                 raise UnsupportedError(
-                    f"{option}: the shape of the state, of which two are in a byte, is not "
-                    "recorded",
+                    f"{option}: the shape of the state, which packs two values per "
+                    "byte, is not recorded",
                     key=target,
                     hint=hint,
                 )
@@ -135,7 +135,7 @@ def blockwise(
     if n_codes not in (n, -(-n // 2)) or len(scales_shape) != n_stacked:
         problem = f"{n_codes} codes and scales of shape {scales_shape}"
     elif block is None:
-        problem = f"{n_scales} scales for {n} states, which no block explains"
+        problem = f"{n_scales} scales for {n} states, which matches no block size"
     elif tensors[scales].dtype != "float32":
         problem = f"scales of type {tensors[scales].dtype}"
     elif expected is None and tensors[codes].dtype != "float8_e4m3fn":

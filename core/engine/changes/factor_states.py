@@ -57,8 +57,8 @@ def check_factors(keys: Iterable[str], *, option: str) -> None:
         elif _SOAP.search(key) or _SHAMPOO.search(key):
             owner = "SOAP" if _SOAP.search(key) else "Shampoo"
             problem = (
-                f"{owner}, whose factors are those of a parameter's complete matrix and do not "
-                "follow from factors of other shapes"
+                f"{owner}, whose factors belong to a parameter's complete matrix and cannot "
+                "be derived from factors of other shapes"
             )
         if problem is not None:
             raise UnsupportedError(

@@ -114,7 +114,7 @@ def as_trainer_file(catalog: Catalog) -> Catalog:
         if _GROUPS_KEY.fullmatch(key) is not None
     }
     listed = ", ".join(f"{old} became {new}" for old, new in new_prefix.items())
-    notes = [f"named as Lightning's Trainer loads one file: {listed}"]
+    notes = [f"named as Lightning's Trainer expects in a single file: {listed}"]
     if any(item.value != objects[key].value for key, item in ordered.items()):
         notes.append(
             "the optimizer's groups list their parameters in the order of the model now: without "

@@ -1,4 +1,4 @@
-"""Dequantize optimizer states of 8 and 4 bits to float32.
+"""Dequantize 8-bit and 4-bit optimizer states to float32.
 
 The states that ``blockwise_states`` finds become ``PARAM.exp_avg`` and ``PARAM.exp_avg_sq``
 (torchao: the state's own name), as torch.optim's Adam has them; so do bitsandbytes' float32 states
@@ -10,7 +10,7 @@ checkpoint tells apart, and AdEMAMix, whose two first moments are one tensor, ke
 
 Not supported, refused by name: 8-bit states that are not blockwise (``max1``); AdEMAMix's of a
 parameter whose number of elements is not a multiple of the block (bitsandbytes 0.50.2 reads the
-scales of the second moment at other places on a GPU than on a CPU); and states of another shape
+scales of the second moment in different places on a GPU and on a CPU); and states of another shape
 than their parameter: what FSDP gathers of bitsandbytes' states is the shard of the first rank, for
 every parameter.
 """
@@ -77,7 +77,7 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     computed_keys = tuple(key for key, state in states.items() if state.scales is not None)
     if not computed_keys:
         raise UsageError(
-            f"{OPTION}: no optimizer state has 8 or 4 bits and scales",
+            f"{OPTION}: there is no 8-bit or 4-bit optimizer state with scales",
             hint=f"omit {OPTION}; ckpt inspect --optim shows the states",
         )
     clash = next(
@@ -188,7 +188,7 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
             raise UnsupportedError(
                 f"{OPTION}: the parameter has {prod(shape)} elements, which is not a multiple of "
                 f"the block of {state.block}; bitsandbytes stores the scales of AdEMAMix's second "
-                "moment at other places on a GPU than on a CPU",
+                "moment in different places on a GPU and on a CPU",
                 key=key,
                 hint=_NO_OPTIM,
             )
@@ -219,7 +219,7 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape:
     else:
         return
     raise UnsupportedError(
-        f"{OPTION}: {problem}; of bitsandbytes' states FSDP saves only the shard of the first rank",
+        f"{OPTION}: {problem}; FSDP saves only the first rank's shard of bitsandbytes states",
         key=key,
         hint="the states of the other ranks are not in the checkpoint: drop the optimizer with "
         "--no-optim",

@@ -160,7 +160,7 @@ def dequantize(
     of_torchao = dequantize_torchao(catalog, target.name)
     unpacked = _dequantize_mxfp4(of_torchao.catalog, target.name, config)
     if of_torchao.keys:
-        note = f"{len(of_torchao.keys)} weights of torchao become {target.name}"
+        note = f"{len(of_torchao.keys)} torchao weights become {target.name}"
         keys = (*of_torchao.keys, *unpacked.keys)
         unpacked = replace(unpacked, keys=keys, notes=(note, *unpacked.notes))
     catalog, unpacked_keys = unpacked.catalog, unpacked.keys
@@ -232,8 +232,8 @@ def dequantize(
 
     # Note the float8 tensors and scales that were not used.
     notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
-    notes += [f"{some_of(list(unused))}: scales of activations, dropped"] if unused else []
-    notes += [f"{some_of(sorted(kept))}: scales of activations, unchanged"] if kept else []
+    notes += [f"{some_of(list(unused))}: activation scales, dropped"] if unused else []
+    notes += [f"{some_of(sorted(kept))}: activation scales, unchanged"] if kept else []
     return QuantizedCatalog(
         result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)
     )

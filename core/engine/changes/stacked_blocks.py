@@ -107,7 +107,7 @@ def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, S
     )
     if of_torchao is not None:
         raise UnsupportedError(
-            f"{option}: the optimizer's states are tensors of torchao's classes, in their parts",
+            f"{option}: the optimizer's states are torchao tensors, stored in parts",
             key=of_torchao,
             hint=_HINT,
         )
@@ -138,7 +138,8 @@ def with_their_codes(
     for key in keys:
         if key in blocks and blocks[key].codes not in chosen:
             raise UsageError(
-                "--unstack-layers: scales are unstacked with their codes, which no pattern chooses",
+                "--unstack-layers: scales are unstacked with their codes and cannot be selected "
+                "by a pattern",
                 key=blocks[key].codes,
             )
     return [

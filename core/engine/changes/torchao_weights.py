@@ -108,8 +108,8 @@ def _block(catalog: Catalog, key: str) -> Shape:
     zeros = tensors.get(f"{key}.zero_point")
     if f"{key}.act_pre_scale" in tensors:
         raise UnsupportedError(
-            "--dequantize: activations are multiplied by act_pre_scale before this weight, so that "
-            "the weight alone is not that of a linear layer",
+            "--dequantize: activations are multiplied by act_pre_scale before this weight, so "
+            "the weight alone does not describe a linear layer",
             key=key,
             hint="omit --dequantize: the parts are copied as they are",
         )
@@ -128,7 +128,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
     n_blocks = prod(extent // width for extent, width in pairs)
     codes_type = dtype_of(codes.dtype)
     if any(extent % width for extent, width in pairs):
-        problem = f"blocks of {block} do not divide codes of shape {codes.shape}"
+        problem = f"blocks of {block} do not evenly divide codes of shape {codes.shape}"
     elif codes.dtype != "int8" and (codes_type.kind, codes_type.itemsize) != ("float", 1):
         problem = f"the codes are {codes.dtype}"
     elif scales is None or prod(scales.shape) != n_blocks or dtype_of(scales.dtype).kind != "float":
@@ -137,7 +137,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
     elif zeros is not None and prod(zeros.shape) != n_blocks:
         problem = f"{n_blocks} blocks have zero points of shape {zeros.shape}"
     if problem is not None:
-        raise CorruptError(f"the parts of a tensor of torchao do not fit: {problem}", key=key)
+        raise CorruptError(f"the parts of a torchao tensor do not fit together: {problem}", key=key)
     if zeros is not None and zeros.dtype != "int8":
         raise UnsupportedError(
             f"--dequantize: zero points of type {zeros.dtype}",

@@ -233,7 +233,7 @@ def _mismatch_error(
     else:
         hint = (
             "copies of different ranks: the checkpoint is damaged or was saved by diverged ranks; "
-            "--on-replica-mismatch first takes the copy of the first rank"
+            "--on-replica-mismatch first uses the first rank's copy"
         )
         if is_moment(item.key):
             hint += "; --no-optim leaves the optimizer out"

@@ -1,4 +1,4 @@
-"""Dequantize optimizer states of 8 and 4 bits, as an encoding.
+"""Dequantize 8-bit and 4-bit optimizer states, as an encoding.
 
 ::
 

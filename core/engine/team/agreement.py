@@ -89,7 +89,7 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
             f"than rank 0 on {team.hosts[0]}" + (f": {error}" if error else "") + lead_error,
             rank=str(rank),
             hint="make sure that all hosts see the same directory at this path, "
-            "and that nothing writes into it meanwhile",
+            "and that nothing else is writing to it",
         )
 
 

@@ -266,7 +266,7 @@ def _translated(path: RemotePath, err: Exception, doing: str) -> CheckpointingEx
         return MissingShardError("the object does not exist", file=str(path))
     if code in _DAMAGED:
         return StorageError(
-            f"the store received other bytes than were sent ({status} {code})",
+            f"the store received different bytes than were sent ({status} {code})",
             file=str(path),
             hint="run again; if it fails again, check the network and the memory of this machine",
         )

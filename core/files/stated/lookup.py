@@ -197,7 +197,7 @@ def ask_by_signed_url(
             raise SourceChangedError(
                 "the object changed while it was being read",
                 file=str(path),
-                hint="run again when nothing writes to it",
+                hint="run again when nothing is writing to it",
             ) from None
         if err.code == 404:
             return ()  # reading it reports this
@@ -286,7 +286,7 @@ def ask_s3(
             raise SourceChangedError(
                 "the object changed while it was being read",
                 file=str(path),
-                hint="run again when nothing writes to it",
+                hint="run again when nothing is writing to it",
             ) from err
         if status == 404:
             return ()  # reading it reports this

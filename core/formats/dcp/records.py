@@ -157,7 +157,7 @@ def _refuse_persistent(value: object) -> object:
     """Raise CorruptError for a persistent id."""
     raise CorruptError(
         "the pickle uses a persistent id, which DCP metadata never does",
-        hint="this .metadata is a different file, perhaps one of torch.save: copy the one that "
+        hint="this .metadata is a different file, perhaps from torch.save: copy the one that "
         "was saved with these .distcp files",
     )
 

@@ -231,7 +231,7 @@ def _check_weights(
             weights = model.module.get(name)
             if weights is None or weights.shape != shape:
                 raise model.state.mismatch(
-                    f"param_shapes give {shape}, but the file of the expert has "
+                    f"param_shapes give {shape}, but the expert's file has "
                     f"{None if weights is None else weights.shape}",
                     key=name,
                 )

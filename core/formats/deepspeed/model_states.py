@@ -100,7 +100,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     root = state.root
     reader = state.fields
     if "module" not in root:
-        raise state.corrupt("the entry 'module' is missing; this is not a file of model states")
+        raise state.corrupt("the entry 'module' is missing; this is not a model states file")
     if not is_universal:
         if any(root.get(name) for name in _AUTOEP):
             raise UnsupportedError(
@@ -172,7 +172,7 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
             or not are_same(value, head.get(name))
         )
     }
-    return dropped_each((f"{name} of other ranks" for name in names), "that of the first is kept")
+    return dropped_each((f"{name} of other ranks" for name in names), "the first rank's is kept")
 
 
 def version_of(model: ModelStates) -> str | None:

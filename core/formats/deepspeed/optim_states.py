@@ -108,7 +108,7 @@ def parse_optim_states(state: StateFile) -> OptimStates:
     """
     if OPTIMIZER_STATE not in state.root:
         raise state.corrupt(
-            f"the entry {OPTIMIZER_STATE!r} is missing; this is not a file of optimizer states"
+            f"the entry {OPTIMIZER_STATE!r} is missing; this is not an optimizer states file"
         )
     root = state.fields.read_mapping(state.root[OPTIMIZER_STATE], OPTIMIZER_STATE)
     # The stage decides the names of the other entries. ``BF16_Optimizer`` (ZeRO-1) does not record

@@ -182,7 +182,7 @@ def cut_groups(
             raise CorruptError(
                 f"the {len(group.shapes)} parameters of group {group.number} need {offset} "
                 f"elements, but its parts on {len(group.ranks)} ranks have {rank_starts[-1]}",
-                hint="files of different checkpoints were mixed, or one belongs to another run",
+                hint="files from different checkpoints were mixed, or one belongs to another run",
             )
     return CutGroups(groups, first, starts)
 
@@ -240,7 +240,7 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
             raise CorruptError(
                 f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those "
                 f"of rank 0 have {list(sizes[0])[:8]}",
-                hint="files of different checkpoints were mixed",
+                hint="files from different checkpoints were mixed",
             )
     # Concatenate the parts of the parameters of all groups.
     shapes: dict[str, Shape] = {}
@@ -258,6 +258,6 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
         raise CorruptError(
             f"the parts of {len(shapes)} parameters need {offset} elements per rank, but the flat "
             f"groups have {starts[-1]}",
-            hint="files of different checkpoints were mixed, or one belongs to another run",
+            hint="files from different checkpoints were mixed, or one belongs to another run",
         )
     return CutParameters(shapes, first, starts, n_ranks)

@@ -27,17 +27,14 @@ from core.errors import (
     CorruptError,
     MissingShardError,
     ReplicaMismatchError,
+    placing_errors,
 )
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.files import missing_rank
 from core.formats.deepspeed.model_states import ZeroFacts, parse_model_states, record_other_files
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
-from core.formats.deepspeed.runs import (
-    list_runs_in_groups,
-    pair_with_copy,
-    tensor_in_groups,
-)
+from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy, tensor_in_groups
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, read_state_file
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
@@ -279,7 +276,7 @@ def _partition(
         CorruptError: shapes, sizes and recorded positions contradict each other.
     """
     assert model.groups is not None
-    try:
+    with placing_errors(file=model.state.file):  # the partition knows no files
         if optim[0].stage == 3:
             sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
@@ -294,9 +291,6 @@ def _partition(
         except CorruptError:
             if not _prove_order(store, partition, model, optim):
                 raise
-    except CorruptError as err:
-        err.file = err.file or model.state.file  # the partition knows no files
-        raise
     return partition
 
 
@@ -416,7 +410,7 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
     # Fewer model files are reported when they are read.
     if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
-            f"there are {len(files.zero_model)} files of model states, but {len(optim)} of "
+            f"there are {len(files.zero_model)} model states files, but {len(optim)} of "
             "optimizer states",
             file=files.zero_model[-1],
             hint="remove files that an older run with more ranks left behind",
@@ -482,8 +476,8 @@ def _reason(kinds: Mapping[str, object], state: str) -> str:
     """
     if state == _WRAPPER or (state in _QUANTIZED and "absmax1" in kinds):
         return (
-            "8 bits of bitsandbytes, in blocks of the flat group; DeepSpeed alone can load them, "
-            "on as many ranks"
+            "8-bit bitsandbytes states in blocks of the flat group; only DeepSpeed can load them, "
+            "on the same number of ranks"
         )
     return "neither one value nor as long as the group"
 

@@ -123,7 +123,7 @@ def unlisted_weights(
     notes = []
     if names:
         notes.append(
-            f"parameters in no optimizer group, read from the model file in its precision: "
+            f"parameters in no optimizer group, read from the model file in their own precision: "
             f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: whole_tensor(model.module[name]) for name in names}

@@ -84,7 +84,7 @@ SINGLE_FILES = (
 """The last one is written by accelerate, for FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
-_MIXED = "files of two checkpoints may be mixed: copy one of them into an empty directory"
+_MIXED = "files from two checkpoints may be mixed: copy one of them into an empty directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,7 +466,7 @@ class _ShardMerger:
 
 FORMAT = Format(
     name="torch_bin",
-    title="pytorch_model.bin of Hugging Face",
+    title="Hugging Face pytorch_model.bin",
     sniff=sniff,
     read=read,
     salvage=salvage,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 INDEX_SUFFIX = ".index.json"
 STALE_INDEX_HINT = (
-    "files of two checkpoints may be mixed: copy one of them into an empty directory; if the "
+    "files from two checkpoints may be mixed: copy one of them into an empty directory; if the "
     "shards are right, remove the index: shards numbered from 1 to n are read without it, and a "
     "conversion writes a new one"
 )
@@ -135,5 +135,5 @@ def describe_unread_single(single: str, index: str) -> str:
     """Return the note on a file with all tensors beside an index whose shards are complete."""
     return (
         f"{single} was not read, as {index} does not list it, but transformers loads it instead of "
-        f"the shards: to read it, name {single} itself"
+        f"the shards: to read it, pass {single} itself"
     )

@@ -21,7 +21,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
     Args:
         catalog: a model's catalog, with its configuration.
         folder: the directory, such as that of the model's original release.
-        carries_files: the destination can store files beside the weights.
+        carries_files: the destination can store files next to the weights.
 
     Raises:
         UsageError: the destination is not a Hugging Face directory, ``folder`` has no such files,

@@ -328,7 +328,7 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
 
 FORMAT = Format(
     name="mcore_local",
-    title="local checkpoint of Megatron-core",
+    title="Megatron-core local checkpoint",
     sniff=sniff,
     read=read,
     lay_out=None,

@@ -178,9 +178,7 @@ def read_yaml(
         for event in yaml.parse(data, Loader=loader):
             is_alias = isinstance(event, yaml.AliasEvent) and not allows_aliases
             if is_alias or (isinstance(event, yaml.ScalarEvent) and event.value == "<<"):
-                raise UnsupportedError(
-                    "aliases and merge keys of YAML are not supported", file=file
-                )
+                raise UnsupportedError("YAML aliases and merge keys are not supported", file=file)
             depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
             depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
             if depth > _MAX_DEPTH:

@@ -1,4 +1,4 @@
-"""Laying out safetensors files: the tensors of each file, and the other files of the directory.
+"""Laying out safetensors files: the tensors of each file, and the other files in the directory.
 
 On disk: ``model.safetensors``, or ``model-00001-of-0000n.safetensors …`` and
 ``model.safetensors.index.json``; next to them the small files (``huggingface.files``) and
@@ -115,7 +115,7 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
     }
     if not keys:
         raise UnsupportedError(
-            f"the pipeline would be without the weights of {model}",
+            f"the pipeline would lack the weights of {model}",
             hint="to convert a part of the pipeline, point at the directory of a model",
         )
     return keys

@@ -201,7 +201,7 @@ def check_sizes(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> 
                     f"config.json is {min_size}",
                     key=key,
                     hint="the files of the last ranks may be missing: copy those of all ranks; if "
-                    "config.json is of another model, replace it",
+                    "config.json belongs to another model, replace it",
                 )
 
 

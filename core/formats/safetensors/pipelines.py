@@ -119,7 +119,7 @@ def read_pipeline(
 
 
 _COPY = "copy the pipeline again, with all its directories"
-_NOT_A_TENSOR = "not a tensor; of a pipeline's models only the tensors are read"
+_NOT_A_TENSOR = "not a tensor; only tensors are read from a pipeline's models"
 
 
 def _raise_or_report(error: CheckpointingException, report: Report | None) -> None:

@@ -14,7 +14,7 @@ Tensors inside other objects are ``hidden``.
 
 Tensors that have the same bytes are tied (``Catalog.ties``). Tensors in ``refused``
 are not plain dense ones: they are objects of the skeleton and cannot be written. ``iteration`` and
-``args`` are the root's; in a file of Lightning's Trainer, ``global_step`` is the iteration.
+``args`` are the root's; in a Lightning file's Trainer, ``global_step`` is the iteration.
 Facet: ``TorchFileFacts``.
 
 On disk: one file with any name. In a directory, only ``checkpoint.pt`` is read, which is also the
@@ -194,8 +194,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             root = map_leaves(target.skeleton, value_of)
         if target.write.weights_only:
             root = set_aside(root)
-    plan = plan_tree(root, target.whole_array, prefix=PREFIX)
-    return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
+    return (plan_tree(root, target.whole_array, prefix=PREFIX).image(FILE_NAME),)
 
 
 def refuse_unsupported(catalog: AnyCatalog) -> None:

@@ -70,17 +70,17 @@ def joined_parts(
     (_, first_tree) = chunks[0]
     settings = _settings(first_tree)
     if any(_settings(tree) != settings for _, tree in chunks):
-        return "chunks of tensors of torchao whose classes or settings differ"
+        return "chunks of torchao tensors whose classes or settings differ"
     if len(chunks) > 1 and settings.get("class") not in _STATES:
-        return f"{settings.get('class')} of torchao in several chunks"
+        return f"torchao {settings.get('class')} in several chunks"
     # Together the chunks must be rows of the tensor, one after the other.
     start = 0
     for box, _ in chunks:
         if box.offset != (start, *(0,) * (len(shape) - 1)) or box.shape[1:] != shape[1:]:
-            return f"{settings.get('class')} of torchao that is cut along another axis than 0"
+            return f"torchao {settings.get('class')} split along an axis other than 0"
         start += box.shape[0]
     if start != shape[0]:
-        return f"{settings.get('class')} of torchao whose chunks are not complete"
+        return f"torchao {settings.get('class')} with incomplete chunks"
 
     n_of_row = prod(shape[1:])
     tensors: dict[str, Tensor] = {}
@@ -93,7 +93,7 @@ def joined_parts(
                 # Elements of the part for each element of the tensor.
                 n_all, n_chunk = array.shape[0] * prod(shape), prod(box.shape)
                 if n_all % n_chunk or (array.shape[0] * box.offset[0] * n_of_row) % n_chunk:
-                    return f"{settings.get('class')} of torchao with a block in two chunks"
+                    return f"torchao {settings.get('class')} with a block in two chunks"
                 begin = array.shape[0] * box.offset[0] * n_of_row // n_chunk
                 extents = (n_all // n_chunk, *array.shape[1:])
                 offset = (begin, *offset[1:])
@@ -101,12 +101,12 @@ def joined_parts(
                 # Readers of DCP take either copy, so that the table of one chunk serves.
                 first = fragments_of[part][0].array
                 if first is None or not _is_copy(array, first):
-                    return f"{settings.get('class')} of torchao whose chunks have different {name}"
+                    return f"torchao {settings.get('class')} whose chunks have different {name}"
                 continue
             fragments = fragments_of.setdefault(part, [])
             tensor = Tensor(array.dtype, extents, bind_argument(tuple, fragments))
             if tensors.setdefault(part, tensor) != tensor:
-                return f"{settings.get('class')} of torchao whose chunks do not fit each other"
+                return f"torchao {settings.get('class')} whose chunks do not fit together"
             named = replace(array, name=array_name(part, box))
             at = (0,) * len(array.shape)
             fragments.append(Fragment(Box(offset, array.shape), named, at))

@@ -93,6 +93,17 @@ class TorchTree:
     shared: dict[str, str] = field(default_factory=dict)
     is_set_aside: bool = False
 
+    def inline_objects(self) -> object:
+        """Return the root with every object in its place."""
+        return map_leaves(
+            self.value,
+            lambda entry: (
+                self.objects[entry.leaf.key].value
+                if isinstance(entry.leaf, ObjectLeaf)
+                else entry.leaf
+            ),
+        )
+
 
 def parse(
     store: ReadStore,
@@ -284,15 +295,7 @@ def load_object(
                 f"a container in the object contains itself, at {paths}",
                 hint="save the object again without these entries",
             )
-        value = map_leaves(
-            tree.value,
-            lambda entry: (
-                tree.objects[entry.leaf.key].value
-                if isinstance(entry.leaf, ObjectLeaf)
-                else entry.leaf
-            ),
-        )
-    return value, {**tree.arrays, **tree.hidden}
+        return tree.inline_objects(), {**tree.arrays, **tree.hidden}
 
 
 def load_shared(
@@ -355,7 +358,7 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
             "dict again",
         )
     raise UnsupportedError(
-        "a bare pickle, not a file of torch.save",
+        "a bare pickle, not a torch.save file",
         file=file,
         hint="load it with the program that wrote it, and save it with torch.save",
     )
@@ -592,7 +595,8 @@ def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
     note = (
-        f"tensors of torchao are taken apart ({counts}): numbers, scales and settings are entries"
+        f"torchao tensors are split into their parts ({counts}): values, scales and settings "
+        "become separate entries"
     )
     return (note,)
 

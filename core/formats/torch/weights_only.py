@@ -471,7 +471,7 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
     names = _listed(objects)
     refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     if target.write.weights_only:
-        return [f"set aside below {ASIDE_KEY!r}, because {refusal}"]
+        return [f"set aside under {ASIDE_KEY!r}, because {refusal}"]
     endless = list_endless_keys(target.skeleton)
     if endless:
         options = " ".join(f"--exclude {shlex.quote(key)}" for key in endless[:_MAX_SHOWN])
@@ -514,7 +514,7 @@ def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> l
     packages_named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
     needed = ", ".join(sorted(packages_named - _IMPORTABLE - packages))
     reason = f"because loading these objects needs {needed}: {_listed(objects)}"
-    return [f"set aside below {ASIDE_KEY!r}, {reason}"]
+    return [f"set aside under {ASIDE_KEY!r}, {reason}"]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:

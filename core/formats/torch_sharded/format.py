@@ -25,7 +25,7 @@ Facet: ``TorchShardedFacts``.
 
 Versions: torch 2.2 and later. Read only: DCP replaces such files.
 
-Not supported, refused by name: see ``dtensor``; files of several saves in one directory.
+Not supported, refused by name: see ``local_part``; files of several saves in one directory.
 
 Source: files written by torch 2.13 with gloo, pinned in tests/golden/dtensor.tar.xz; names as
 verl, accelerate and others choose them.
@@ -168,7 +168,7 @@ def _by_rank(files: Sequence[TensorFile]) -> list[TensorFile]:
                 f"{before.file} is of rank {file.rank}, too",
                 file=file.file,
                 rank=str(file.rank),
-                hint="files of two saves may be mixed; pass one file of the save to read",
+                hint="files from two saves may be mixed; pass one file of the save to read",
             )
     return ordered
 
@@ -209,7 +209,7 @@ def _catalog(merged: Sequence[MergedFiles]) -> Catalog:
 
 FORMAT = Format(
     name="torch_sharded",
-    title="torch files of each rank (FSDP, DTensor)",
+    title="per-rank torch files (FSDP, DTensor)",
     sniff=sniff,
     read=read,
     lay_out=None,

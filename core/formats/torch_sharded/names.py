@@ -162,7 +162,7 @@ def _numbered(numbers_of: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def refuse_several_saves(families: Sequence[FileFamily], *, folder: str) -> None:
-    """Raise if files of several saves are in one directory.
+    """Raise if files from several saves are in one directory.
 
     Raises:
         UnsupportedError: two families differ in a number only, such as that of the step.
@@ -172,7 +172,7 @@ def refuse_several_saves(families: Sequence[FileFamily], *, folder: str) -> None
         other = first_of.setdefault(_NUMBER.sub("0", family.pattern), family)
         if other is not family:
             raise UnsupportedError(
-                f"files of several saves are in one directory: {other.pattern.replace('#', '*')} "
+                f"files from several saves are in one directory: {other.pattern.replace('#', '*')} "
                 f"and {family.pattern.replace('#', '*')}",
                 file=folder,
                 hint="pass one file of the save to read; the other ranks' files of that save are "

@@ -131,7 +131,7 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
     # Names, as FSDP saves them, stay.
     if not flat or not all(type(number) is int for number in flat):
         return NamedOptimizer(value)
-    unnamed = "numbers its parameters, and their names are not certain ({}); they keep the numbers"
+    unnamed = "numbers its parameters, whose names are uncertain ({}); the numbers are kept"
     if len({*flat}) < len(flat) or not states.keys() <= {*flat}:
         return NamedOptimizer(value, unnamed.format("the groups do not list each number once"))
 
@@ -160,7 +160,7 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         else:
             reason = (
                 "several orders of the model's parameters fit the shapes, or none; a torch file of "
-                "the weights has the order"
+                "the weights records the order"
             )
         return NamedOptimizer(value, unnamed.format(reason))
 

@@ -122,7 +122,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
     skeleton = flat if catalog.skeleton is None else catalog.skeleton
     unread = taken_entries(catalog, skeleton, files)
     notes = [
-        f"{file} was not read, because the weights have entries that are called {entry}"
+        f"{file} was not read, because the weights have entries named {entry}"
         for entry, file in unread.items()
     ]
 

@@ -149,7 +149,7 @@ def adapter_to_megatron(
             key=adaptations[min(unknown)].a,
             hint=f"embeddings, output layers and experts have none; {_FOLD}"
             if key_of
-            else f"is {CONFIG} that of the adapter's base model?",
+            else f"does {CONFIG} belong to the adapter's base model?",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
     tensors: dict[str, Tensor] = {}
@@ -172,8 +172,8 @@ def adapter_to_megatron(
     form = "CanonicalLoRA" if is_canonical else "LoRA"
     targets = sorted({target for layer in layers for target in _targets(layer, is_canonical)})
     note = (
-        f"adapters for {form}(target_modules={targets}, dim={rank}, alpha={scaling * rank:g}) "
-        "of Megatron-Bridge"
+        f"adapters for Megatron-Bridge's {form}(target_modules={targets}, dim={rank}, "
+        f"alpha={scaling * rank:g})"
     )
 
     return Catalog(
@@ -207,8 +207,8 @@ def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
     if len(kinds) > 1:
         ranks = ", ".join(f"rank {rank} × {scaling:g}" for rank, scaling in sorted(kinds))
         raise UnsupportedError(
-            f"the layers have different ranks or scalings ({ranks}), and those of a model of "
-            "Megatron-Bridge have the same",
+            f"the layers have different ranks or scalings ({ranks}), but all adapters of a "
+            "Megatron-Bridge model share one",
             key=list(kinds.values())[1],
             hint=_FOLD,
         )

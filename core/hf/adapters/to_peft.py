@@ -116,7 +116,7 @@ def adapter_to_peft(
     unused = weights.keys() - used
     if unused:
         raise UnsupportedError(
-            f"{len(unused)} tensors are not adapters that {family.model_type} models of "
+            f"{len(unused)} tensors are not adapters that {family.model_type} models in "
             f"transformers can have: {list_some(unused)}",
             key=min(unused),
             hint="adapters of experts, embeddings and output layers are not converted",

@@ -108,8 +108,8 @@ def describe_ranking(fields: Mapping[str, object], family: Family) -> str | None
     if not family.experts.groups or n_groups <= n_chosen or n_used // n_chosen == ranked_by:
         return None
     return (
-        f"it chooses other experts: of {n_groups} groups of experts, {n_chosen} for a token that "
-        f"uses {n_used}, {family.model_type} models of transformers rank a group by its "
+        f"it selects different experts: of {n_groups} groups of experts, {n_chosen} for a token "
+        f"that uses {n_used}, {family.model_type} models in transformers rank a group by its "
         f"{ranked_by} best, Megatron by its {n_used // n_chosen} best "
         "(--moe-router-num-groups 1 trains the weights without groups)"
     )

@@ -128,7 +128,7 @@ def _rotation_of_types(config: Mapping[str, object], types: Sequence[object]) ->
         return {}
     missing = next((kind for kind in types if not isinstance(sections.get(kind), Mapping)), None)
     if missing is not None:
-        raise CorruptError(f"rope_parameters has nothing for {missing}", file=CONFIG)
+        raise CorruptError(f"rope_parameters has no entry for {missing}", file=CONFIG)
     return {
         "rope_theta": [rope_number(sections[kind], "rope_theta") for kind in types],
         "partial_rotary_factors": [

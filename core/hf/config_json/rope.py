@@ -193,8 +193,8 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in (None, "default") and "full" in family.rope:
         return (
-            f"{str(kind)[:40]} scaling of the rotary embeddings in layers without a window alone "
-            "(a Megatron model of these arguments rotates without it, and computes other logits)"
+            f"{str(kind)[:40]} scaling of the rotary embeddings only in layers without a window "
+            "(a Megatron model with these arguments does not scale, and computes different logits)"
         )
     if kind == "longrope" or (kind not in (None, "default") and "layers" in family.rope):
         return f"{str(kind)[:40]} scaling of the rotary embeddings (Megatron rotates without it)"
@@ -257,8 +257,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         if scaling is not None:
             raise UnsupportedError(
                 "the arguments scale the rotary embeddings of all layers "
-                f"({scaling['rope_type']}); {family.model_type} models of transformers scale those "
-                "of layers without a window alone"
+                f"({scaling['rope_type']}); {family.model_type} models in transformers scale only "
+                "those of layers without a window"
             )
         entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:

@@ -175,7 +175,7 @@ def _notes(
             values = sorted({str(others[hf] or 0.0) for hf in changed})
             notes.append(
                 f"{len(changed)} matrices such as {changed[0]} had weight decay "
-                f"{', '.join(values)}; Megatron's groups give them {decay}, as to other matrices"
+                f"{', '.join(values)}; Megatron's groups give them {decay}, like other matrices"
             )
         elif changed:
             notes.append(

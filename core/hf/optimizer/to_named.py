@@ -39,7 +39,7 @@ def hf_states(
     """
     if any(is_muon(group.settings) for group in optimizer.groups):
         raise UnsupportedError(
-            "Muon's momentum has no counterpart among the optimizers of Hugging Face models",
+            "Muon's momentum has no counterpart in the optimizers of Hugging Face models",
             hint="drop the optimizer with --no-optim",
         )
     tensors: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 _MOST_PREFIXES = 4
 _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")
 """Prefixes that training frameworks add to all names; no transformers model stores such names."""
-_OTHER_CONFIG = f"is this the {CONFIG} of these weights?"
+_OTHER_CONFIG = f"is this the right {CONFIG} for these weights?"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
     "sisters": "take this layer's weights from another copy of the model",

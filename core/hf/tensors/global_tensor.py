@@ -125,5 +125,5 @@ def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
         raise CorruptError(
             f"shape {actual}, but {CONFIG} implies {shape} (elements)",
             key=key,
-            hint="is this the configuration of these weights?",
+            hint="is this the right configuration for these weights?",
         )

@@ -79,7 +79,7 @@ def hf_tower_tensors(catalog: Catalog, tensor: TowerTensor) -> dict[str, Tensor]
             f"shape {stored.shape}, but {CONFIG} implies {tensor.n_layers} layers on the first "
             "axis",
             key=key,
-            hint=f"is this the {CONFIG} of these weights?",
+            hint=f"is this the right {CONFIG} for these weights?",
         )
     shape = stored.shape if tensor.n_layers is None else stored.shape[1:]
     strips = _strips_of(tensor, key, shape)
@@ -107,10 +107,10 @@ def _strips_of(tensor: TowerTensor, key: str, shape: Shape) -> tuple[Strip, ...]
     n_rows = shape[0] if shape else 0
     if not n_rows or n_rows % (_PARTS * tensor.n_heads):
         raise CorruptError(
-            f"{n_rows} rows do not divide into queries, keys and values of the {tensor.n_heads} "
-            f"heads in {CONFIG}",
+            f"{n_rows} rows cannot be divided evenly into queries, keys and values of the "
+            f"{tensor.n_heads} heads in {CONFIG}",
             key=key,
-            hint=f"is this the {CONFIG} of these weights?",
+            hint=f"is this the right {CONFIG} for these weights?",
         )
     part = FamilyPart((tensor.hf,), (n_rows // _PARTS, *shape[1:]))
     return Pair((tensor.megatron,), (part,) * _PARTS, n_groups=tensor.n_heads).strips

@@ -94,7 +94,7 @@ class SeparatedTowers:
             if key.startswith(start):
                 return complete + key.removeprefix(start)
         raise UnknownTensorError(
-            f"{self.model.name} models of transformers do not have it", key=key
+            f"{self.model.name} models in transformers do not have it", key=key
         )
 
     def _with_stacks(self, text: Catalog) -> Catalog:
@@ -219,9 +219,9 @@ def separate_towers(
         is_state = key.endswith("_extra_state")
         if key.startswith(wrapper.towers) and key not in used and not is_state:
             raise UnsupportedError(
-                f"{model.name} models of transformers do not have this tensor",
+                f"{model.name} models in transformers do not have this tensor",
                 key=key,
-                hint=f"is this the {CONFIG} of these weights?",
+                hint=f"is this the right {CONFIG} for these weights?",
             )
 
     # What is left is a text model, which turns text as ordinary ones do.

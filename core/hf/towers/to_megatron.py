@@ -30,12 +30,7 @@ from core.hf.text_model import (
     towers_text,
     type_of_text,
 )
-from core.hf.towers.models import (
-    CompositeModel,
-    TowerTensor,
-    composite_models,
-    refused_composites,
-)
+from core.hf.towers.models import CompositeModel, TowerTensor, composite_models, refused_composites
 from core.hf.towers.tensors import megatron_tensor
 from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import replaced
@@ -140,7 +135,7 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
         refused = refused_types().get(text_type)
         also = "" if refused is None else f". Nor is its text model, a {text_type}: {refused}"
         raise UnsupportedError(
-            f"models of type {model_type!r} are a text model with {parts}, "
+            f"models of type {model_type!r} combine a text model with {parts}, "
             f"{_reason(model_type)}{also}",
             hint=TEXT_MODEL_HINT if has_text_family(config) else None,
         )

@@ -127,8 +127,8 @@ def get_checkpoint_version(
     version = FieldReader().read_number(version, "checkpoint_version")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
-            f"checkpoint_version is {version}: before 2.0, rows of query, key and value were in "
-            "another order, and parameters had other names",
+            f"checkpoint_version is {version}: before 2.0, query, key and value rows were in a "
+            "different order, and parameters had different names",
             hint="load the checkpoint with a newer Megatron-LM and save it again",
         )
     return version

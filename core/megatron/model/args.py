@@ -122,7 +122,7 @@ def parse_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
             )
     if fields.get(_TP_EXTENDS_EP) and fields.get("tensor_model_parallel_size") != 1:
         raise UnsupportedError(
-            "rank files whose experts are divided over TP ranks as over EP ranks (MindSpeed's "
+            "rank files whose experts are divided across TP ranks like EP ranks (MindSpeed's "
             f"argument {_TP_EXTENDS_EP} is set) cannot be resharded",
             hint="convert them with MindSpeed-LLM's convert_ckpt.py first",
         )
@@ -155,7 +155,9 @@ def parse_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
             f"the arguments specify EP {topology.ep}, but not the number of experts (num_experts)"
         )
     if n_experts is not None and n_experts % topology.ep:
-        raise CorruptError(f"{n_experts} experts (num_experts) do not divide over EP {topology.ep}")
+        raise CorruptError(
+            f"{n_experts} experts (num_experts) are not divisible by EP {topology.ep}"
+        )
     moe_layers = read_moe_layers(fields, n_layers) if hybrid is None else hybrid.moe_layers
     linear = linear_layers(fields, n_layers)
     unindexed = find_layers_without_indexer(fields, n_layers)
@@ -497,14 +499,14 @@ def disagreements(
                 f"argument {name} is {fields.get(name)!r} here, but {other_fields.get(name)!r} in "
                 f"{other_rank}",
                 rank=rank,
-                hint="check that all rank directories are from one checkpoint",
+                hint="check that all rank directories are from the same checkpoint",
             )
     if pipeline_of(fields, file=rank) != pipeline_of(other_fields, file=other_rank):
         yield CorruptError(
             f"the arguments distribute layers over pipeline stages differently here than in "
             f"{other_rank}",
             rank=rank,
-            hint="check that all rank directories are from one checkpoint",
+            hint="check that all rank directories are from the same checkpoint",
         )
 
 

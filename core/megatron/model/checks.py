@@ -263,8 +263,8 @@ def _check_by_args(
         if size is not None and expected not in (None, extent):
             lines = ("rows", "columns")[axis] if axis < 2 else f"elements on axis {axis}"
             raise CorruptError(
-                f"by the arguments, the tensor should have {expected} {lines} ({size.text}), but "
-                f"there are {extent}",
+                f"according to the arguments, the tensor should have {expected} {lines} "
+                f"({size.text}), but there are {extent}",
                 key=name,
             )
 
@@ -330,7 +330,7 @@ def gate_notes(from_args: ModelFacts, from_shapes: ModelFacts) -> list[str]:
     """Return the note that MLPs are gated by their shapes only; [] if the arguments agree."""
     if from_args.is_gated == from_shapes.is_gated:
         return []
-    return ["MLPs are gated, as the shapes of fc1 and fc2 show; the arguments (swiglu) do not"]
+    return ["the shapes of fc1 and fc2 show that MLPs are gated; the arguments (swiglu) do not"]
 
 
 def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
@@ -343,7 +343,8 @@ def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
     if rows != columns * (1 + is_gated):
         kind = "a gated" if is_gated else "a plain"
         raise CorruptError(
-            f"this is {kind} MLP by the arguments and the other layers, so fc1 should have "
+            f"this is {kind} MLP according to the arguments and the other layers, so fc1 should "
+            "have "
             f"{columns * (1 + is_gated)} rows for {columns} columns of fc2, but it has {rows}",
             key=name,
             hint="check swiglu in the arguments",

@@ -264,8 +264,8 @@ def check_head_gates(args: object, format: str) -> None:
     if format != "torch_dist" and fields_of(args).get("head_wise_attn_gate"):
         raise UnsupportedError(
             "each attention head has a gate in linear_qkv (argument head_wise_attn_gate is set), "
-            f"and only torch_dist tells its rows from the others: {format} checkpoints of such "
-            "models are not supported",
+            f"and only torch_dist distinguishes its rows from the others: {format} checkpoints of "
+            "such models are not supported",
             hint="use torch_dist (--to torch_dist)",
         )
 
@@ -296,6 +296,6 @@ def check_parallel_sizes(topology: Topology, facts: ModelFacts) -> None:
             )
     elif facts.n_experts % topology.ep:
         raise UnsupportedError(
-            f"{facts.n_experts} experts do not divide over EP {topology.ep}",
-            hint=f"EP sizes that do: {join_numbers(divisors(facts.n_experts))}",
+            f"{facts.n_experts} experts are not divisible by EP {topology.ep}",
+            hint=f"EP sizes that work: {join_numbers(divisors(facts.n_experts))}",
         )

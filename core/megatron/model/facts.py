@@ -164,8 +164,8 @@ class ModelFacts:
         """
         if len(self.kind.stacks) > 1 and pp > 1:
             raise UnsupportedError(
-                f"{self.kind.kind} models cannot be cut into {pp} pipeline stages: megatron-core "
-                "0.14 and later have no pipeline for encoders and decoders",
+                f"{self.kind.kind} models cannot be split into {pp} pipeline stages: megatron-core "
+                "0.14 and later do not support pipelines for encoder-decoder models",
                 hint="use --pp-new 1",
             )
         pipeline = self.pipeline_at(pp, vpp) if pipeline is None else pipeline

@@ -80,7 +80,7 @@ def parse_pattern(fields: Mapping[str, object]) -> LayerPattern | None:
     for symbol in text:
         if symbol not in SYMBOLS and symbol not in "|/":
             raise UnsupportedError(
-                f"layers of the kind {symbol!r} cannot be resharded (argument {name} is {text!r})",
+                f"layers of kind {symbol!r} cannot be resharded (argument {name} is {text!r})",
                 hint=f"kinds that can be resharded: {' '.join(SYMBOLS)}",
             )
     chunks = main.split("|")

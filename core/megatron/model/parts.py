@@ -121,7 +121,8 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
     parts = measure_parts(rule, shape[axis], facts, key=key)
     if any(part % n for part in parts):
         raise CorruptError(
-            f"the parts {', '.join(map(str, parts))} of the tensor do not divide over {n} ranks",
+            f"the parts {', '.join(map(str, parts))} of the tensor cannot be divided evenly among "
+            f"{n} ranks",
             key=key,
             hint="check the sizes in the training arguments, or give them as numbers in a [[rule]] "
             "for --rules",
@@ -142,9 +143,9 @@ def check_units(rule: Rule, n: int, facts: ModelFacts, *, key: str) -> None:
         if size % n:
             group = rule.group.upper()
             raise UnsupportedError(
-                f"{size} {name} do not divide over {group} {n}",
+                f"{size} {name} are not divisible by {group} {n}",
                 key=key,
-                hint=f"{group} sizes that do: {join_numbers(divisors(gcd(*sizes.values())))}",
+                hint=f"{group} sizes that work: {join_numbers(divisors(gcd(*sizes.values())))}",
             )
 
 
@@ -186,6 +187,6 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
             extent, name = from_shapes[size.name]
             if sizes.setdefault(size.name, extent) != extent:
                 raise CorruptError(
-                    f"{size.name} is {extent}, but {sizes[size.name]} by the arguments", key=name
+                    f"{size.name} is {extent}, but {sizes[size.name]} in the arguments", key=name
                 )
     return replace(facts, sizes=sizes)

@@ -258,11 +258,13 @@ def _even_stages(
     ]
     if len(sizes) > 12:
         sizes = [*sizes[:9], f"… {sizes[-1]}"]
-    works = f"PP sizes that do: {', '.join(sizes)}" if sizes else f"no PP size does with VPP {vpp}"
+    works = (
+        f"PP sizes that work: {', '.join(sizes)}" if sizes else f"no PP size works with VPP {vpp}"
+    )
     example = layout_text(_spread(n_layers, (n_stages + n_before) * vpp, n_mtp))
     raise UnsupportedError(
-        f"{amount} do not divide over {n_stages} pipeline stages{chunks}",
-        hint=f"{works}; for this one use {OPTIONS}, such as '{example}'",
+        f"{amount} cannot be divided evenly among {n_stages} pipeline stages{chunks}",
+        hint=f"{works}; for {n_stages} stages, use {OPTIONS}, such as '{example}'",
     )
 
 
@@ -291,8 +293,8 @@ def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers do not divide over the {n_middle_stages} pipeline stages other "
-            "than the first or last",
+            f"{n_middle} layers cannot be divided evenly among the {n_middle_stages} pipeline "
+            "stages other than the first or last",
             hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
             "or --pipeline-model-parallel-layout",
         )
@@ -305,7 +307,8 @@ def _split_by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
     for stage, count in enumerate(per_stage):
         if count % vpp:
             raise UnsupportedError(
-                f"{count} layers of pipeline stage {stage} do not divide over {vpp} model chunks",
+                f"{count} layers of pipeline stage {stage} cannot be divided evenly among {vpp} "
+                "model chunks",
                 hint="choose another VPP, or use --pipeline-model-parallel-layout",
             )
     return LayerSplit((tuple(count // vpp for count in per_stage),) * vpp)
@@ -339,17 +342,15 @@ def _problem_of_layout(
     """Return the problem with the letters of a layout, as the end of a message, or None."""
     text = "".join(layout)
     if text[:1] != "E" or text[-1:] != "L" or text.count("E") != 1 or text.count("L") != 1:
-        return "does not begin with its only E (embedding) and end with its only L (loss)"
+        return "must begin with its only E (embedding) and end with its only L (loss)"
     if text.count("t") != n_layers:
         return f"has {text.count('t')} layers (t), but the model has {n_layers}"
     if text.count("m") != n_mtp:
-        return (
-            f"has {text.count('m')} layers of multi-token prediction (m), but the model has {n_mtp}"
-        )
+        return f"has {text.count('m')} multi-token prediction layers (m), but the model has {n_mtp}"
 
     # Megatron builds multi-token prediction in one chunk, after all layers.
     if "t" in text.partition("m")[2]:
-        return "has layers (t) after those of multi-token prediction (m)"
+        return "has decoder layers (t) after multi-token prediction layers (m)"
     with_mtp = [number for number, part in enumerate(layout) if "m" in part]
     if len(with_mtp) > 1 or any(number < pp * (vpp - 1) for number in with_mtp):
         return (

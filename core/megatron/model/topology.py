@@ -141,7 +141,7 @@ def check_rank_files(topology: Topology) -> None:
     """
     if topology.tp % topology.expert_tp:
         raise UnsupportedError(
-            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several ranks of Megatron "
+            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several Megatron ranks "
             "write one file, so experts are lost",
             hint="use torch_dist for these sizes, or an ETP that divides TP",
         )

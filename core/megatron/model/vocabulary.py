@@ -77,7 +77,7 @@ def find_true_rows(
         if is_explained:
             return TrueRows(n_rows)
         note = (
-            f"vocab_size {n_rows} of the arguments does not explain the {stored[0]} stored rows, "
+            f"vocab_size {n_rows} in the arguments does not explain the {stored[0]} stored rows, "
             "so it is ignored"
         )
         return TrueRows(None, (note,))

@@ -44,7 +44,7 @@ TITLES = {
     "dp_zero_gather_scatter": "distributed optimizer, dp_zero_gather_scatter (opaque objects)",
     "torch_by_name": "torch.optim state by parameter name",
     "torch_by_number": "torch.optim state by parameter number",
-    "bitsandbytes": "states of bitsandbytes (8-bit, with scales)",
+    "bitsandbytes": "bitsandbytes states (8-bit, with scales)",
     "other": "not recognised",
 }
 """Form → its description for people."""

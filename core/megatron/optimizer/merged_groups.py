@@ -121,7 +121,7 @@ class MergedGroups:
                     f"{name} of the optimizer's param group {number} is {_text(own)} here, but "
                     f"{_text(other)} in {group.rank}",
                     rank=rank,
-                    hint="check that all rank directories are from one checkpoint and intact",
+                    hint="check that all rank directories are from the same checkpoint and intact",
                 )
 
         # Settings of a rank with parameters replace those of an empty group: they have steps.

@@ -272,7 +272,8 @@ def numbers_of_groups(
         missing = next((name for name in params if name not in numbers), None)
         if missing is not None:
             raise CorruptError(
-                "the optimizer has states of this parameter, but no param group has it", key=missing
+                "the optimizer has states for this parameter, but no param group contains it",
+                key=missing,
             )
         return numbers
 

@@ -119,8 +119,8 @@ def _state_name(key: str) -> str:
         f"the optimizer's state {state!r} in an fsdp_dtensor checkpoint is not supported: only "
         "exp_avg, exp_avg_sq and momentum_buffer are known to be shaped like their parameters",
         key=key,
-        hint="drop the optimizer with --no-optim; the weights are the masters, so nothing of "
-        "their precision is lost",
+        hint="drop the optimizer with --no-optim; the weights are the masters, so no "
+        "precision is lost",
     )
 
 
@@ -237,7 +237,7 @@ def _with_masters(catalog: Catalog) -> Catalog:
             continue
         if weight not in catalog.tensors:
             raise CorruptError(
-                "the optimizer has a state of a parameter that the model does not have", key=key
+                "the optimizer has state for a parameter that the model does not have", key=key
             )
         weights[master] = weight
         tensor = catalog.tensors[weight]

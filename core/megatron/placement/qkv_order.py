@@ -159,7 +159,7 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
         return None
     if version not in (0, 1):
         raise UnsupportedError(
-            f"the order of rows in checkpoint_version {version} is unknown", key=name
+            f"the row order of checkpoint_version {version} is unknown", key=name
         )
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
         raise UnsupportedError(

@@ -80,8 +80,8 @@ def unshard_global(
     """
     if is_one_rank(catalog, rules):
         raise UnsupportedError(
-            "this is the file of one rank of a checkpoint, by its shapes; the other ranks are "
-            "needed as well",
+            "judging by the shapes, this is the file of one rank of a checkpoint; the other ranks "
+            "are needed as well",
             hint="put each rank's file under its name, mp_rank_00/model_optim_rng.pt …, and pass "
             "the directory above",
         )

@@ -353,7 +353,7 @@ def _add_state(
             f"this entry is a {class_name}, not a plain tensor",
             key=name,
             rank=chunk.folder,
-            hint="make plain tensors of them with --dequantize bf16"
+            hint="convert them to plain tensors with --dequantize bf16"
             if class_name.endswith(".Float8Tensor")
             else "save the model once without quantized or otherwise special parameters",
         )
@@ -479,8 +479,8 @@ def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
             expected = describe_chunk(*stages.chunk_at(place), vpp=stages.vpp)
             actual = describe_chunk(*chunk.where, vpp=stages.vpp)
             error = CorruptError(
-                f"the tensor is in {actual}, but belongs to {expected}, the {place} part of the "
-                "model by the arguments",
+                f"the tensor is in {actual}, but belongs to {expected}: according to "
+                f"the arguments, it is in the {place} part of the model",
                 key=name,
                 rank=chunk.folder,
                 hint="were the directories of pipeline stages swapped? Rename them so that the "

@@ -246,7 +246,7 @@ def _fsdp_tensors(
         if cut.n > 1 and len(cut.parts) > 1 and len(halves) == 1:
             raise UnsupportedError(
                 f"each of {cut.n} TP ranks has a piece of every part of this parameter, which "
-                f"{FORMAT} stores one after the other; writing it so is not supported",
+                f"{FORMAT} stores one after the other; writing it this way is not supported",
                 key=key,
                 hint="use --tp-new 1",
             )
@@ -354,8 +354,8 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
     fields = fields_of(catalog.args)
     if not (fields.get("bf16") or fields.get("fp16")):
         raise UnsupportedError(
-            f"an fp32 run cannot go on from {FORMAT}: without --bf16 or --fp16, Megatron-FSDP "
-            "saves such checkpoints and does not load them",
+            f"an fp32 run cannot continue from {FORMAT}: without --bf16 or --fp16, Megatron-FSDP "
+            "saves such checkpoints but cannot load them",
             hint=f"{_DROP_OPTIMIZER}, and start with --bf16",
         )
     if isinstance(optimizer.step, TensorLeaf):

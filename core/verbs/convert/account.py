@@ -65,7 +65,7 @@ def check_not_empty(source: Checkpoint, target: TargetCatalog, format: Format) -
     if not (catalog.tensors or has_tensors(catalog.objects.values())):
         return
     raise UnsupportedError(
-        f"no tensor would be written to {format.title}: all that the source has would be left out",
+        f"no tensor would be written to {format.title}: everything in the source would be left out",
         file=source.store.label,
         hint="exclude fewer entries" if catalog.tensors else KEEP_OBJECTS,
     )
@@ -77,7 +77,7 @@ def describe_lost_files(
     written: Mapping[str, Tensor | bytes],
     dropped: Sequence[Dropped],
 ) -> list[Dropped]:
-    """Describe the files beside the weights, of the source or made, that are not written.
+    """Describe the files next to the weights, of the source or made, that are not written.
 
     Args:
         form: the source's global form.

@@ -188,13 +188,13 @@ def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
     from core.engine.changes.optimizer_states import dequantize_states
 
     result = dequantize_states(catalog)
-    notes = [f"{len(result.keys)} optimizer states of 8 or 4 bits become float32"]
+    notes = [f"{len(result.keys)} 8-bit or 4-bit optimizer states become float32"]
     if result.renamed:
         n = len(result.renamed)
         notes.append(f"{n} optimizer states in float32 are renamed to exp_avg and exp_avg_sq")
     if result.kept:
         notes.append(
-            f"{len(result.kept)} of them keep their names in bitsandbytes (state1, state2), whose "
+            f"{len(result.kept)} of them keep their bitsandbytes names (state1, state2), whose "
             "32-bit optimizers load them"
         )
     return _ChangeStep(result.catalog, notes)

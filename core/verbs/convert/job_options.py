@@ -254,7 +254,9 @@ def parse_size(size: str | int) -> int:
     match = _SIZE.fullmatch(str(size).strip())
     n_bytes = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if n_bytes <= 0:
-        raise UsageError(f"{size!r} is not a size", hint="write 512MiB, 1GB or a number of bytes")
+        raise UsageError(
+            f"{size!r} is not a valid size", hint="write 512MiB, 1GB or a number of bytes"
+        )
     return n_bytes
 
 

@@ -31,12 +31,13 @@ def check_merge(job: Job) -> None:
     """
     if job.optim == "carry":
         raise UsageError(
-            "optimizer states are not merged", hint="merge without them; training starts afresh"
+            "optimizer states are not merged",
+            hint="merge without them; training then starts with a fresh optimizer",
         )
     refuse_without_effect(
         job.given_options,
         (
-            NoEffect(("metadata_only",), True, "the data of a merge are computed"),
+            NoEffect(("metadata_only",), True, "the data of a merge is computed"),
             NoEffect(
                 ("dequantize",),
                 True,
@@ -109,7 +110,7 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
             layout_options,
             has_no_layout,
             f"{format.name} checkpoints have no parallel layout"
-            + ("; --ep-new is for experts of DeepSpeed" if format.cut_experts is not None else ""),
+            + ("; --ep-new is for DeepSpeed experts" if format.cut_experts is not None else ""),
             "omit the sizes, or use --to megatron or --to torch_dist",
         ),
         NoEffect(

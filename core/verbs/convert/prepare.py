@@ -276,7 +276,7 @@ class _Result:
         form: the source's global tensors under their final names.
         catalog: the source under the keys of the target.
         target: what is written.
-        unsafe: the files beside the weights that are not carried, because they may run code.
+        unsafe: the files next to the weights that are not carried, because they may run code.
     """
 
     format: Format
@@ -405,7 +405,7 @@ def _collect_notes(
 def _collect_dropped(
     others: Sequence[Checkpoint], result: _Result, state: Sequence[Dropped]
 ) -> list[Dropped]:
-    """Collect the record of what is not carried, without files beside the weights.
+    """Collect the record of what is not carried, without files next to the weights.
 
     Args:
         others: the other sources of a merge.

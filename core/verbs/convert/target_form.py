@@ -278,8 +278,8 @@ def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
     if not ranks or job.topology is None or not job.topology.is_change:
         return []
     n = f"{len(ranks)} data-parallel ranks" if len(ranks) > 1 else "one data-parallel rank"
-    note = f"states of data loaders are carried as they are: they are those of {n}"
-    return [f"{note}, and training with another number cannot continue at the same samples"]
+    note = f"data loader states are carried unchanged: they belong to {n}"
+    return [f"{note}, and training with a different number cannot continue at the same samples"]
 
 
 def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:

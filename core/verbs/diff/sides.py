@@ -114,8 +114,8 @@ def _named_like(side: Side, first: Side) -> Side:
         return side
     old, new = next(iter(new_of.items()))
     note = (
-        f"{len(new_of):,} tensors have names of another version of transformers ({old}); compared "
-        f"under those of the other checkpoint ({new})"
+        f"{len(new_of):,} tensors have names from a different transformers version ({old}); "
+        f"compared under the other checkpoint's names ({new})"
     )
     return replace(side, catalog=catalog, notes=(*side.notes, note))
 

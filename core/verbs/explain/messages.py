@@ -69,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeCause:
-    """An entry of ``codes.toml``: how findings of some codes come about.
+    """An entry of ``causes.toml``: how findings of some codes come about.
 
     Args:
         codes: the codes.
@@ -91,8 +91,8 @@ def read_messages() -> Mapping[str, Message]:
 
 @cache
 def read_causes() -> Mapping[str, CodeCause]:
-    """Return the entries of ``codes.toml`` by code."""
-    causes = [CodeCause(**_as_tuples(row)) for row in _read_rows("codes.toml")]
+    """Return the entries of ``causes.toml`` by code."""
+    causes = [CodeCause(**_as_tuples(row)) for row in _read_rows("causes.toml")]
     return {code: cause for cause in causes for code in cause.codes}
 
 

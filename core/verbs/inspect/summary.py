@@ -336,7 +336,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
             if "args" not in catalog.objects:
                 return _Unsharded(
                     None,
-                    "neither training arguments of Megatron nor a config.json (--config names one)",
+                    "neither Megatron training arguments nor a config.json (--config names one)",
                     config=config,
                     is_undescribed=config is None,
                 )

@@ -147,8 +147,8 @@ def fold_adapter(
         n_rows = next(iter(resized.values())).shape[0]
         edited |= _edit_vocabulary(edited, n_rows)
         notes.append(
-            f"the vocabulary has {n_rows:,} rows, as the adapter's; the tokenizer stays that of "
-            f"{base.label}: replace its files by those of the training"
+            f"the vocabulary has {n_rows:,} rows, like the adapter's; the tokenizer stays that of "
+            f"{base.label}: replace its files with those used in training"
         )
 
     # Check everything that is computed now, so that no error comes in the middle of copying.
@@ -282,7 +282,7 @@ def _resized_vocabulary(
             key=next(iter(resized)),
             file=adapter.label,
             hint="resize the base as before training, with transformers' "
-            "resize_token_embeddings(), and give that as the base",
+            "resize_token_embeddings(), and use the result as the base",
         )
     return resized
 

@@ -64,11 +64,11 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
         config = parse_config(read_config_text(other.store))
         return Adapter(label, with_file_prefix(catalog, prefix), config)
     raise UsageError(
-        f"--lora: not an adapter: there is no {ADAPTER_CONFIG} of peft, and the tensors do not "
+        f"--lora: not an adapter: there is no peft {ADAPTER_CONFIG}, and the tensors do not "
         "have the names of Megatron's adapters",
         file=label,
-        hint="give the directory that save_pretrained of peft wrote, or Megatron-Bridge's "
-        "checkpoint of the adapter",
+        hint="pass the directory written by peft's save_pretrained, or Megatron-Bridge's adapter "
+        "checkpoint",
     )
 
 
@@ -104,7 +104,7 @@ def fold(
     if after.documents[CONFIG] != under_hf.documents[CONFIG]:
         raise UnsupportedError(
             "the adapter unties the output layer from the embedding, or resizes the vocabulary, "
-            "which Megatron's arguments of the base state otherwise",
+            "which contradicts the base's Megatron arguments",
             file=adapter.label,
             hint="convert the base first, and merge that: ckpt convert SRC DST --to hf",
         )

@@ -4,7 +4,7 @@ The result is the first checkpoint's catalog, in which every float tensor is com
 copied (``core.verbs.merge.combined`` and others define how). Everything else is the first one's:
 integer and boolean tensors, objects, training arguments, configuration, tokenizer. Those of the
 others must be equal, except for facts about the run that saved them (Megatron's arguments and
-random states, configurations, files beside the weights).
+random states, configurations, files next to the weights).
 
 Not supported, refused by name: quantized weights, complex and packed types, different keys or
 shapes.

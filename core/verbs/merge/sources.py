@@ -13,15 +13,7 @@ from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.hf.names import is_hf
 from core.hf.tensors.spelling import name_like
 from core.hf.text_model import is_composite, text_model_of
-from core.hf.ties import (
-    TIE,
-    TiePair,
-    edit_tie,
-    find_tie_pair,
-    is_tied,
-    with_config,
-    with_own_head,
-)
+from core.hf.ties import TIE, TiePair, edit_tie, find_tie_pair, is_tied, with_config, with_own_head
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import apply_object_policy, refuse_in_ranks, with_objects_loaded
 from core.opening.open import Checkpoint, open_checkpoint
@@ -148,8 +140,8 @@ def merge_others(
         own = find_tie_pair(sources[0].catalog.tensors, first_config)
         if own is None or own.embedding != name:
             raise UnsupportedError(
-                f"one of {name} and its tied output layer is replaced, and which tensor of the "
-                "composite model the output layer is, is not known",
+                f"only one of {name} and its tied output layer is replaced, but it is unknown "
+                "which tensor of the composite model is the output layer",
                 file=str(first.path),
                 hint=f"write it separately first: ckpt convert SRC DST --untie NEW={name}",
             )

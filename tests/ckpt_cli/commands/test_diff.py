@@ -193,7 +193,7 @@ def test_options_change_what_counts(
         (["--rtol", "nan"], "'nan' is not a number ≥ 0"),
         (["--nan-differs"], "--nan-differs has no effect: values are not compared"),
         (["--stat-only", "--rtol", "1"], "--stat-only reads no values"),
-        (["--memory", "lots"], "'lots' is not a size"),
+        (["--memory", "lots"], "'lots' is not a valid size"),
         (["--include", "nope"], "matches 'nope'"),
         (["--strip-prefix", "nope"], "begins with 'nope'"),
         (["--rules", "no/such.toml"], "--rules: file not found"),

@@ -153,7 +153,7 @@ def test_a_search_that_stops_says_where(
     out = capsys.readouterr().out
     assert "it contains 1 checkpoint" in out
     assert "the search stopped after " in out
-    assert "more that it came across were not looked into, from b/" in out
+    assert "more were not searched, starting with b/" in out
     shutil.rmtree(tmp_path / "disk/a")
     assert main(["inspect", str(tmp_path / "disk")]) == 4
     assert "none was found below; the search stopped after " in capsys.readouterr().err

@@ -158,11 +158,11 @@ def test_files_of_the_directory_are_counted_by_reason(
         (source / name).write_text("x")
     report = shown("convert", source, tmp_path / "out", "--to", "dcp", run=run)
     assert {
-        "reason": "other files of the directory",
+        "reason": "other files in the directory",
         "n_entries": 3,
         "examples": ["a.log", "b.log"],
     } in report["dropped_reasons"]
-    assert "other files of the directory: a.log, b.log, c.log" in report["dropped"]
+    assert "other files in the directory: a.log, b.log, c.log" in report["dropped"]
 
 
 def test_the_next_line_is_in_both_reports_but_not_in_the_quiet_one(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 from tests.support.shown_errors import is_one_error
 
 DCP = "torch_dcp/tp2_only"
@@ -124,7 +124,7 @@ def test_the_current_directory_is_looked_at_without_a_path(
         (["-o", "no/such/dir/report.json"], "directory does not exist"),
         (["-o", "."], "path is a directory"),
         (["--threads", "0"], "not a whole number"),
-        (["--memory", "much"], "'much' is not a size"),
+        (["--memory", "much"], "'much' is not a valid size"),
     ],
 )
 def test_what_makes_no_sense_is_a_usage_error(

@@ -19,13 +19,13 @@ def test_an_entry_prints_its_reason_and_files_print_together() -> None:
 
 
 def test_names_with_brackets_and_colons_are_not_taken_for_reasons() -> None:
-    dropped = dropped_each(("files beside the weights: a (b).0.x", "layers.0.w"), "why (so)")
+    dropped = dropped_each(("files next to the weights: a (b).0.x", "layers.0.w"), "why (so)")
     dropped += dropped_each(("layers.1.w",), "why (so)")
     (reason,) = group_by_reason(dropped)
     assert reason.reason == "why (so)" and reason.n_entries == 3
-    assert reason.examples == ("files beside the weights: a (b).0.x", "layers.0.w")
+    assert reason.examples == ("files next to the weights: a (b).0.x", "layers.0.w")
     assert dropped_lines(dropped) == (
-        "files beside the weights: a (b).0.x (why (so))",
+        "files next to the weights: a (b).0.x (why (so))",
         "layers.[0-1].w (why (so))",
     )
 
@@ -38,7 +38,7 @@ def test_only_the_optimizer_itself_and_its_parts_are_of_the_optimizer() -> None:
 
 
 def test_a_report_names_a_key_with_brackets_whole(tmp_path: Path) -> None:
-    key = "files beside the weights: a (b)"
+    key = "files next to the weights: a (b)"
     torch.save({"w": torch.ones(2), key: b"bytes"}, tmp_path / "src.pt")
     report = run(Job(src=tmp_path / "src.pt", dst=tmp_path / "dst", to="orbax", fsync=False))
     (reason,) = report.dropped_reasons

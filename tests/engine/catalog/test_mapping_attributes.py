@@ -155,7 +155,7 @@ def test_a_state_dict_of_torch_tells_that_its_versions_are_left_out(tmp_path: Pa
     for to in FLAT:
         report = converted(source, tmp_path / to, to)
         assert split_attribute_lines(report) == (
-            "model._metadata (versions of modules, which torch sets anew)",
+            "model._metadata (module versions, which torch recreates)",
             "",
         )
 

@@ -147,9 +147,11 @@ def test_what_is_not_two_blockwise_states_is_refused_by_name(tmp_path: Path) -> 
 
     source = adam8bit()
     source["optimizer"]["state"]["odd"]["absmax1"] = torch.ones(10)
-    with pytest.raises(CorruptError, match="10 scales for 4270 states, which no block explains"):
+    with pytest.raises(
+        CorruptError, match="10 scales for 4270 states, which matches no block size"
+    ):
         converted(tmp_path, source)
 
-    with pytest.raises(UsageError, match="no optimizer state has 8 or 4 bits"):
+    with pytest.raises(UsageError, match="there is no 8-bit or 4-bit optimizer state"):
         converted(tmp_path, {"optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}})
     assert not (tmp_path / "out.pt").exists()

@@ -232,7 +232,7 @@ def test_scales_of_activations_leave_with_those_of_the_weights(weight: str, scal
     catalog, _ = stored({weight: numbers, f"{weight}_scale_inv": unit, scale: unit})
     result = dequantize(catalog)
     assert list(result.catalog.tensors) == [weight]
-    assert f"{scale}: scales of activations, dropped" in result.notes
+    assert f"{scale}: activation scales, dropped" in result.notes
 
 
 @pytest.mark.parametrize("scale", ["own.input_scale", "own_input_scale", "alone.input_scale"])

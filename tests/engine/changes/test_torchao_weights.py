@@ -73,7 +73,7 @@ def test_parts_that_do_not_fit_and_weights_that_need_more_are_refused(
     content = converted(golden / "int8_fp16.pt", tmp_path / "parts.pt")
     good = content["0.weight"]
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"block_size": [1, 7]}, CorruptError, "do not divide codes"),
+        ({"block_size": [1, 7]}, CorruptError, "do not evenly divide codes"),
         ({"block_size": [96]}, CorruptError, "do not fit codes"),
         ({"scale": torch.ones(3)}, CorruptError, "40 blocks have the scales: float32"),
         ({"zero_point": torch.ones(3, dtype=torch.int8)}, CorruptError, "have zero points of"),

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from core.errors import TruncatedError, UnsafeError, UsageError
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.broken import cut
@@ -187,13 +186,13 @@ def test_a_meta_that_is_not_lightnings_is_left_alone_and_listed(
     torch.save(content, copy / "meta.pt")
     report = run(Job(src=copy, dst=tmp_path / "out", to="dcp", fsync=False))
     assert any(why in note for note in report.notes)
-    assert report.dropped == ("other files of the directory: meta.pt",)
+    assert report.dropped == ("other files in the directory: meta.pt",)
 
 
 def test_a_text_called_meta_is_left_alone(copy: Path, tmp_path: Path) -> None:
     (copy / "meta.pt").write_text("notes of mine")
     report = run(Job(src=copy, dst=tmp_path / "out", to="dcp", fsync=False))
-    assert report.dropped == ("other files of the directory: meta.pt",)
+    assert report.dropped == ("other files in the directory: meta.pt",)
 
 
 def test_a_best_value_that_is_infinite_at_the_start_is_no_error(golden: Path) -> None:

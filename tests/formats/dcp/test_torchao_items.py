@@ -14,7 +14,7 @@ import torch
 
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate
@@ -76,6 +76,6 @@ def test_states_whose_chunks_are_not_rows_are_refused_by_name(golden: Path) -> N
     metadata.storage_data = storage
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     opened = open_checkpoint(source)
-    assert "cut along another axis than 0" in opened.catalog.refused[key]
-    with pytest.raises(CheckpointingException, match="cut along another axis"):
+    assert "split along an axis other than 0" in opened.catalog.refused[key]
+    with pytest.raises(CheckpointingException, match="split along an axis other"):
         converted(source, golden / "out.pt")

@@ -114,7 +114,7 @@ BROKEN = {
     "experts of another rank": (_exchange, "not the rounded master weights"),
     "an expert in another's file": (_rename, "does not belong to expert 1"),
     "an expert twice": (_duplicate, "another file contains"),
-    "another shape": (_reshape, "but the file of the expert has"),
+    "another shape": (_reshape, "but the expert's file has"),
 }
 
 
@@ -188,5 +188,5 @@ def test_model_parallel_experts_are_refused(deepspeed_parallel: Path, tmp_path: 
     shutil.copytree(deepspeed_parallel / "moe_zero1" / "global_step2", tmp_path / "x")
     path = tmp_path / "x" / EXPERT_1
     path.rename(path.with_name(EXPERT_1.replace("mp_rank_00", "mp_rank_01")))
-    with pytest.raises(CheckpointingException, match="experts with several model-parallel ranks"):
+    with pytest.raises(CheckpointingException, match="files with several model-parallel ranks"):
         deepspeed.read(LocalStore(tmp_path / "x"))

@@ -232,14 +232,12 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
     )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
     assert (
-        "parameters in no optimizer group, read from the model file in its precision: base"
+        "parameters in no optimizer group, read from the model file in their own precision: base"
         in str(catalog.notes)
     )
 
 
-OF_OTHER_RANKS = [
-    f"{name} of other ranks (that of the first is kept)" for name in ("rng", "nested")
-]
+OF_OTHER_RANKS = [f"{name} of other ranks (the first rank's is kept)" for name in ("rng", "nested")]
 """What ZeRO-3 stores on every rank and holds tensors."""
 
 
@@ -271,7 +269,7 @@ def test_attributes_of_the_module_and_what_is_no_tensor_are_listed(
         file.unlink()
     _, catalog = opened(path)
     assert list(map(str, catalog.dropped)) == [
-        "module._metadata (versions of modules, which torch sets anew)",
+        "module._metadata (module versions, which torch recreates)",
         "attributes of mappings: module.ema",
         "module.state (not a tensor)",
         *(OF_OTHER_RANKS if stage == 3 else ()),

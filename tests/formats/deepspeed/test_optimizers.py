@@ -48,7 +48,7 @@ def test_states_of_8_bits_are_dropped_by_name(name: str, files: Path, tmp_path: 
     """They were taken for one value, that of rank 0, of each parameter."""
     report, result = converted(files / name, tmp_path / "out.pt")
     (line,) = (line for line in report.dropped if "optimizer state" in line)
-    assert "8 bits of bitsandbytes" in line
+    assert "8-bit bitsandbytes states" in line
     assert all(states.keys() == {"step"} for states in result["optimizer"]["state"].values())
     if name == "bnb1":
         expected = torch.load(files / "bnb1.pt")
@@ -67,7 +67,7 @@ def test_states_of_8_bits_without_a_mapping_are_dropped_by_name(tmp_path: Path) 
                     state[f"qmap{number}"] = torch.ones(256)
 
     catalog = open_checkpoint(Zero(2, 2).write(tmp_path / "old", quantized)).catalog
-    lines = [line for line in map(str, catalog.dropped) if "8 bits of bitsandbytes" in line]
+    lines = [line for line in map(str, catalog.dropped) if "8-bit bitsandbytes states" in line]
     assert len(lines) == len(catalog.dropped) == 12
     states = [key for key in catalog.tensors if key.startswith("optimizer.state.")]
     assert states and all(key.endswith(".step") for key in states)

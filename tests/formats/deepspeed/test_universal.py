@@ -101,7 +101,7 @@ def test_copies_of_weights_in_the_model_file_are_listed(golden: Path) -> None:
     for case in CASES:
         _, catalog = opened(golden / "deepspeed_universal" / case)
         listed = {name: entry.reason for entry in catalog.dropped for name in entry.names}
-        assert listed.pop("module._metadata").startswith("versions of modules")
+        assert listed.pop("module._metadata").startswith("module versions")
         # Those of ZeRO-3 are empty. Buffers are read from the model file.
         weights = [key for key in catalog.tensors if not key.startswith("optimizer.")]
         weights.remove("inv_freq")

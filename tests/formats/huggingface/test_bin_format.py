@@ -254,7 +254,7 @@ def test_a_single_file_beside_the_shards_is_noted_as_what_transformers_loads() -
     (note,) = catalog.notes
     assert note == (
         f"pytorch_model.bin was not read, as {INDEX} does not list it, but transformers loads it "
-        "instead of the shards: to read it, name pytorch_model.bin itself"
+        "instead of the shards: to read it, pass pytorch_model.bin itself"
     )
 
 

@@ -1,4 +1,4 @@
-"""Small files beside the weights: which are carried, byte for byte, and the configuration within
+"""Small files next to the weights: which are carried, byte for byte, and the configuration within
 bounds.
 """
 

@@ -13,7 +13,7 @@ import torch
 
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate
@@ -68,6 +68,6 @@ def test_states_of_a_missing_rank_are_refused_by_name(files: Path, tmp_path: Pat
         (tmp_path / name).write_bytes((files / "adamw8bit_hsdp" / name).read_bytes())
     opened = open_checkpoint(tmp_path)
     reason = opened.catalog.refused["optim.state.0.weight.exp_avg"]
-    assert reason == "OptimState8bit of torchao whose chunks are not complete"
+    assert reason == "torchao OptimState8bit with incomplete chunks"
     with pytest.raises(CheckpointingException, match="not complete"):
         run(Job(src=tmp_path, dst=tmp_path / "out.pt", to="torch", fsync=False))

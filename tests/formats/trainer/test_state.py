@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from core.engine.catalog.facets import TrainingState
 from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.prepare import prepare
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
@@ -120,7 +120,7 @@ def test_names_that_shapes_leave_open_stay_numbers_with_a_note(frameworks: Path)
     # The embedding and the head of this model have one shape, and safetensors sorts them.
     opened = open_checkpoint(frameworks / "accelerate" / "ddp" / "state")
     assert "optimizer.state.0.exp_avg" in opened.catalog.tensors
-    assert any("their names are not certain" in note for note in opened.catalog.notes)
+    assert any("whose names are uncertain" in note for note in opened.catalog.notes)
 
 
 def test_an_optimizer_of_another_model_keeps_its_numbers(frameworks: Path, tmp_path: Path) -> None:

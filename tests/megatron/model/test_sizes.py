@@ -42,7 +42,7 @@ def refused(
 
 def test_heads_that_do_not_divide_list_the_sizes_that_do() -> None:
     text = refused(Model(layers=1, heads=28, groups=28, ffn=56), Topology(tp=8))
-    assert "28 attention heads do not divide over TP 8" in text
+    assert "28 attention heads are not divisible by TP 8" in text
     assert text.endswith("TP sizes that work: 1, 2, 4, 7, 14, 28")
 
 
@@ -71,17 +71,17 @@ def test_tensor_ranks_and_groups_that_do_not_divide_each_other_are_refused() -> 
 def test_a_gate_that_does_not_divide_names_the_tensor_and_the_extent_of_a_part() -> None:
     text = refused(Model(layers=1, heads=12, groups=12, ffn=20), Topology(tp=6))
     assert text.startswith(
-        "decoder.layers.0.mlp.linear_fc1.weight: 20 elements of axis 0 do not divide over TP 6"
+        "decoder.layers.0.mlp.linear_fc1.weight: 20 elements of axis 0 are not divisible by TP 6"
     )
-    assert text.endswith("TP sizes that do: 1, 2, 4, 5, 10, 20")
+    assert text.endswith("TP sizes that work: 1, 2, 4, 5, 10, 20")
 
 
 def test_experts_that_do_not_divide_list_the_sizes_that_do() -> None:
     model = Model(layers=1, experts=6, moe=(0,), expert_ffn=10)
-    assert refused(model, Topology(ep=4)).endswith("EP sizes that do: 1, 2, 3, 6")
+    assert refused(model, Topology(ep=4)).endswith("EP sizes that work: 1, 2, 3, 6")
     text = refused(model, Topology(tp=4, etp=4))
     assert "local_experts.0.linear_fc1.weight" in text
-    assert "10 elements of axis 0 do not divide over ETP 4" in text
+    assert "10 elements of axis 0 are not divisible by ETP 4" in text
 
 
 def test_a_plain_mlp_has_one_part() -> None:
@@ -99,7 +99,7 @@ def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: in
     )
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
-    assert source.notes[0].startswith("MLPs are gated, as the shapes of fc1 and fc2 show")
+    assert source.notes[0].startswith("the shapes of fc1 and fc2 show that MLPs are gated")
     check(model, store, source, Topology(tp=6, pp=2))
     stacked = to_torch_dist(source, Topology(tp=2), rules=RULES)
     key = f"decoder.layers.{'0.' if experts else ''}mlp.linear_fc1.weight"

@@ -67,11 +67,11 @@ def test_layers_of_virtual_stages_are_numbered_chunk_by_chunk() -> None:
 @pytest.mark.parametrize("n_mtp", [0, 1])
 def test_layers_that_do_not_divide_name_the_sizes_and_the_options_that_do(n_mtp: int) -> None:
     with pytest.raises(
-        UnsupportedError, match=r"61 layers do not divide over 16 pipeline stages"
+        UnsupportedError, match=r"61 layers cannot be divided evenly among 16 pipeline stages"
     ) as caught:
         split_layers(61, pp=16, n_mtp=n_mtp)
     hint = caught.value.hint or ""
-    assert "PP sizes that do: 1, 61;" in hint
+    assert "PP sizes that work: 1, 61;" in hint
     assert "--decoder-first-pipeline-num-layers" in hint
     example = hint.rpartition("such as ")[2].strip("'")
     split = split_layers(61, pp=16, pipeline=Pipeline(layout=parse_layout(example)), n_mtp=n_mtp)

@@ -308,7 +308,7 @@ def test_a_parameter_without_a_group_is_named() -> None:
     target = target_of(
         Optimizer("float16", (ParamGroup(WD, ("a",)),)), MOE.args(Topology()), topology=Topology()
     )
-    with pytest.raises(CorruptError, match="no param group has it"):
+    with pytest.raises(CorruptError, match="no param group contains it"):
         target_groups(target, {"a": 2, "b": 2})
 
 

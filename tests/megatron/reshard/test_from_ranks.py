@@ -226,7 +226,7 @@ def test_attributes_of_state_dicts_are_listed(golden: Path, tmp_path: Path, to: 
     report = run(Job(src=tmp_path / "src", dst=tmp_path / "dst", to=to, fsync=False))
     assert f"{ATTRIBUTES}: model.ema0, model.ema1" in report.dropped
     # Only rank files have the versions of modules.
-    versions = "model._metadata (versions of modules, which torch sets anew)"
+    versions = "model._metadata (module versions, which torch recreates)"
     assert (versions in report.dropped) == (to != "megatron")
 
 

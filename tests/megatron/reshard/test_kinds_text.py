@@ -186,7 +186,7 @@ def test_the_decoders_count_may_be_that_of_either_argument(saved: Path) -> None:
 
 def test_t5_has_no_pipeline(saved: Path) -> None:
     unsharded = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
-    with pytest.raises(UnsupportedError, match="T5 models cannot be cut into 2 pipeline stages"):
+    with pytest.raises(UnsupportedError, match="T5 models cannot be split into 2 pipeline stages"):
         shard(unsharded, Topology(pp=2), rules=RULES)
     with pytest.raises(UnsupportedError, match="T5 models"):
         to_torch_dist(unsharded, Topology(pp=2), rules=RULES)
@@ -194,7 +194,7 @@ def test_t5_has_no_pipeline(saved: Path) -> None:
 
 def test_heads_that_do_not_divide_are_named(saved: Path) -> None:
     unsharded = unshard(opened(saved, "t5", "tp1_pp1", "ranks")[1], rules=RULES)
-    with pytest.raises(UnsupportedError, match="4 attention heads do not divide over TP 8"):
+    with pytest.raises(UnsupportedError, match="4 attention heads are not divisible by TP 8"):
         shard(unsharded, Topology(tp=8), rules=RULES)
 
 

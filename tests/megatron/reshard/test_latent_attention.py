@@ -92,7 +92,8 @@ def test_one_rank_of_the_local_implementation_is_cut_as_that_does() -> None:
 def test_heads_limit_the_sizes() -> None:
     _, catalog = FUSED.catalog(Topology())
     with pytest.raises(
-        UnsupportedError, match=r"12 attention heads do not divide over TP 5.*: 1, 2, 3, 4, 6, 12$"
+        UnsupportedError,
+        match=r"12 attention heads are not divisible by TP 5.*: 1, 2, 3, 4, 6, 12$",
     ):
         shard(unshard(catalog, rules=RULES), Topology(tp=5), rules=RULES)
 

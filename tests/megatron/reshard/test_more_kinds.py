@@ -412,8 +412,8 @@ def test_groups_of_mamba_limit_the_sizes() -> None:
     mamba = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
     error = refusal(mamba, Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 mamba_num_groups do not divide over TP 4"
-    assert error.hint == "TP sizes that do: 1, 2"
+    assert error.message == "2 mamba_num_groups are not divisible by TP 4"
+    assert error.hint == "TP sizes that work: 1, 2"
 
 
 def test_heads_of_linear_attention_limit_the_sizes() -> None:
@@ -421,24 +421,24 @@ def test_heads_of_linear_attention_limit_the_sizes() -> None:
     kind = MODELS["linear attention by shapes, output gates"]
     error = refusal(replace(kind, args={**kind.args, **sizes}), Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 linear_num_key_heads do not divide over TP 4"
-    assert error.hint == "TP sizes that do: 1, 2"
+    assert error.message == "2 linear_num_key_heads are not divisible by TP 4"
+    assert error.hint == "TP sizes that work: 1, 2"
 
 
 def test_the_rank_of_adapters_limits_the_sizes() -> None:
     error = refusal(MODELS["LoRA"], Topology(tp=2), Topology(tp=8))
     assert isinstance(error, UnsupportedError)
-    assert "4 elements of axis 0 do not divide over TP 8" in error.message
+    assert "4 elements of axis 0 are not divisible by TP 8" in error.message
     assert error.key is not None and error.key.endswith("linear_in.weight")
-    assert error.hint == "TP sizes that do: 1, 2, 4"
+    assert error.hint == "TP sizes that work: 1, 2, 4"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
-        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 by the arguments"),
-        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 by the arguments"),
+        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 in the arguments"),
+        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 in the arguments"),
     ],
 )
 def test_sizes_that_contradict_the_shapes_are_corrupt(
@@ -453,7 +453,10 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     odd: dict[str, tuple[Shape, Place]] = {**MAMBA_2, "mixer.in_proj.weight": ((54, 8), (0, ()))}
     error = refusal(model([odd] * 2, norm="final_norm"), Topology(tp=2), Topology())
     assert isinstance(error, CorruptError)
-    assert error.message == "the parts 16, 16, 9, 9, 4 of the tensor do not divide over 2 ranks"
+    assert (
+        error.message
+        == "the parts 16, 16, 9, 9, 4 of the tensor cannot be divided evenly among 2 ranks"
+    )
 
 
 # --- hybrid patterns ---
@@ -561,7 +564,7 @@ def test_users_name_parts_by_numbers_arguments_and_what_is_left(tmp_path: Path, 
     changed = replace(MIXED, args={"my_heads": 4})
     changed.check(Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     error = refusal(changed, Topology(tp=2), Topology(tp=8), rules=load_rules(file))
-    assert error.hint == "TP sizes that do: 1, 2, 4"
+    assert error.hint == "TP sizes that work: 1, 2, 4"
     assert isinstance(refusal(changed, Topology(tp=2), Topology(tp=4)), UnknownTensorError)
 
 

@@ -74,7 +74,7 @@ def test_the_way_back_gives_what_megatron_fsdp_wrote(
 def test_padding_rows_are_those_of_the_requested_tp(megatron_fsdp: Path, tmp_path: Path) -> None:
     change = TopologyChange(tp=8)
     src = megatron_fsdp / "dense_dp2"
-    with pytest.raises(UnsupportedError, match="attention heads do not divide"):
+    with pytest.raises(UnsupportedError, match="attention heads are not divisible"):
         convert(Job(src=src, dst=tmp_path / "out", to="fsdp_dtensor", topology=change))
     change = TopologyChange(tp=2)
     convert(Job(src=src, dst=tmp_path / "out", to="fsdp_dtensor", vocab_size=61, topology=change))
@@ -183,7 +183,10 @@ def test_the_optimizer_of_an_fp32_run_is_refused(megatron_fsdp: Path, tmp_path: 
     src = megatron_fsdp / "fp32_dp2"
     convert(Job(src=src, dst=tmp_path / "dist", to="torch_dist"))
     job = Job(src=tmp_path / "dist", dst=tmp_path / "out", to="fsdp_dtensor")
-    with pytest.raises(UnsupportedError, match="an fp32 run cannot go on") as caught, prepare(job):
+    with (
+        pytest.raises(UnsupportedError, match="an fp32 run cannot continue") as caught,
+        prepare(job),
+    ):
         pass
     assert "--no-optim" in str(caught.value.hint)
 

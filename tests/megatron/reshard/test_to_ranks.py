@@ -196,10 +196,10 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Topology(ep=3), r"4 experts do not divide over EP 3.*EP sizes that do: 1, 2, 4$"),
-        (Topology(etp=2), r"ETP 2 does not divide TP 1: several ranks of Megatron write one file"),
+        (Topology(ep=3), r"4 experts are not divisible by EP 3.*EP sizes that work: 1, 2, 4$"),
+        (Topology(etp=2), r"ETP 2 does not divide TP 1: several Megatron ranks write one file"),
         (Topology(tp=2, ep=2, etp=4), r"ETP 4 does not divide TP 2"),
-        (Topology(tp=3), r"4 attention heads do not divide over TP 3"),
+        (Topology(tp=3), r"4 attention heads are not divisible by TP 3"),
     ],
 )
 def test_sizes_that_experts_cannot_have_are_refused(
@@ -272,13 +272,16 @@ def test_an_unknown_vocabulary_needs_a_size_or_a_word(golden: Path) -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (Topology(tp=3), r"8 attention heads do not divide over TP 3"),
+        (Topology(tp=3), r"8 attention heads are not divisible by TP 3"),
         (Topology(tp=16), r"TP sizes that work: 1, 2, 4, 8$"),
         (
             Topology(pp=3),
-            r"4 layers do not divide over 3 pipeline stages.*PP sizes that do: 1, 2, 4",
+            r"4 layers cannot be divided evenly among 3 pipeline stages.*work: 1, 2, 4",
         ),
-        (Topology(pp=2, vpp=4), r"4 layers do not divide over 2 pipeline stages of 4 model chunks"),
+        (
+            Topology(pp=2, vpp=4),
+            r"4 layers cannot be divided evenly among 2 pipeline stages of 4 model chunks",
+        ),
         (
             Topology(vpp=2),
             r"several model chunks per stage \(VPP 2\) need more than one pipeline stage",

@@ -329,7 +329,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--pp-new", 3], "PP sizes that do: 1, 2, 4"),
+        (["--pp-new", 3], "PP sizes that work: 1, 2, 4"),
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
         (
             ["--decoder-first-pipeline-num-layers", 2],
@@ -341,7 +341,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
         ),
         (
             ["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1],
-            "3 layers do not divide over the 2",
+            "3 layers cannot be divided evenly among the 2",
         ),
         (
             ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"],

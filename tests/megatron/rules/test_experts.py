@@ -300,7 +300,7 @@ def test_experts_that_contradict_each_other_are_reported(
             "experts 4, 5, 6, 7, 12, 13, 14, 15 of 16 are not",
         ),
         ({"num_experts": 6}, CorruptError, "expert 3 is beyond the 3 that a rank"),
-        ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) do not divide over EP 2"),
+        ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) are not divisible by EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not the number of experts"),
         ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
         ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is .0, 1, 1., not 4 times"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import UsageError
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Finding, Severity
 from core.verbs.checks.plan_request import PlanRequest, parse_plan_request
 from core.verbs.convert.run import Job, TopologyChange, run
 from core.verbs.validate.run import validate
@@ -95,7 +95,7 @@ def test_a_plan_that_is_possible_says_how(name: str, text: str, says: str, golde
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=3", "8 attention heads do not divide over TP 3"),
+        ("mcore_legacy/dense_gqa/tp2_pp2", "tp=3", "8 attention heads are not divisible by TP 3"),
         ("torch_dcp/fsdp2_dp2", "tp=2", "neither Megatron's names and training arguments"),
     ],
 )

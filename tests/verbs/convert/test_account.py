@@ -163,7 +163,7 @@ def test_scales_of_activations_leave_with_float8(tmp_path: Path, to: str) -> Non
         Job(src=tmp_path / "model.safetensors", dst=tmp_path / "dst", to=to, dequantize="bf16")
     ) as result:
         assert set(result.form.tensors) == {"mlp.weight", "norm.weight"}
-        assert "mlp.input_scale: scales of activations, dropped" in result.notes
+        assert "mlp.input_scale: activation scales, dropped" in result.notes
 
 
 @pytest.mark.parametrize(

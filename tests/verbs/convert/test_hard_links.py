@@ -120,7 +120,7 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
             DIST,
             {"topology": TopologyChange(pp=3)},
             CheckpointingException,
-            "do not divide over 3 pipeline stages",
+            "cannot be divided evenly among 3 pipeline stages",
         ),
         (
             DCP,

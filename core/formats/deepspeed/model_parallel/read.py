@@ -123,7 +123,7 @@ def read_model_parallel(
     notes += _note_whole(plans)
     if untrained:
         notes.append(
-            "parameters in no optimizer group, read from the files of layers in their precision: "
+            "parameters in no optimizer group, read from the layer files in their own precision: "
             + ", ".join(list(untrained)[:3])
         )
     groups, names_of = _groups(stages)
@@ -297,7 +297,7 @@ def _check_complete(
         for name in (name for group in model.groups or () for name in group):
             if name not in weights and not name.startswith("tied_modules."):
                 raise MissingShardError(
-                    "param_shapes lists the parameter, but no file of a layer has it",
+                    "param_shapes lists the parameter, but no layer file has it",
                     file=model.state.file,
                     key=name,
                     hint=hint,
@@ -308,7 +308,7 @@ def _check_complete(
             n_trained += len(list_or_empty(mapping_or_empty(group).get(PARAMS)))
     if n_trained > n_tensors:
         raise MissingShardError(
-            f"the optimizers have {n_trained} parameters, but the files of layers have "
+            f"the optimizers have {n_trained} parameters, but the layer files have "
             f"{n_tensors} tensors",
             file="layer_*-model_states.pt",
             hint=hint,
@@ -386,7 +386,7 @@ def _read_shapes(store: ReadStore, file: str) -> Shapes:
 def _refuse_experts(file: str) -> UnsupportedError:
     """Return the error about experts with tensor parallelism."""
     return UnsupportedError(
-        "files of single experts with several model-parallel ranks are not supported",
+        "per-expert files with several model-parallel ranks are not supported",
         file=file,
         hint=SAVE_AGAIN_HINT,
     )
@@ -519,7 +519,8 @@ def _joined_tensor(
     is_checked = plan is None or (plan.is_replicated and (plan.is_stated or is_weight))
     if is_checked and not begin_alike(store, tensors, _COMPARED_BYTES):
         raise ReplicaMismatchError(
-            "the tensor differs between tensor-parallel ranks, all of which should have the same",
+            "the tensor differs between tensor-parallel ranks, which should all hold the same "
+            "values",
             file=model.state.file,
             key=name,
             hint=MIXED_STEPS_HINT,

@@ -85,7 +85,9 @@ def expert_notes(target: TargetCatalog) -> list[str]:
     if not any(map(split_expert_name, target.tensors)):
         return []
     ep = expert_facts(target).ep
-    other = "DeepSpeed loads them with no other" if ep > 1 else "for another one, add --ep-new N"
+    other = (
+        "DeepSpeed loads them with no other size" if ep > 1 else "for another one, add --ep-new N"
+    )
     return [f"the experts are laid out for engines with ep_size={ep}; {other}"]
 
 
@@ -186,7 +188,7 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
         numbers.setdefault(layer, set()).add(number)
     if not numbers:
         raise UsageError(
-            "--ep-new cannot be used: the checkpoint has no experts of DeepSpeed's MoE layers",
+            "--ep-new cannot be used: the checkpoint has no DeepSpeed MoE experts",
             hint="omit it",
         )
     for layer, experts in numbers.items():
@@ -308,7 +310,7 @@ def part_of_stack(
     is_expert, rows = extras.pop(IS_EXPERT, False), extras.pop(ROWS, None)
     if is_expert is not True or not shape or rows != shape[0] or shape[0] % ep:
         raise CorruptError(
-            f"the weights have shape {shape} and {ROWS} {rows!r:.40}, which are not those of "
+            f"the weights have shape {shape} and {ROWS} {rows!r:.40}, which do not match "
             f"{ep} experts",
             file=f"{folder}/fp32.pt",
         )

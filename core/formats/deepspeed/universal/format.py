@@ -163,7 +163,7 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     notes = []
     if not models:
         notes.append(
-            "there are no model states, so no client state and no names of groups; DeepSpeed "
+            "there are no model states, so no client state and no group names; DeepSpeed "
             "cannot load it"
         )
     if not has_optim:

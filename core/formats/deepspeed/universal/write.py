@@ -166,7 +166,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         if pair is not None and pair[0] in MASTERS | MOMENTS and pair[1] in target.tensors:
             raise UnsupportedError(
                 "an optimizer under Megatron's names cannot be stored in a universal checkpoint, "
-                "as DeepSpeed trains no model with such names",
+                "because DeepSpeed trains no models with such names",
                 key=key,
                 hint="give the tensors Hugging Face's names with --names hf, or drop the optimizer "
                 "with --no-optim",
@@ -211,7 +211,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
             for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
                 names_without = {name.removeprefix(prefix) for name in parameters}
                 if split_state_path(key, names_without) is not None:
-                    hint = f"take the prefix off the parameters: --strip-prefix '{prefix}'"
+                    hint = f"remove the prefix from the parameters: --strip-prefix '{prefix}'"
             raise UnsupportedError(
                 "the tensor belongs to the optimizer, but not to a parameter that is written",
                 key=key,
@@ -310,7 +310,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
 
     stem = path.rpartition("/")[2].removesuffix(".pt")
     plan = plan_tree(loadable(value, packages=PACKAGES), array_of, prefix=stem)
-    return FileImage(path, plan.size, plan.arrays, plan.literals)
+    return plan.image(path)
 
 
 def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object, object]:

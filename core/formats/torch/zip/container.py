@@ -227,7 +227,7 @@ class _ArchiveReader:
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
         if entries and all(entry.name.endswith(b".npy") for entry in entries):
             raise UnsupportedError(
-                "a NumPy archive (.npz), not a file of torch.save",
+                "a NumPy archive (.npz), not a torch.save file",
                 file=self._file,
                 hint="load it with numpy.load, and save its arrays with "
                 "safetensors.numpy.save_file or torch.save",

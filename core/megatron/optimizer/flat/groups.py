@@ -119,7 +119,7 @@ class _GroupTable:
                     raise CorruptError(
                         f"{name} of a param group is {own!r} here, but {other!r} in {first_rank}",
                         rank=rank,
-                        hint="check that all rank directories are from one step",
+                        hint="check that all rank directories are from the same step",
                     )
             self.groups[group_id] = (first_rank, ParamGroup({**group.settings, **steps}))
 

@@ -91,7 +91,7 @@ class FlatFiles:
                 tensor = self._target.catalog.tensors.get(state_key(state, name))
                 if tensor is None:
                     raise MissingShardError(
-                        f"the optimizer has no {state} of this parameter",
+                        f"the optimizer has no {state} for this parameter",
                         key=name,
                         hint="drop the optimizer with --no-optim",
                     )

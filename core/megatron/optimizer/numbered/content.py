@@ -110,8 +110,8 @@ def stored_optimizer(
             }
             owner = f" ({', '.join(sorted(factored))} is one of them)" if factored else ""
             raise UnsupportedError(
-                f"the rank has {len(members)} chained optimizers{owner}, which are not those of "
-                "Muon and Adam, each for dense parameters or for experts",
+                f"the rank has {len(members)} chained optimizers{owner}; only Muon and Adam, each "
+                "for dense parameters or for experts, are supported",
                 rank=rank,
                 hint=HINT,
             )

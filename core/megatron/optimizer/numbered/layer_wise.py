@@ -102,7 +102,7 @@ def layer_wise_files(
     if type(cp) is int and cp > 1:
         raise UnsupportedError(
             f"the optimizer is distributed by layers over CP {cp}, whose ranks overwrote each "
-            "other's layer_wise_optimizer_N.pt, so that states are missing",
+            "other's layer_wise_optimizer_N.pt, so states are missing",
             hint=HINT,
         )
 

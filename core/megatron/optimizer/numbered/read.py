@@ -351,7 +351,7 @@ class _CollectedStates:
                 f"{_step_text(first)} in {first_rank}",
                 key=name,
                 rank=rank,
-                hint="check that all rank directories are from one checkpoint and intact",
+                hint="check that all rank directories are from the same checkpoint and intact",
                 rule="optim.step",
             )
         if isinstance(step, TensorLeaf):

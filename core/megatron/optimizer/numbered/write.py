@@ -87,7 +87,7 @@ class NumberedFiles:
             for state in (*masters, *moments):
                 if state_key(state, name) not in tensors:
                     raise MissingShardError(
-                        f"the optimizer has no {state} of this parameter", key=name
+                        f"the optimizer has no {state} for this parameter", key=name
                     )
 
     def _has_master(self, name: str) -> bool:

@@ -37,13 +37,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.facets import TorchDistFacts
 from core.engine.catalog.flat_runs import FlatRun, fragments_of_run
-from core.engine.catalog.optimizer_keys import (
-    MASTER,
-    STEP,
-    is_optimizer_key,
-    param_of,
-    state_key,
-)
+from core.engine.catalog.optimizer_keys import MASTER, STEP, is_optimizer_key, param_of, state_key
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
@@ -207,7 +201,7 @@ def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
     param = model.tensors.get(param_of(key))
     if param is None:
         raise CorruptError(
-            "the optimizer has a state of a parameter that the model does not have", key=key
+            "the optimizer has state for a parameter that the model does not have", key=key
         )
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:

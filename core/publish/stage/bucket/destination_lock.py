@@ -159,7 +159,7 @@ class DestinationLock:
             raise StorageError(
                 "another run has taken over this destination, or its lock was deleted",
                 file=str(self._dst),
-                hint="run again when nothing else writes to it",
+                hint="run again when nothing else is writing to it",
             )
 
     def is_own(self) -> bool:

@@ -266,7 +266,7 @@ class BucketStage:
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            note = "unfinished uploads of earlier runs may not be listed, and stay"
+            note = "unfinished uploads of earlier runs may not be listed, and may remain"
             if note not in self.notes:
                 self.notes.append(note)
             return []

@@ -21,14 +21,13 @@ from core.formats.torch.other_pickles import is_torch_zip
 from core.formats.torch.stream import stream_kind
 from core.formats.torch.zip.container import Archive, Record, check_kind, read_archive
 from core.formats.torch.zip.records import is_big_endian, read_record
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import MALFORMED, NOT_ITS_KIND, TRAILING, ZIP_DESCRIPTOR
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
+from core.verbs.checks.file_codes import MALFORMED, NOT_ITS_KIND
 from core.verbs.checks.problems import collect_problems, finding_of, findings_of
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+ZIP_DESCRIPTOR = get_code("CK126")
+TRAILING = get_code("CK112")
 
 _ALWAYS = re.compile(r"\.(pt|pth)$")
 _BIN = re.compile(r"(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")
@@ -93,7 +92,7 @@ def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
     if kind is None:
         if not any(finding.file == name for finding in subject.findings):
             yield NOT_ITS_KIND.finding(
-                "neither a zip file nor a pickle stream of torch.save",
+                "neither a zip file nor a pickle stream from torch.save",
                 file=name,
                 expected="a torch file",
                 found=f"{size} bytes beginning with {store.read(name, 0, min(size, 8)).hex(' ')}",

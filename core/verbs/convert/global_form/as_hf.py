@@ -39,8 +39,7 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
         return GlobalForm(peft, first.renamed, (*step.notes, *first.notes), step.dropped)
     if request.rules.model_of(first.catalog.tensors).kind.is_legacy:
         raise UnsupportedError(
-            "the tensors have the names of megatron.legacy, for which there are none of Hugging "
-            "Face",
+            "the tensors have megatron.legacy names, which have no Hugging Face equivalents",
             hint="keep the names: --to safetensors",
         )
     with blaming_options(job, first, "Megatron"):

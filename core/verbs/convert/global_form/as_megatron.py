@@ -1,4 +1,4 @@
-"""The paths from Hugging Face's names to Megatron's, for models and for adapters of peft.
+"""The paths from Hugging Face's names to Megatron's, for models and for peft adapters.
 
 The user's changes come in two parts: those that match names before the renaming, and those that
 are about Megatron's tensors (stacked layers, scales) after it.

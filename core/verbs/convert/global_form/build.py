@@ -85,7 +85,7 @@ def global_form(
         dtype = parse_dequantized_type(job.dequantize).name
         dequantized = dequantize_rank_weights(step.catalog, dtype)
         if dequantized.n:
-            note = f"{dequantized.n} float8 tensors of Transformer Engine become {dtype}"
+            note = f"{dequantized.n} Transformer Engine float8 tensors become {dtype}"
             step = replace(step, catalog=dequantized.catalog, notes=(note,))
             request = replace(request, job=replace(request.job, dequantize=None))
 

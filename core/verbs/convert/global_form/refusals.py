@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import is_optimizer_key
-from core.errors import (
-    NoEffect,
-    NoEffectError,
-    UnsupportedError,
-    UsageError,
-    refuse_without_effect,
-)
+from core.errors import NoEffect, NoEffectError, UnsupportedError, UsageError, refuse_without_effect
 from core.formats.huggingface.files import CONFIG
 from core.verbs.convert.global_form.request import FormRequest
 from core.verbs.convert.options import (
@@ -74,7 +68,7 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         NoEffect(
             ("make_vocab_size_divisible_by",),
             not becomes_megatron,
-            "no weights of Hugging Face become Megatron's",
+            "no Hugging Face weights become Megatron weights",
             "omit it; a Megatron checkpoint keeps its own",
         ),
         NoEffect(
@@ -88,7 +82,7 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         NoEffect(
             ("transformer_impl", "experts"),
             not (becomes_megatron or has_model_form(job, format)),
-            f"{format.name} stores no modules of Megatron",
+            f"{format.name} stores no Megatron modules",
             "use it with --to megatron or --to torch_dist",
         ),
     )
@@ -160,7 +154,7 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     options = model_options(catalog, takes_submodule=True)
     hint = f"give the model's {CONFIG} with --config FILE, or {keeping}"
     if request.is_peft:
-        hint = f"for an adapter of peft, give the {CONFIG} of its base model with --config FILE"
+        hint = f"for a peft adapter, give the {CONFIG} of its base model with --config FILE"
     if options is not None:
         hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
     raise UnsupportedError(
@@ -182,6 +176,6 @@ def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
         raise UnsupportedError(
             "the tensors have Megatron's names, but the checkpoint has no training arguments "
             "(args), which describe the model and its layout",
-            hint=f"give the {CONFIG} of the same model at Hugging Face with --config FILE, or keep "
+            hint=f"give the {CONFIG} of the same Hugging Face model with --config FILE, or keep "
             "the names: --to safetensors, dcp or torch",
         )
