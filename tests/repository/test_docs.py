@@ -137,7 +137,7 @@ def test_no_heading_stands_twice_on_a_page_and_no_paragraph_on_two() -> None:
 
 
 def test_the_figures_of_the_readme_are_those_of_the_numbers() -> None:
-    section = text_of(ROOT / "README.md").partition("## Three figures")[2].partition("\n## ")[0]
+    section = text_of(ROOT / "README.md").partition("## Performance")[2].partition("\n## ")[0]
     figures = re.findall(r"\d+(?:\.\d+)? (?:×|s\b|MB)", section)
     assert len(figures) >= 5
     numbers = re.findall(r"\d+(?:\.\d+)?", text_of(ROOT / "docs/explanation/numbers.md"))
