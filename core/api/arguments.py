@@ -51,8 +51,6 @@ def naming_arguments(verb: str = "convert") -> Iterator[None]:
     try:
         yield
     except CheckpointingException as err:
-        import core.api.verbs  # noqa: F401 # fills VERBS
-
         err.reword(partial(spell, verbs=VERBS, verb=verb))
         raise
 

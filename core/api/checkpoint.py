@@ -21,6 +21,7 @@ from threading import Event
 from types import TracebackType
 from typing import Self
 
+import core.api.verbs  # noqa: F401 # whose arguments messages name
 from core.api.arguments import naming_arguments
 from core.api.tensor import LazyTensor
 from core.arrays.box import full_box

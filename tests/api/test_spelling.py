@@ -39,9 +39,12 @@ ON_THE_COMMAND_LINE_ONLY = {
 }
 """Options of ``ckpt`` that no verb takes as an argument."""
 OF_OTHER_PROGRAMS = {
+    "--abbrev",
+    "--always",
     "--bf16",
     "--ckpt-format",
     "--convert",
+    "--dirty",
     "--dist-ckpt-optim-fully-reshardable",
     "--fp16",
     "--fp8-param-gather",
