@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from shlex import quote
 
+from ckpt_cli.screen.blocks import bytes_text
 from core.files.remote_path import is_remote
 from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.journal import recorded_bytes
 from core.values import dataclass
 
 
@@ -16,13 +19,16 @@ class InterruptedOutput:
 
     Args:
         path: the path that was given; None if the command chooses one.
-        keeps_partial: the staging directory is kept if the command is interrupted.
+        keeps_partial: the staging directory is kept if the command is interrupted, however little
+            is done.
+        command: the command line, which continues if it is run again; None if it must not be shown.
         inode: inode that the destination gets when it is published, 0 in an object store; None
             before that.
     """
 
     path: Path | None
     keeps_partial: bool
+    command: str | None = None
     inode: int | None = None
 
     def remaining(self) -> str:
@@ -44,11 +50,15 @@ class InterruptedOutput:
         has_stage = stage_dir is not None and os.path.lexists(stage_dir)
         # Without --force there was no destination, or the command would have refused it.
         unchanged = f", {path} is unchanged" if path and os.path.lexists(path) else ""
-        if self.keeps_partial and has_stage:
-            return (
-                f"partial output is kept in {stage_dir}{unchanged} "
-                "(rerun the same command to continue)"
-            )
+        if stage_dir is not None and has_stage:
+            n_bytes = recorded_bytes(stage_dir)
+            if n_bytes or self.keeps_partial:
+                done = f"{bytes_text(n_bytes)} of" if n_bytes else "the beginning of"
+                again = f": {self.command}" if self.command else " with the same command"
+                return (
+                    f"{done} the output is kept in {stage_dir}{unchanged}; continue{again} "
+                    f"(or remove it: rm -r {quote(str(stage_dir))})"
+                )
         if self.keeps_partial:
             is_known = path is not None
             kept = "nothing was written" if is_known else "partial output, if any, is kept"

@@ -12,14 +12,15 @@ name::
 
 ``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. If
 the run ends in any other way, the staging directory is removed, except after a failure with
-``resume``. The staging directory of a killed run is not locked: the next run removes or continues
-it and adds a note. Before that it restores what a replacement had moved aside
-(``core.publish.stage.replacement``).
+``resume`` (or only an interruption, with ``keeps_after``). The staging directory of a killed run is
+not locked: the next run removes or continues it and adds a note. Before that it restores what a
+replacement had moved aside (``core.publish.stage.replacement``).
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -49,6 +50,7 @@ from core.publish.stage.journal import (
 )
 from core.publish.stage.replacement import (
     check_may_replace,
+    is_vacant,
     replace_dir,
     replace_file,
     undo_replacement,
@@ -76,10 +78,14 @@ class Stage:
     """An unfinished destination; a context manager.
 
     Args:
-        dst: the destination; its parent directories are created if they are missing.
+        dst: the destination, which may be an empty directory; its parent directories are created
+            if they are missing.
         is_file: the destination is a single file (then ``data`` contains it under its name).
         resume: keep the staging directory on failure, and continue one that belongs to the same
             plan.
+        keeps_after: with ``resume``, keep it only after an interruption (Ctrl-C, SIGTERM), and only
+            if the work has taken so many seconds or continues an earlier run's; None keeps it
+            after any failure.
         force: replace an existing destination, at the end.
         fsync: wait for the disk.
         identity: identity of the plan (``core.verbs.convert.stored_plan.file.identity_of``); needed
@@ -110,6 +116,7 @@ class Stage:
         *,
         is_file: bool = False,
         resume: bool = False,
+        keeps_after: float | None = None,
         force: bool = False,
         fsync: bool = True,
         identity: str = "",
@@ -126,6 +133,8 @@ class Stage:
         self.journal: FileJournal | None = None
         self.published: Mapping[str, Any] | None = None
         self._resume = resume
+        self._keeps_after = keeps_after
+        self._begun = time.monotonic()
         self._force = force
         self._fsync = fsync
         self._identity = identity
@@ -172,7 +181,7 @@ class Stage:
                 self._check_destination()
 
         # Another process may have published the destination before this one got the lock.
-        if not self._force and os.path.lexists(self.dst):
+        if not (self._force or is_vacant(self.dst, is_file=self.is_file)):
             raise UsageError(_APPEARED, file=str(self.dst))
         if has_earlier_work:
             journals = self._continue_or_clear(journals)
@@ -234,7 +243,7 @@ class Stage:
             UsageError: the destination exists, or replacing it would remove a path that must be
                 kept.
         """
-        if not os.path.lexists(self.dst):
+        if is_vacant(self.dst, is_file=self.is_file):
             return
         if not self._force:
             hint = "choose another one"
@@ -412,7 +421,16 @@ class Stage:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(keep=self._resume and kind is not None and not self._is_committed)
+        self._leave(keep=self._is_to_be_kept(kind) and not self._is_committed)
+
+    def _is_to_be_kept(self, kind: type[BaseException] | None) -> bool:
+        """Return whether the next run can continue what this one has done, and is meant to."""
+        if not self._resume or kind is None:
+            return False
+        if self._keeps_after is None or self._keeps_earlier_work:
+            return True
+        seconds = time.monotonic() - self._begun
+        return issubclass(kind, KeyboardInterrupt) and seconds >= self._keeps_after
 
     def _leave(self, *, keep: bool) -> None:
         """Close everything and remove the staging directory, even if Ctrl-C is pressed again."""

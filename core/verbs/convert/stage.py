@@ -26,6 +26,24 @@ if TYPE_CHECKING:
     from core.verbs.convert.prepared import Prepared
 
 
+RESUMED_BYTES = 1 << 30
+"""Bytes of a destination from which a run can be continued without ``resume``.
+
+A journal loses up to 512 MiB (``core.publish.stage.journal``), and costs nothing beside so many.
+"""
+KEPT_SECONDS = 60
+"""Seconds of work that an interruption keeps without ``resume``."""
+
+
+def is_resumable(prepared: Prepared) -> bool:
+    """Return whether an interrupted run of a job can be continued.
+
+    In an object store only with ``resume``: parts that nobody asked to keep would cost money.
+    """
+    is_large = prepared.plan.file_bytes >= RESUMED_BYTES
+    return prepared.job.resume or (is_large and not is_remote(prepared.dst))
+
+
 def stage_of(
     prepared: Prepared, *, identity: str | None = None, is_shared: bool = False
 ) -> Stage | BucketStage:
@@ -38,7 +56,8 @@ def stage_of(
         is_shared: several workers write into the directory.
     """
     job = prepared.job
-    if identity is None and (job.resume or is_remote(prepared.dst)):
+    resumes = is_resumable(prepared)
+    if identity is None and (resumes or is_remote(prepared.dst)):
         from core.verbs.convert.stored_plan.file import identity_of
 
         identity = identity_of(prepared.plan, prepared.source.store, options=identity_text(job))
@@ -48,7 +67,8 @@ def stage_of(
     return Stage(
         prepared.dst,
         is_file=prepared.is_file,
-        resume=job.resume,
+        resume=resumes,
+        keeps_after=None if job.resume else KEPT_SECONDS,
         force=job.force,
         fsync=job.fsync,
         identity=identity,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from core.errors import UsageError
 from core.files.remote_path import is_remote
 from core.publish.stage.existing import check_replaceable
-from core.publish.stage.replacement import check_may_replace
+from core.publish.stage.replacement import check_may_replace, is_vacant
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
 
@@ -25,6 +25,8 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
     """Return what exists at the destination of a job; None if nothing does."""
     dst = prepared.dst
     if not (dst.exists() or dst.is_symlink()):
+        return None
+    if not is_remote(dst) and is_vacant(dst, is_file=prepared.is_file):
         return None
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])

@@ -14,7 +14,7 @@ from core.publish.stage.journal import recorded_bytes
 from core.publish.stage.stage import Stage
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
-from core.verbs.convert.stage import stage_of
+from core.verbs.convert.stage import is_resumable, stage_of
 from core.verbs.forecast.destination import ExistingDestination, existing_destination
 from core.verbs.forecast.disk_rates import (
     SAMPLE_BYTES,
@@ -87,13 +87,13 @@ def forecast(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
 def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     """Compare with the free space and estimate the time; without the state of the destination."""
     # What an interrupted run has written; the identity must not cover the files measured below.
-    job, store = prepared.job, prepared.source.store
+    store = prepared.source.store
     if is_remote(prepared.dst):
         return Forecast(unknown="the speed of an object store is not measured")
     stage = stage_of(prepared)
     assert isinstance(stage, Stage), "local destinations have a staging directory"
     n_resumed = 0
-    if job.resume and stage.stage_dir.is_dir():
+    if is_resumable(prepared) and stage.stage_dir.is_dir():
         n_resumed = min(
             recorded_bytes(stage.stage_dir, stage.journal_identity), prepared.plan.file_bytes
         )
@@ -125,8 +125,8 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     reading, writing = None, None
     try:
         sizes = list_files_below(store)
-        reading = measure_reading(store, sizes, n_bytes=n_read, threads=job.threads)
-        writing = measure_writing(folder, n_bytes=n_written, syncs=job.fsync)
+        reading = measure_reading(store, sizes, n_bytes=n_read, threads=prepared.job.threads)
+        writing = measure_writing(folder, n_bytes=n_written, syncs=prepared.job.fsync)
     except CheckpointingException as err:
         return Forecast(
             free_bytes=free_bytes,
