@@ -40,7 +40,7 @@ def test_what_is_done_is_kept_with_the_command_that_continues(tmp_path: Path) ->
     command = "ckpt convert run 'two words' --to dcp"
     destination = InterruptedOutput(path, keeps_partial=False, command=command)
     assert destination.remaining() == (
-        f"3.00 MiB of the output is kept in {stage_dir}; continue: {command} "
+        f"3.0 MiB of the output is kept in {stage_dir}; continue: {command} "
         f"(or remove it: rm -r '{stage_dir}')"
     )
 
