@@ -147,6 +147,28 @@ def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFi
     assert "Commands:" in err
 
 
+def test_a_path_alone_is_inspected(
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = golden / "torch_dcp/tp2_only"
+    for folder in ("run", "diff"):
+        (tmp_path / folder).symlink_to(case)
+    monkeypatch.chdir(tmp_path)
+    pages = []
+    for words in (["run"], ["inspect", "run"]):
+        assert main([*words, "--json"]) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    # A path need not exist, and is never taken for a command; a command is never a path.
+    assert main(["./rum"]) == 2
+    assert "no such file or directory" in capsys.readouterr().err
+    assert main(["diff"]) == 2
+    assert "missing argument" in capsys.readouterr().err
+
+
 def test_every_command_is_offered_and_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
