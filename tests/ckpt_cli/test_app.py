@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -
         {
             "core.verbs.convert.run",
             "core.opening.open",
-            "core.formats",
+            "core.formats.torch",
             "ckpt_cli.commands.inspect",
             "ckpt_cli.completion",
         }
@@ -85,7 +85,7 @@ def test_python_m_is_the_same_program() -> None:
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number ≥ 1",
         ),
-        (["convert", "a", "b"], "choose one of: dcp, "),
+        (["convert", "a", "b"], "choose one of: megatron, "),
         (
             ["convert", "a", "b", "--to"],
             "option '--to' requires an argument\n  hint: see ckpt convert --help",
