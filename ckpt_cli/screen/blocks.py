@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,11 @@ _LEAST_WRAPPED = 12
 def elements_text(count: int) -> str:
     """Format a number of elements: ``1 element``, ``187 K elements``."""
     return f"{count_text(count)} {'element' if count == 1 else 'elements'}"
+
+
+def date_text(seconds: float) -> str:
+    """Format a time, in seconds since 1970, as local date and minute: ``2026-11-30 02:17``."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -85,6 +91,7 @@ class Table:
 
     Args:
         head: titles of the columns; () for none.
+        stacks: where the terminal is too narrow, write the cells of a row below its first one.
         filter: of a report in HTML: what the field above the table, which filters rows, asks for.
     """
 
@@ -94,6 +101,7 @@ class Table:
     indent: int = 0
     fits: bool = False
     keeps_names: bool = False
+    stacks: bool = False
     filter: str = ""
 
 
@@ -109,9 +117,13 @@ def draw_text(screen: Screen, blocks: Iterable[Block]) -> Iterator[str]:
         if isinstance(block, Facts):
             yield from facts(screen, block.pairs, indent=block.indent)
         elif isinstance(block, Table):
+            rows = [list(map(dim_cell, block.head)), *block.rows] if block.head else block.rows
+            if block.stacks and is_too_wide(screen, rows, align=block.align, indent=block.indent):
+                yield from stacked(screen, block.rows, head=block.head, indent=block.indent)
+                continue
             yield from table(
                 screen,
-                [list(map(dim_cell, block.head)), *block.rows] if block.head else block.rows,
+                rows,
                 align=block.align,
                 indent=block.indent,
                 fits=block.fits,
@@ -254,6 +266,40 @@ def table_width(rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int
     """Return the columns that the longest line of a table takes in a terminal."""
     lines = table(Screen(), rows, align=align, indent=indent)
     return max(map(columns_of, lines), default=0)
+
+
+def is_too_wide(
+    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0
+) -> bool:
+    """Return whether a table does not fit into the terminal."""
+    return screen.width is not None and table_width(rows, align=align, indent=indent) > screen.width
+
+
+def stacked(
+    screen: Screen,
+    rows: Sequence[Sequence[Cell | str]],
+    *,
+    head: Sequence[str],
+    indent: int = 0,
+) -> Iterator[str]:
+    """Yield each row as its first cell and, below it, the others with their titles, wrapped.
+
+    Args:
+        head: titles of the columns; () for none.
+    """
+    room = max((screen.width or 0) - indent - 2, _LEAST_WRAPPED)
+    for row in rows:
+        name, *others = map(make_cell, row)
+        if name.text:
+            yield screen.plain(" " * indent + screen.styled(name.text, *name.styles))
+        titles = head[1:] or [""] * len(others)
+        items = [
+            f"{title} {cell.text}".strip()
+            for title, cell in zip(titles, others, strict=False)
+            if cell.text
+        ]
+        for line in wrapped(" · ".join(items), room):
+            yield screen.plain(" " * (indent + 2) + line.rstrip())
 
 
 def facts(

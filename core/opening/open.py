@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.engine.catalog.catalog import Catalog
@@ -238,7 +239,7 @@ def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
                     continue
                 other.format.read(other.store)
                 if not list_dangerous_names(uses):
-                    advice = f"use {path}, which can be read"
+                    advice = f"use {quote(str(path))}, which can be read"
                     return f"{hint}; or {advice}" if hint else advice
     return hint
 
