@@ -20,7 +20,7 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError
 from core.files.remote_path import is_remote, location_of
-from core.verbs.checks.check import codes
+from core.verbs.checks.finding import codes
 from core.verbs.explain.messages import match_messages, read_messages
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
     from ckpt_cli.findings.verdict import Verdict
     from ckpt_cli.workers.current_team import default_memory
     from ckpt_cli.workers.progress import show_progress
-    from core.verbs.checks.check import Severity
+    from core.verbs.checks.finding import Severity
     from core.verbs.validate.accepted import Acceptance
     from core.verbs.validate.run import validate
 

@@ -33,7 +33,7 @@ from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.workers.current_team import launch_of
 from ckpt_cli.workers.work_state import traffic_fields
 from core.engine.team.protocol import sum_figures
-from core.verbs.checks.check import Finding, Level, Severity, codes
+from core.verbs.checks.finding import Finding, Level, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

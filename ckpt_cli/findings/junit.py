@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
-from core.verbs.checks.check import Code, Finding, Severity, codes
+from core.verbs.checks.finding import Code, Finding, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

@@ -20,7 +20,7 @@ from ckpt_cli.screen.blocks import (
     wrapped,
 )
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.verbs.checks.check import Finding, Level, Severity, codes
+from core.verbs.checks.finding import Finding, Level, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.grouping import FindingGroup

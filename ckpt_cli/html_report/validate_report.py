@@ -13,7 +13,7 @@ from ckpt_cli.html_report.page import ReportSection, render
 from ckpt_cli.html_report.rank_table import rank_name, rank_table, zero_name, zero_table
 from ckpt_cli.screen.blocks import Facts, n_text
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.verbs.checks.check import Finding, Severity, codes
+from core.verbs.checks.finding import Finding, Severity, codes
 from core.verbs.pictures.ranks import RankGrid, read_rank_grid
 from core.verbs.pictures.zero_ranks import read_zero_grid
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.text import STYLES
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.screen.blocks import Block, Cell, Facts, fact_list
-from core.verbs.checks.check import Level
+from core.verbs.checks.finding import Level
 from core.verbs.explain.messages import read_causes
 
 if TYPE_CHECKING:
-    from core.verbs.checks.check import Code
+    from core.verbs.checks.finding import Code
     from core.verbs.explain.messages import Message
 
 

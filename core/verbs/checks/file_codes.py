@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.verbs.checks.check import get_code
+from core.verbs.checks.finding import get_code
 
 MISSING = get_code("CK101")
 UNREADABLE_FILE = get_code("CK105")

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.errors import CheckpointingException, MissingShardError, TruncatedError
-from core.verbs.checks.check import Check, Finding, Severity, get_code
 from core.verbs.checks.file_codes import NOT_HANDLED
+from core.verbs.checks.finding import Finding, Severity, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 UNREADABLE = get_code("CK100")
 

@@ -13,10 +13,11 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.errors import CapacityError, CheckpointingException
-from core.verbs.checks.check import Check, Severity, get_code
+from core.verbs.checks.finding import Severity, get_code
+from core.verbs.checks.subject import Check
 
 if TYPE_CHECKING:
-    from core.verbs.checks.check import Finding
+    from core.verbs.checks.finding import Finding
     from core.verbs.checks.plan_request import PlanRequest
     from core.verbs.checks.subject import Subject
     from core.verbs.convert.prepared import Prepared

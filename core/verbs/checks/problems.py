@@ -13,7 +13,7 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.verbs.checks.check import Code, Finding, get_code
+from core.verbs.checks.finding import Code, Finding, get_code
 
 _BY_RULE = {
     "zip.directory": "CK120",

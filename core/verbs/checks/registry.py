@@ -7,7 +7,8 @@ from importlib import import_module
 from types import ModuleType
 
 from core.values import dataclass
-from core.verbs.checks.check import Check, Level
+from core.verbs.checks.finding import Level
+from core.verbs.checks.subject import Check
 
 HF_FORMATS = ("safetensors", "torch_bin")
 """Formats of directories that Hugging Face's libraries load."""

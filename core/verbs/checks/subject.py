@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import field
 from functools import cached_property
@@ -26,7 +26,7 @@ from core.pickle.noted import ReadPickle, ReadPickles, keeping_pickles, noting_u
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
 from core.values import dataclass
-from core.verbs.checks.check import Finding, Level, Severity
+from core.verbs.checks.finding import Finding, Level, Severity
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device
@@ -455,3 +455,18 @@ def run_byte_scan(subject: Subject) -> ByteScan:
         device=subject.device,
     )
     return ByteScan(scanned, watches)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One check: a function that yields findings about a ``Subject``.
+
+    Args:
+        run: the function.
+        level: the lowest level that runs it.
+        formats: names of the formats that it applies to; () for all.
+    """
+
+    run: Callable[[Subject], Iterable[Finding]]
+    level: Level = Level.METADATA
+    formats: tuple[str, ...] = ()

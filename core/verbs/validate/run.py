@@ -35,9 +35,9 @@ from core.values import (
     seconds_text,
     shown_briefly,
 )
-from core.verbs.checks.check import HOSTILE, Check, Finding, Level, Severity
+from core.verbs.checks.finding import HOSTILE, Finding, Level, Severity
 from core.verbs.checks.registry import checks
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device

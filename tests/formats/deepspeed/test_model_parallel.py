@@ -22,7 +22,7 @@ from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
 from core.formats.deepspeed.universal.format import for_universal
-from core.verbs.checks.check import Level
+from core.verbs.checks.finding import Level
 from core.verbs.convert.contract import check_reading
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run

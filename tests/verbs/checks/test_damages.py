@@ -23,8 +23,8 @@ from core.formats.dcp.reading.stored_metadata import stated_metadata
 from core.formats.zarr import format3 as zarr3
 from core.opening.locate import locate_checkpoint
 from core.verbs.checks import file_codes
-from core.verbs.checks.check import Finding, Level, Severity, codes
 from core.verbs.checks.containers import dcp_files
+from core.verbs.checks.finding import Finding, Level, Severity, codes
 from core.verbs.checks.metadata import common_state, copied_files, unsafe
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject

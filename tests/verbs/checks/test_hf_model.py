@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from core.engine.changes.tie import INPUT
 from core.errors import CheckpointingException, CorruptError, UnknownTensorError, UnsupportedError
-from core.verbs.checks.check import Finding, Level, Severity, codes
+from core.verbs.checks.finding import Finding, Level, Severity, codes
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.hf.models import loaded_model, logits, saved

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from core.errors import UnsupportedError
-from core.verbs.checks.check import Level, Severity
+from core.verbs.checks.finding import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.edited import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.verbs.checks import registry
-from core.verbs.checks.check import Level, codes
+from core.verbs.checks.finding import Level, codes
 from core.verbs.checks.registry import MODULES, CheckModule, checks
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from ckpt_cli.app import app, parse_command
 from ckpt_cli.commands.help import find_pages
-from core.verbs.checks.check import codes
+from core.verbs.checks.finding import codes
 from core.verbs.explain.messages import (
     Message,
     match_messages,

@@ -31,11 +31,11 @@ from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.containers.torch_zips import check_descriptors, check_records, open_archive
 from core.verbs.checks.file_codes import EXTRA
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
 from core.verbs.checks.problems import collect_problems, finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 DCP_ORPHAN = get_code("CK153")
 DCP_ITEM = get_code("CK152")

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.containers.files import WEIGHTS
 from core.verbs.checks.file_codes import MALFORMED, MISSING, NOT_ITS_KIND, UNREADABLE_FILE
+from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import DATA, Subject
+from core.verbs.checks.subject import DATA, Check, Subject
 
 TRUNCATED = get_code("CK103")
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from core.files.substitute import substitute_of
 from core.files.walk import BROKEN_LINK, REPEATED_LINK
-from core.verbs.checks.check import Check, Finding, Severity, get_code
 from core.verbs.checks.file_codes import NOT_ITS_KIND, UNREADABLE_FILE
-from core.verbs.checks.subject import DATA, Subject
+from core.verbs.checks.finding import Finding, Severity, get_code
+from core.verbs.checks.subject import DATA, Check, Subject
 
 LEFT_OVER = get_code("CK107")
 IRREGULAR = get_code("CK104")

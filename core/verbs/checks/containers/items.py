@@ -14,10 +14,10 @@ from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException
 from core.formats.torch.tensors import unknown_storage
 from core.pickle.inert import PLAIN, walk
-from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.file_codes import NOT_HANDLED
+from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 DIFFERS = get_code("CK207")
 UNFIT = get_code("CK208")

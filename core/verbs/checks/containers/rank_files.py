@@ -29,9 +29,9 @@ from core.formats.torch.tree import parse
 from core.megatron.model.args import topology_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import as_mapping
-from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.file_codes import MISSING, RANK_MISSING
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, get_code
+from core.verbs.checks.subject import Check, Subject
 
 RANK_EXTRA = get_code("CK161")
 

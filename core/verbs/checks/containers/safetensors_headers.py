@@ -16,9 +16,9 @@ from functools import partial
 from core.engine.catalog.facets import PipelineFacts
 from core.errors import Report
 from core.files.store import ReadStore
-from core.verbs.checks.check import Check, Finding, Level, get_code
+from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, findings_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 ST_HEADER = get_code("CK130")
 

@@ -30,9 +30,9 @@ from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, walk_folders
 from core.opening.open import ERROR
 from core.values import dataclass
-from core.verbs.checks.check import Check, Finding, Level, get_code
+from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 OBJECT_SHARD = get_code("CK162")
 ZARR_UNSTORED = get_code("CK148")

@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import TruncatedError
 from core.formats.zarr.fill import fill_of
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.content.integrity_json import sha256_names
 from core.verbs.checks.content.store_checksums import compared_names
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 
 WRONG_CRC = get_code("CK701")
 UNDECODED = get_code("CK702")

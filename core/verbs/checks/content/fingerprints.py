@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from core.engine.team.protocol import Figures, is_lead
 from core.errors import CheckpointingException, WorkerError
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.engine.fingerprint.definition import Fingerprint

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.verbs.checks.watch import Watch

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.engine.scan.sums import Sum

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 NOT_INSPECTED = get_code("CK607")
 

@@ -28,8 +28,8 @@ from core.engine.scan.separate_arrays import split_into_bands
 from core.errors import CheckpointingException
 from core.megatron.optimizer.form import role_of
 from core.values import dataclass
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 from core.verbs.checks.watch import Watch
 
 if TYPE_CHECKING:

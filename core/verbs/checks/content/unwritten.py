@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.stored import n_stored_bytes, stored_bytes_of
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, Finding, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray

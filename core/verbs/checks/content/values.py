@@ -21,8 +21,8 @@ from core.arrays.dtypes import itemsize
 from core.engine.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.engine.numbers.kinds import KINDS
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code, Finding, Level, Severity, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Code, Finding, Level, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 from core.verbs.checks.watch import Watch
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from core.errors import CheckpointingException
 from core.opening.iterations import ITERATION_DIR
 from core.pickle.fields import text_or_none
 from core.pickle.inert import as_mapping
-from core.verbs.checks.check import Check, Finding, Severity, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 
 NO_ARGS = get_code("CK501")
 NUMBER = get_code("CK502")

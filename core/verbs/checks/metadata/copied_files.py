@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from core.engine.catalog.copied_files import COPIED_HINT
 from core.formats.torch.zip.identical import identical_files
 from core.opening.canonical import copied_files_of
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 
 COPIED = get_code("CK508")
 

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Sequence
 from core.arrays.box import Box, full_box
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, UnsafeError
-from core.verbs.checks.check import Check, Finding, get_code
+from core.verbs.checks.finding import Finding, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 GAP = get_code("CK201")
 OVERLAP = get_code("CK202")

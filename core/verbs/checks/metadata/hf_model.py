@@ -23,8 +23,8 @@ from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.hf.proof.expected import declares_tie, find_model_class, unchecked_text
 from core.hf.proof.problem import Kind
-from core.verbs.checks.check import Check, Code, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Code, Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.verbs.checks.watch import Watch

@@ -18,10 +18,10 @@ from core.files.json_object import parse_json_object, read_small_file
 from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.file_codes import EXTRA, MISSING
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 PIECES = get_code("CK163")
 BROKEN = get_code("CK520")

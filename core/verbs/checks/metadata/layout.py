@@ -20,8 +20,8 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.verbs.checks.check import Check, Code, Finding, Severity, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Code, Finding, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.megatron.reshard.problems import Understood

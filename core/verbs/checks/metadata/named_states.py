@@ -34,8 +34,8 @@ from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_ke
 from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.values import dataclass
-from core.verbs.checks.check import Check, Finding, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, get_code
+from core.verbs.checks.subject import Check, Subject
 
 NO_PARAMETER = get_code("CK409")
 

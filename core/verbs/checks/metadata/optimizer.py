@@ -23,8 +23,8 @@ from core.engine.catalog.facets import RankFacts, WeightCopies
 from core.engine.catalog.optimizer_keys import MASTER
 from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException, UnsupportedError
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 if TYPE_CHECKING:
     from core.megatron.optimizer.rank_state import ParamState

@@ -12,8 +12,8 @@ from core.engine.catalog.facets import RankFacts
 from core.megatron.extras.rank_numbers import describe_misplaced, find_misplaced, have_numbers
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.padding_place import find_misplaced_padding
-from core.verbs.checks.check import Check, Finding, Level, get_code
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, get_code
+from core.verbs.checks.subject import Check, Subject
 
 SWAPPED = get_code("CK507")
 

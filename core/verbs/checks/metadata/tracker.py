@@ -23,10 +23,10 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import RELEASE, TRACKER
-from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.file_codes import MISSING
+from core.verbs.checks.finding import Finding, get_code
 from core.verbs.checks.problems import finding_of
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.subject import Check, Subject
 
 ABSENT = get_code("CK510")
 MALFORMED = get_code("CK511")

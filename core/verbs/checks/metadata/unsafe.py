@@ -22,9 +22,9 @@ from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
 from core.pickle.uses import How, Use
-from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.containers.torch_zips import torch_files
-from core.verbs.checks.subject import Subject
+from core.verbs.checks.finding import Finding, Level, Severity, get_code
+from core.verbs.checks.subject import Check, Subject
 
 DANGEROUS = get_code("CK601")
 UNKNOWN = get_code("CK602")

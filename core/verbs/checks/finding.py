@@ -1,18 +1,14 @@
-"""Checks, the codes of their findings, and the findings themselves."""
+"""The findings of checks, and their codes."""
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from core.values import dataclass
-
-if TYPE_CHECKING:
-    from core.verbs.checks.subject import Subject
 
 
 class Level(IntEnum):
@@ -213,18 +209,3 @@ def get_code(name: str) -> Code:
         KeyError: there is none.
     """
     return codes()[name]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check: a function that yields findings about a ``Subject``.
-
-    Args:
-        run: the function.
-        level: the lowest level that runs it.
-        formats: names of the formats that it applies to; () for all.
-    """
-
-    run: Callable[[Subject], Iterable[Finding]]
-    level: Level = Level.METADATA
-    formats: tuple[str, ...] = ()
