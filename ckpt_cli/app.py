@@ -29,6 +29,7 @@ from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError
 
 if TYPE_CHECKING:
+    from ckpt_cli.options.demo import DemoOptions
     from ckpt_cli.options.diff import DiffOptions
     from ckpt_cli.options.explore import ExploreOptions
     from ckpt_cli.options.inspect import InspectOptions
@@ -91,13 +92,10 @@ app = Typer(
 def _show_version(is_given: bool) -> None:
     """Print the version and exit, if ``--version`` is given."""
     if is_given:
-        from importlib.metadata import PackageNotFoundError, version
+        from core.version import __version__, read_commit
 
-        try:
-            number = version("ckpt-toolkit")
-        except PackageNotFoundError:
-            number = "(not installed)"
-        print(f"ckpt {number}")
+        commit = read_commit()
+        print(f"ckpt {__version__}{f' ({commit})' if commit else ''}")
         raise Exit
 
 
@@ -125,7 +123,10 @@ def _root(
     version: Annotated[
         bool,
         Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            help="Show version and commit, and exit.",
         ),
     ] = False,
     help_all: Annotated[bool, HELP_ALL] = False,
@@ -294,6 +295,15 @@ def _launch(options: LaunchOptions) -> Work:
     named = work.args[0] if isinstance(work, partial) else None
     dst = named.output or named.dst if isinstance(named, TransferOptions) else None
     return partial(launch, options, lambda err: _report(err, ["launch", "--", *command]), dst=dst)
+
+
+@app.command("demo", cls=Command, short_help="Write small checkpoints to try the commands on.")
+@accepts("demo.DemoOptions")
+def _demo(options: DemoOptions) -> Work:
+    """Write the small checkpoints of the documentation's examples, to try the commands on."""
+    from ckpt_cli.commands.demo import demo
+
+    return partial(demo, options)
 
 
 @cache

@@ -168,20 +168,30 @@ def suggesting(hint: str) -> Iterator[None]:
         raise
 
 
+EXTRAS = {
+    "torch": ("PyTorch", "torch"),
+    "tensorstore": ("TensorStore", "blosc"),
+    "textual": ("textual", "explore"),
+    "zarr": ("zarr", "torch"),
+}
+"""Import name of what is no dependency of every installation → title, extra of this package."""
+
+
 @contextmanager
-def explain_missing_torch(what: str) -> Iterator[None]:
-    """Say what to install if PyTorch, an extra of this package, cannot be imported in the block.
+def explain_missing_extra(user: str) -> Iterator[None]:
+    """Say what to install if a package of an extra cannot be imported in the block.
 
     Args:
-        what: what needs it.
+        user: what needs it.
     """
     try:
         yield
     except ModuleNotFoundError as err:
-        if err.name != "torch":
+        if err.name not in EXTRAS:
             raise
-        text = f"{what} needs PyTorch: pip install 'ckpt-toolkit[torch]'"
-        raise ModuleNotFoundError(text, name="torch") from err
+        title, extra = EXTRAS[err.name]
+        text = f"{user} needs {title}: pip install 'ckpt-toolkit[{extra}]'"
+        raise ModuleNotFoundError(text, name=err.name) from err
 
 
 @contextmanager

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.transfer import build_job, transfer
-from ckpt_cli.options.transfer import CONTENT_OPTIONS, TARGETS
+from ckpt_cli.options.transfer import CONTENT_OPTIONS
 from core.errors import UsageError
+from core.formats.registry import TARGETS
 from core.verbs.convert.job_options import implied_format
 
 if TYPE_CHECKING:

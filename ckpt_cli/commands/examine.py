@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.workers.current_team import default_memory, device, team, worker_threads
 from core.files.syscalls import allowed_cores
 from core.opening.open import FILL
-from core.verbs.checks.level import Level
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import Level, codes
 from core.verbs.validate.accepted import Acceptance, parse_patterns, read_baseline
 from core.verbs.validate.run import Validation
 from core.verbs.validate.run import validate as check_checkpoint

@@ -33,7 +33,7 @@ from ckpt_cli.screen.terminal import screen_of
 from ckpt_cli.workers.current_team import default_memory
 from ckpt_cli.workers.progress import show_progress
 from core.errors import UsageError
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.prune.decision import KeepRules
 from core.verbs.prune.run import PruneJob, Pruning, examine, remove
 

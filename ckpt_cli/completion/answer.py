@@ -17,7 +17,7 @@ from ckpt_cli.completion.memory import cache_dir, recalled
 from ckpt_cli.completion.position import Position, position_of
 from ckpt_cli.completion.shell import Candidate, Reply, Request, reply_to, request_from
 from ckpt_cli.options.shared.values import OneOf
-from ckpt_cli.options.transfer import TARGETS
+from core.formats.registry import TARGETS
 from core.verbs.convert.job_options import AUTO
 
 WORDS = {

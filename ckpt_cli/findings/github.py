@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

@@ -13,7 +13,7 @@ from functools import cache, partial
 
 from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
-from core.verbs.checks.finding import Finding
+from core.verbs.checks.check import Finding
 
 _NUMBER = re.compile(r"(?<!\d)(\d{1,9})(?!\d)")
 """A number of at most nine digits; longer ones are rather hashes or time stamps than indices."""

@@ -33,9 +33,7 @@ from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.workers.current_team import launch_of
 from ckpt_cli.workers.work_state import traffic_fields
 from core.engine.team.protocol import sum_figures
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
-from core.verbs.checks.registry import find_code
+from core.verbs.checks.check import Finding, Level, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
@@ -90,5 +88,5 @@ def _checkpoint(verdict: Verdict) -> dict[str, object]:
 
 def _finding(finding: Finding) -> dict[str, object]:
     """Return a finding with the title of its code, if the code is registered."""
-    code = find_code(finding.code)
+    code = codes().get(finding.code)
     return finding.as_dict() | ({"title": code.title} if code else {})

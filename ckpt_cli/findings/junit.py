@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.screen.blocks import n_text
 from ckpt_cli.screen.terminal import escaped
-from core.verbs.checks.check import Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import Code, Finding, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict

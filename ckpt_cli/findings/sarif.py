@@ -21,12 +21,12 @@ from urllib.parse import quote
 
 from ckpt_cli.findings.grouping import message_of
 from ckpt_cli.screen.terminal import escaped
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 from core.version import __version__
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.verdict import Verdict
-    from core.verbs.checks.finding import Finding
+    from core.verbs.checks.check import Finding
 
 _SCHEMA = (
     "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

@@ -20,9 +20,7 @@ from ckpt_cli.screen.blocks import (
     wrapped,
 )
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
-from core.verbs.checks.registry import find_code
+from core.verbs.checks.check import Finding, Level, Severity, codes
 
 if TYPE_CHECKING:
     from ckpt_cli.findings.grouping import FindingGroup
@@ -136,7 +134,7 @@ def _code_lines(
     from ckpt_cli.findings.grouping import group_similar
 
     # The title, with the number of findings; wrapped if it is too long for the terminal.
-    entry = find_code(code)
+    entry = codes().get(code)
     title = f" {entry.title}" if entry else ""
     label = screen.styled(f"{severity.label} {code}", "bold", STYLES[severity])
     count = screen.styled(f" × {len(findings):,}", "dim") if len(findings) > 1 else ""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from ckpt_cli.screen.blocks import n_text
 from core.values import dataclass
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.validate.accepted import Judgement
 from core.verbs.validate.run import Validation
 

@@ -13,8 +13,7 @@ from ckpt_cli.html_report.page import ReportSection, render
 from ckpt_cli.html_report.rank_table import rank_name, rank_table, zero_name, zero_table
 from ckpt_cli.screen.blocks import Facts, n_text
 from core.megatron.model.topology import Rank, Topology, rank_dir
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.registry import find_code
+from core.verbs.checks.check import Finding, Severity, codes
 from core.verbs.pictures.ranks import RankGrid, read_rank_grid
 from core.verbs.pictures.zero_ranks import read_zero_grid
 
@@ -83,7 +82,7 @@ def _checkpoint_view(verdict: Verdict) -> dict[str, Any]:
         ranks = " ".join(f"rank:{cell.replace(' ', '-')};" for cell in cells)
         room -= len(ranks)
         # "rank:*;" passes the filter of every rank.
-        views.append((group, find_code(group.first.code), ranks if room > 0 else "rank:*;"))
+        views.append((group, codes().get(group.first.code), ranks if room > 0 else "rank:*;"))
     return {
         "verdict": verdict,
         "facts": Facts(list(validation_facts(verdict))),

@@ -262,6 +262,14 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         ),
         guide="guide/launch",
     ),
+    "demo": ShortHelp(
+        examples=(
+            ("small checkpoints of many kinds", "ckpt demo"),
+            ("in a directory of another name", "ckpt demo /tmp/small"),
+        ),
+        options=(),
+        guide="guide/first-steps",
+    ),
 }
 """Command, or ``ckpt`` for the program's own page → its short help."""
 

@@ -35,16 +35,10 @@ from ckpt_cli.options.shared.values import (
     one_of,
     whole_number,
 )
+from core.formats.registry import TARGETS
 from core.values import dataclass
 from core.verbs.convert.job_options import AUTO, CHOICES, parse_size
 
-TARGETS = tuple(
-    """
-    dcp torch_dist torch megatron zarr zarr3 safetensors hf orbax deepspeed_universal
-    fsdp_dtensor
-    """.split()
-)
-"""Formats that can be written, listed here so that a help page need not import all formats."""
 CONTENT_OPTIONS = tuple(
     """
     max_shard_size metadata_only transformer_impl no_optim include exclude strip_prefix

@@ -16,7 +16,7 @@ from ckpt_cli.findings.text import STYLES
 from ckpt_cli.findings.verdict import LEVELS
 from ckpt_cli.screen.blocks import Cell, table
 from ckpt_cli.screen.terminal import screen_of
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 
 
 def print_checks(*, is_json: bool) -> int:

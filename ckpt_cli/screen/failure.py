@@ -43,6 +43,7 @@ from typing import Any
 
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.errors import (
+    EXTRAS,
     CapacityError,
     CheckpointingException,
     CorruptError,
@@ -170,17 +171,17 @@ def end_on_signals() -> Callable[[], None]:
 
 PACKAGES = {
     "google_crc32c": ("google-crc32c", "google-crc32c"),
+    "jinja2": ("Jinja2", "Jinja2"),
     "ml_dtypes": ("ml_dtypes", "ml_dtypes"),
     "numpy": ("NumPy", "numpy"),
+    "obstore": ("obstore", "obstore"),
     "rich": ("rich", "rich"),
-    "textual": ("textual", "'ckpt-toolkit[explore]'"),
-    "tensorstore": ("TensorStore", "tensorstore"),
-    "torch": ("PyTorch", "'ckpt-toolkit[torch]'"),
     "typer": ("typer", "typer"),
     "xxhash": ("xxhash", "xxhash"),
-    "zarr": ("zarr", "'ckpt-toolkit[torch]'"),
+    "yaml": ("PyYAML", "PyYAML"),
     "zlib_ng": ("zlib-ng", "zlib-ng"),
     "zstandard": ("zstandard", "zstandard"),
+    **{name: (title, f"'ckpt-toolkit[{extra}]'") for name, (title, extra) in EXTRAS.items()},
 }
 """Dependency by its import name → title for messages, name for pip."""
 

@@ -20,8 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ckpt_cli.host.results import RESULTS_VARIABLE
-from core.files.remote_path import is_remote, location_of
-from core.publish.stage.stale import finish_publication
+from core.files.remote_path import location_of
+from core.publish.stage.destination import choose_destination
 from core.verbs.convert.job import Report
 
 _NAME = "published.json"
@@ -75,11 +75,7 @@ def finish_published(report: Report) -> Report:
     Raises:
         StorageError: permission denied, or an I/O error at the destination.
     """
-    location = location_of(report.dst)
-    if is_remote(location):
-        return report
-    dst = location.absolute()
-    finish_publication(dst)
+    choose_destination(location_of(report.dst)).finish_publication()
     return report
 
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from core.files.remote_path import is_remote
-from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.destination import choose_destination
 from core.values import dataclass
 
 
@@ -27,42 +25,10 @@ class InterruptedOutput:
 
     def remaining(self) -> str:
         """Return what remains, and how to continue."""
-        path = self.path
-        if is_remote(path):
-            if self.inode is not None:
-                return f"{path} was already complete"
-            if self.keeps_partial:
-                return f"what was sent to {path} is kept (rerun the same command to continue)"
-            return (
-                f"rerun the same command: if {path} was just being replaced, this finishes it; "
-                "otherwise it starts over (--resume keeps what is sent)"
-            )
-        # The disk decides: a signal may arrive right before or after the rename.
-        if path is not None and self.inode is not None and _inode_of(path) == self.inode:
-            return f"{path} was already complete"
-        stage_dir = None if path is None else stage_dir_of(Path(os.path.abspath(path)))
-        has_stage = stage_dir is not None and os.path.lexists(stage_dir)
-        # Without --force there was no destination, or the command would have refused it.
-        unchanged = f", {path} is unchanged" if path and os.path.lexists(path) else ""
-        if self.keeps_partial and has_stage:
-            return (
-                f"partial output is kept in {stage_dir}{unchanged} "
-                "(rerun the same command to continue)"
+        if self.path is not None:
+            return choose_destination(self.path).describe_remains(
+                inode=self.inode, keeps_partial=self.keeps_partial
             )
         if self.keeps_partial:
-            is_known = path is not None
-            kept = "nothing was written" if is_known else "partial output, if any, is kept"
-            return f"{kept}{unchanged} (rerun the same command{'' if is_known else ' to continue'})"
-        if has_stage:
-            return f"{stage_dir} could not be removed{unchanged} (the next run removes it)"
-        return (
-            f"nothing was written{unchanged} (rerun with --resume to keep partial work next time)"
-        )
-
-
-def _inode_of(path: Path) -> int | None:
-    """Return the inode at a path; None if there is none."""
-    try:
-        return os.lstat(path).st_ino
-    except OSError:
-        return None
+            return "partial output, if any, is kept (rerun the same command to continue)"
+        return "nothing was written (rerun with --resume to keep partial work next time)"

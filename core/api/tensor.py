@@ -14,7 +14,7 @@ from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 from core.engine.catalog.catalog import Catalog
 from core.engine.plan.box_reader import TensorReader
-from core.errors import UnsupportedError, explain_missing_torch
+from core.errors import UnsupportedError, explain_missing_extra
 from core.verbs.inspect.preview import BoxLocation, places_of
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class LazyTensor:
         Raises:
             CheckpointingException: as for ``tobytes``.
         """
-        with explain_missing_torch("torch()"):
+        with explain_missing_extra("torch()"):
             import torch
 
         data = torch.empty(self.nbytes, dtype=torch.uint8)

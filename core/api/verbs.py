@@ -248,7 +248,7 @@ def validate(
     Raises:
         UsageError: the path does not exist, or an option is invalid.
     """
-    from core.verbs.checks.level import Level
+    from core.verbs.checks.check import Level
     from core.verbs.validate.run import validate as run_checks
 
     given = ["headers"] if headers else []
@@ -388,7 +388,7 @@ def prune(
         CheckpointingException: a tracker is damaged, an iteration changed meanwhile, or the system
             refuses.
     """
-    from core.verbs.checks.level import Level
+    from core.verbs.checks.check import Level
     from core.verbs.prune.decision import KeepRules
     from core.verbs.prune.run import PruneJob, examine, remove
 

@@ -1,8 +1,8 @@
 """The documented API of Megatron-Core's distributed checkpointing, on this project's engine."""
 
-from core.errors import explain_missing_torch
+from core.errors import explain_missing_extra
 
-with explain_missing_torch("core.dist_checkpointing"):
+with explain_missing_extra("core.dist_checkpointing"):
     import torch as _torch  # noqa: F401
 
 from core.dist_checkpointing.core import check_is_distributed_checkpoint

@@ -76,6 +76,7 @@ from core.formats.dcp.metadata_writer import DCP_VERSION
 from core.formats.format import Format
 from core.formats.registry import format_called
 from core.publish.stage.existing import check_replaceable
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
@@ -220,13 +221,13 @@ class CkptStorageWriter(StorageWriter):
             # Only checkpoints may be replaced; the conversion checks this itself.
             if self._overwrite and not is_converted:
                 check_replaceable(dst, [image.path for image in layout.images])
-            stage = Stage(
-                dst,
+            request = StageRequest(
                 is_file=format.writes_file(dst),
                 force=self._overwrite or is_converted or _is_empty_dir(dst),
                 fsync=self._fsync,
-                needed_bytes=layout.n_bytes,
+                n_bytes=layout.n_bytes,
             )
+            stage = Stage(dst, request)
             has_manifest = self._has_manifest and not is_converted
             place = StagedSave(stage, self.save_id, fsync=self._fsync, manifest=has_manifest)
         # What is written is removed with this writer at the latest.

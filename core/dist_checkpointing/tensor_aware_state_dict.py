@@ -46,10 +46,7 @@ from core.dist_checkpointing.mapping import (
     StateDict,
     apply_factory_merges,
 )
-from core.dist_checkpointing.state_dict_utils import (
-    load_preprocess,
-    save_preprocess,
-)
+from core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from core.dist_checkpointing.utils import (
     _sharded_object_id,
     _sharded_tensor_shard_id,

@@ -14,11 +14,7 @@ from dataclasses import field
 from typing import Any, TypeAlias
 
 from core.errors import AccessDeniedError, MissingShardError, StorageError
-from core.files.object_client import (
-    Address,
-    send_request,
-    storage_options,
-)
+from core.files.object_client import Address, send_request, storage_options
 from core.files.ranges import KeptPages
 from core.files.requests.daemon_threads import DaemonThreads
 from core.files.requests.waiting import map_in, wait_for

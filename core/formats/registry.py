@@ -51,6 +51,7 @@ class BuiltIn:
             counts.
         stores: what can be written in the format; None if it is only read.
         suffixes: suffixes of a file to write that imply the format, the first for proposed names.
+        variants: aliases that ask for more than the format, such as other names of tensors.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,7 @@ class BuiltIn:
     head: bytes = b""
     stores: Stores | None = None
     suffixes: tuple[str, ...] = ()
+    variants: tuple[str, ...] = ()
 
     def load(self) -> Format:
         """Import the module and return its format."""
@@ -107,6 +109,7 @@ BUILT_IN = (
         "dcp.format",
         r".*\.metadata(\.tmp)?|.*\.distcp|pytorch_model_fsdp_.*/|(model|optimizer|extra)/",
         stores=Stores.ANY,
+        variants=("fsdp_dtensor",),
     ),
     BuiltIn(
         ("orbax", "ocdbt"),
@@ -142,6 +145,7 @@ BUILT_IN = (
         rb".{8}\{",
         stores=Stores.ANY,
         suffixes=(".safetensors",),
+        variants=("hf",),
     ),
     BuiltIn(
         ("torch_bin",),
@@ -170,7 +174,10 @@ BUILT_IN = (
 """The built-in formats, in the order in which they are sniffed: a format whose files also look like
 those of a more general one comes first.
 """
-
+TARGETS = tuple(
+    name for row in BUILT_IN if row.stores is not None for name in (row.names[0], *row.variants)
+)
+"""Built-in formats, and variants of them, that can be written."""
 
 _OTHER_WORDS = {
     **dict.fromkeys(("pt", "pth", "pytorch"), "torch"),
@@ -265,13 +272,14 @@ def format_called(name: str) -> Format:
     # Suggest the format that the word stands for elsewhere, or the most similar name of those that
     # can be written.
     writable = [format for format in all_formats if format.lay_out is not None]
+    plug_ins = [format.name for format in _plug_ins() if format.lay_out is not None]
     known_names = [name for format in writable for name in (format.name, *format.aliases)]
     word = canonical_name.removeprefix(".")
     guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
     raise UsageError(
         f"unknown format {name!r}",
         hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
-        f"{_format_names(writable)}, hf, fsdp_dtensor",
+        f"{', '.join((*TARGETS, *plug_ins))}",
     )
 
 

@@ -26,12 +26,7 @@ from core.engine.catalog.dropped import (
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.engine.quantize.schemes import quantized_weights
-from core.errors import (
-    MissingShardError,
-    UnknownTensorError,
-    UnsupportedError,
-    UsageError,
-)
+from core.errors import MissingShardError, UnknownTensorError, UnsupportedError, UsageError
 from core.hf.config_json.config import build_arguments
 from core.hf.config_json.hybrid import completed, count_predictions
 from core.hf.config_json.origin import choose_config_text
@@ -39,11 +34,7 @@ from core.hf.detection import detect_family
 from core.hf.family import Family
 from core.hf.name_tables import BODY, pairs_of
 from core.hf.notes import list_megatron_notes
-from core.hf.optimizer.states import (
-    carrying_option,
-    named_state_of,
-    states_by_name,
-)
+from core.hf.optimizer.states import carrying_option, named_state_of, states_by_name
 from core.hf.optimizer.to_global import NO_STATES, convert_states
 from core.hf.tensors.global_tensor import global_tensor
 from core.hf.text_model import is_composite

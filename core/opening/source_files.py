@@ -21,13 +21,7 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.facets import DcpFacts, TrainingState
 from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
-from core.files.source_store import (
-    JoinedStore,
-    SourceStore,
-    join_stores,
-    joined_prefix,
-    open_store,
-)
+from core.files.source_store import JoinedStore, SourceStore, join_stores, joined_prefix, open_store
 from core.files.store import list_files_below
 from core.formats.huggingface.files import CONFIG, carried_files, read_config_json
 from core.opening.iterations import ITERATION_DIR, iteration_dirs

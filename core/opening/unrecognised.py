@@ -6,12 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
-from core.errors import (
-    CheckpointingException,
-    TruncatedError,
-    UnsupportedError,
-    list_some,
-)
+from core.errors import CheckpointingException, TruncatedError, UnsupportedError, list_some
 from core.files.source_store import SourceStore, open_store
 from core.files.substitute import substitute_in
 from core.files.walk import MAX_DEPTH

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.run import validate
 
 PATHS = [path for path in os.environ.get("CHECKPOINTS", "").split(os.pathsep) if path]

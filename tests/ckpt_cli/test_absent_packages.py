@@ -8,9 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numcodecs
+import numpy
 import pytest
+import zarr
 
 CKPT = Path(sys.executable).with_name("ckpt")
+ROOT = Path(__file__).resolve().parents[2]
 RUN = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 _FINDER = """
 import importlib.abc, os, sys
@@ -30,7 +34,8 @@ def run(
     """Run ckpt in a folder, in an interpreter that finds none of the absent packages."""
     (folder / "site").mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(_FINDER)
-    environ = {**os.environ, "PYTHONPATH": str(folder / "site"), "ABSENT": absent}
+    path = f"{folder / 'site'}{os.pathsep}{ROOT}"
+    environ = {**os.environ, "PYTHONPATH": path, "ABSENT": absent}
     command = [str(part) for part in (program, *arguments)]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
 
@@ -92,11 +97,30 @@ def test_what_needs_an_absent_package_names_it(
     assert "bug" not in result.stderr
 
 
+def test_blosc_is_an_extra_that_is_named(tmp_path: Path) -> None:
+    group = zarr.open_group(tmp_path / "group", mode="w", zarr_format=2)
+    group.create_array(
+        "weight", data=numpy.arange(300.0), compressors=numcodecs.Blosc(), chunks=(100,)
+    )
+    convert = ["convert", "group", "out.safetensors"]
+    result = run(tmp_path, "tensorstore", *convert)
+    assert result.returncode == 4
+    assert "ckpt convert needs TensorStore, which is not installed" in result.stderr
+    assert "hint: pip install 'ckpt-toolkit[blosc]'" in result.stderr
+    assert not (tmp_path / "out.safetensors").exists()
+    program = "import core; core.open('group')['weight'].numpy()"
+    result = run(tmp_path, "tensorstore", "-c", program, program=Path(sys.executable))
+    message = "blosc-compressed data needs TensorStore: pip install 'ckpt-toolkit[blosc]'"
+    assert result.stderr.endswith(f"ModuleNotFoundError: {message}\n")
+    assert run(tmp_path, "torch", *convert).returncode == 0
+
+
 def test_explore_names_the_extra_that_it_needs(golden: Path, tmp_path: Path) -> None:
     # textual is looked for in a terminal only.
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(_FINDER)
-    environ = {"PYTHONPATH": str(tmp_path / "site"), "ABSENT": "textual", "TERM": "xterm"}
+    path = f"{tmp_path / 'site'}{os.pathsep}{ROOT}"
+    environ = {"PYTHONPATH": path, "ABSENT": "textual", "TERM": "xterm"}
     main_end, end = os.openpty()
     process = subprocess.Popen(
         [str(CKPT), "explore", str(golden / RUN)],

@@ -21,8 +21,7 @@ from core.files.store import LocalStore
 from core.files.walk import list_tree
 from core.publish.manifest.file import MANIFEST, read_manifest
 from core.publish.manifest.inventory import read_inventory, write_inventory
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.run import validate
 from tests.dist_checkpointing.ranks import run_ranks
 from tests.dist_checkpointing.sharded import part_of

@@ -15,7 +15,7 @@ from core.engine.device.device import COMPARE, FINGERPRINT, VALUES, Device
 from core.engine.device.lane import LANE_BYTES, Lane
 from core.errors import CapacityError
 from core.publish.manifest.inventory import read_inventory
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.run import Job, run, within_memory
 from core.verbs.convert.workers.run import run_shared
 from core.verbs.validate.run import Validation, validate

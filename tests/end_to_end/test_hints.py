@@ -28,7 +28,7 @@ from ckpt_cli.options.worker import USAGE
 from core.arrays.dtypes import dtype_of
 from core.engine.changes.quantize import KINDS
 from core.formats.registry import format_called
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLE = "\N{REPLACEMENT CHARACTER}"

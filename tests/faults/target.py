@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.publish.manifest.of_copy import manifest_name
 from core.publish.stage.folder_lock import stage_dir_of
-from core.publish.stage.stage import Stage
+from core.verbs.convert.stage import request_stage
 from tests.faults.disturb import nothing
 from tests.faults.operations import Disturb
 from tests.faults.process import Ended, command, run
@@ -101,8 +101,8 @@ class Target:
         self._notes_dir.mkdir()
         self.place.mkdir(parents=True)
         self.restore_source()
-        assert Stage.__init__.__kwdefaults__ is not None
-        Stage.__init__.__kwdefaults__["batch_bytes"] = BATCH_BYTES
+        assert request_stage.__kwdefaults__ is not None
+        request_stage.__kwdefaults__["batch_bytes"] = BATCH_BYTES
         self.begin_anew(is_first=True)
         assert self.run().code == 0, self.run().output
         self.new = tree(self.dst)

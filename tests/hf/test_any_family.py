@@ -20,8 +20,7 @@ from core.errors import MissingShardError
 from core.hf.names import model_types
 from core.hf.proof.comparison import find_differences
 from core.hf.proof.problem import Problem
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.hf.models import catalog_of, config_of, quietly

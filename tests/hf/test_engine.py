@@ -24,6 +24,7 @@ from core.megatron.reshard.to_ranks import shard
 from core.megatron.reshard.unshard import unshard
 from core.opening.target import partitioned
 from core.publish.manifest.of_copy import finish_files
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from tests.hf.models import (
     assert_same,
@@ -54,7 +55,7 @@ def copied(
     """The files of a target catalog, made by the engine."""
     assert format.lay_out is not None
     plan = make_plan(source, target, format.lay_out(target), threads=1)
-    with Stage(dst, fsync=False) as stage:
+    with Stage(dst, StageRequest(fsync=False)) as stage:
         result = execute(
             plan, store, stage.store, CopyOptions(item_bytes=1 << 12, buffer_bytes=1 << 12)
         )

@@ -16,8 +16,7 @@ from core.hf.towers.completeness import find_missing_megatron_tensors
 from core.hf.towers.models import composite_models
 from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.hf.composites import COMPOSITES

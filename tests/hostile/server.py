@@ -43,9 +43,10 @@ def serve() -> None:
     for name in _PRELOADED:
         import_module(name)
     from core.formats.registry import formats
-    from core.verbs.checks.registry import codes
+    from core.verbs.checks.registry import MODULES
 
-    codes()
+    for row in MODULES:
+        row.load()
     formats()
     _run_once(json.loads(sys.argv[1]))
     gc.collect()

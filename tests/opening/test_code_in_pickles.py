@@ -12,9 +12,8 @@ from typing import cast
 import pytest
 
 from ckpt_cli.app import main
+from core.verbs.checks.check import HOSTILE, Level
 from core.verbs.checks.file_codes import MISSING, UNSAFE
-from core.verbs.checks.finding import HOSTILE
-from core.verbs.checks.level import Level
 from core.verbs.checks.subject import Subject
 from core.verbs.validate.run import _with_hostile_hints, validate
 from tests.hostile.cases import CASES as HOSTILE_CASES

@@ -18,8 +18,7 @@ import core
 from core.errors import UnsupportedError
 from core.megatron.model.args import fields_of
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

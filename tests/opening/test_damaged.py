@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from core.errors import CheckpointingException, TruncatedError
 from core.opening.damaged import open_readable_part
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.validate.run import validate
 from tests.support.nemo_archive import nemo_archive
 

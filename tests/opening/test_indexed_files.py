@@ -25,8 +25,7 @@ from core.opening.locate import locate_checkpoint
 from core.opening.open import open_checkpoint
 from core.opening.source_files import unread_files
 from core.publish.manifest.inventory import read_inventory
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.diff.run import DiffJob, diff
 from core.verbs.inspect.summary import summarize

@@ -18,8 +18,7 @@ from ckpt_cli.app import main
 from core.errors import UsageError
 from core.opening.open import open_checkpoint
 from core.publish.manifest.inventory import default_manifest_path
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.newest import find_newest_valid
 from core.verbs.validate.run import Validation, validate
 from tests.support.rank_files import load_rank_file

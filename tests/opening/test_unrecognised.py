@@ -18,8 +18,7 @@ from core.files.store import MemoryStore
 from core.files.substitute import substitute_of
 from core.formats.huggingface.bin_format import read as read_bin_shards
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.run import validate
 
 PAGE = (

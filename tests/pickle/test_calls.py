@@ -41,8 +41,7 @@ from core.pickle.names import classify, dangerous_uses, is_foreign
 from core.pickle.noted import noting_uses
 from core.pickle.reader import load
 from core.pickle.uses import Use
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.hostile.cases import text, torch_zip

@@ -24,7 +24,7 @@ from core.pickle.nesting import (
     map_leaves,
     nest_leaves,
 )
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.formats.torch.torch_samples import opened

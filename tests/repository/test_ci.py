@@ -77,7 +77,7 @@ class Runner:
         values = {
             key: str(spec.get("default", "")) for key, spec in self.action["inputs"].items()
         } | inputs
-        env = {key: self._filled(text, values) for key, text in step["env"].items()}
+        env = {key: self._filled(text, values) for key, text in step.get("env", {}).items()}
         files = {name: str(self.folder / name) for name in ("GITHUB_OUTPUT", "GITHUB_STEP_SUMMARY")}
         return subprocess.run(
             [
@@ -178,19 +178,13 @@ def test_no_step_has_an_input_in_its_script(repo_dir: Path) -> None:
         assert step["shell"] == "bash"
 
 
-@pytest.mark.parametrize("level", ["metadata", "headers", "deep"])
-def test_the_action_installs_this_project_and_what_the_level_needs(
-    level: str, runner: Runner, repo_dir: Path
-) -> None:
-    assert runner.step("Install ckpt", level=level).returncode == 0
-    first, second = (runner.tools / "installed").read_text().splitlines()
-    assert first.startswith("-m pip install --quiet --no-deps ")
-    assert Path(first.split()[-1]).resolve() == repo_dir
+def test_the_action_installs_this_project_without_extras(runner: Runner, repo_dir: Path) -> None:
+    assert runner.step("Install ckpt").returncode == 0
+    (line,) = (runner.tools / "installed").read_text().splitlines()
+    assert line.startswith("-m pip install --quiet ")
+    assert Path(line.split()[-1]).resolve() == repo_dir
     project = tomllib.loads((repo_dir / "pyproject.toml").read_text("utf-8"))["project"]
-    wanted = second.removeprefix("-m pip install --quiet ").split()
-    assert set(wanted) <= set(project["dependencies"])
-    assert ("numpy>=2.0" in wanted) == (level == "deep")
-    assert not any(row.startswith(("torch", "zarr", "tensorstore")) for row in wanted)
+    assert not any(row.startswith(("torch", "zarr>", "tensor")) for row in project["dependencies"])
 
 
 def test_the_workflow_uses_inputs_that_the_action_has(repo_dir: Path) -> None:

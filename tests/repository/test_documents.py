@@ -46,10 +46,8 @@ def name_of(page: Path) -> str:
     ],
     ids=name_of,
 )
-def test_the_commands_of_a_page_run_and_print_what_it_shows(
-    page: Path, golden: Path, tmp_path: Path
-) -> None:
-    problems = problems_of(page.read_text("utf-8"), golden, tmp_path)
+def test_the_commands_of_a_page_run_and_print_what_it_shows(page: Path, tmp_path: Path) -> None:
+    problems = problems_of(page.read_text("utf-8"), tmp_path)
     assert problems == [], "\n".join(
         [*problems, f"python -m tests.support.documents --write {name_of(page)}"]
     )
@@ -57,9 +55,21 @@ def test_the_commands_of_a_page_run_and_print_what_it_shows(
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_the_pictures_are_what_the_program_shows(golden: Path) -> None:
+def test_the_pictures_are_what_the_program_shows() -> None:
     done = subprocess.run(
-        [sys.executable, "scripts/make_pictures", "--check", "--golden", golden],
+        [sys.executable, "scripts/make_pictures", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.slow
+def test_the_playground_is_packed_from_golden_checkpoints(golden: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "scripts/make_playground", "--check", "--golden", golden],
         cwd=ROOT,
         capture_output=True,
         text=True,

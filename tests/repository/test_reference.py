@@ -20,7 +20,7 @@ from core.engine.fingerprint.definition import form_of, format_lanes
 from core.engine.fingerprint.kernel import products_in_numpy
 from core.engine.fingerprint.sums import FormSum
 from core.publish.stage.workers_lock import WAIT_SECONDS
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 
 DATA_KEYS = {"model", "dtypes", "parallel", "rank", "value"}
 """Fields whose own keys are data, not part of a schema."""

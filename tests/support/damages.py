@@ -17,7 +17,7 @@ import torch
 
 from core.arrays.checksum import crc32c
 from core.formats.dcp.metadata_writer import ObjectRow
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from tests.hostile.cases import torch_zip
 from tests.support import broken as b
 from tests.support.edited import Rows, chunks_of, edit_rows

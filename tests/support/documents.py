@@ -2,14 +2,13 @@
 the pages show.
 
 A page's ```console blocks are one session: their ``$`` lines run one after the other in a directory
-that holds the checkpoints of ``CHECKPOINTS`` (those that the page names). What stands below a
+that holds what ``ckpt demo`` writes (the checkpoints that the page names). What stands below a
 command is its output; a line ``…`` stands for any lines. A command shown without output has only
 its exit code compared, which is 0 unless the next command is ``$ echo $?``. Times and rates are not
 compared.
 
-``python -m tests.support.documents FOLDER`` makes the checkpoints in a new folder, to follow the
-pages by hand. ``python -m tests.support.documents --write [PAGE …]`` runs the pages and writes the
-real output into them.
+``python -m tests.support.documents --write [PAGE …]`` runs the pages and writes the real output
+into them.
 """
 
 from __future__ import annotations
@@ -19,52 +18,17 @@ import io
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from tests.support.archives import unpacked
-from tests.support.starship import write_starship
+from ckpt_cli.commands.demo import unpack_playground
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKPOINTS: Mapping[str, str] = {
-    "runs/llama": "mcore_legacy/dense_gqa/tp4_pp1_optim",
-    "runs/llama-dist": "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
-    "runs/llama-zarr": "mcore0121_zarr/dense_gqa/tp2_pp2_optim",
-    "runs/moe": "mcore_legacy/moe_seq/tp2_pp1_ep2",
-    "runs/titan": "torch_dcp/fsdp2_dp2",
-    "runs/accelerate": "accelerate/fsdp2_dp2/checkpoint_1",
-    "runs/accelerate-plain": "accelerate/plain/checkpoint_0",
-    "runs/lora": "trainer/peft",
-    "runs/lightning.ckpt": "lightning/model_parallel_dp2.ckpt",
-    "runs/zero3": "deepspeed/zero3_dp2_bf16",
-    "runs/trainer": "trainer/zero2_dp2",
-    "runs/orbax": "orbax/ocdbt_zarr3",
-    "models/llama": "hf/llama/safetensors_sharded",
-    "models/llama-bin": "hf/llama/bin_sharded",
-}
-"""Name in the pages → directory of tests/golden."""
-RANK_FILES = "runs/verl"
-"""Torch files of each rank, from an archive of their own (``tests.support.archives``)."""
-NEWER_ITERATION = "runs/damaged"
-"""A copy of runs/llama with a second iteration that lacks a file and has one byte changed."""
-TITAN_CONFIG = """{
-  "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 130,
-  "hidden_size": 32,
-  "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4,
-  "num_key_value_heads": 2,
-  "head_dim": 8,
-  "hidden_act": "silu", "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "max_position_embeddings": 64,
-  "tie_word_embeddings": false, "attention_bias": false, "mlp_bias": false
-}
-"""
-"""The config.json of the model in runs/titan, which its trainer does not save."""
 HOME = "/home/me/playground"
 """Stands in the pages for the directory that their commands run in."""
 TIMES = re.compile(
@@ -123,35 +87,19 @@ def steps_of(text: str) -> list[Step]:
     return steps
 
 
-def make_checkpoints(golden: Path, folder: Path, text: str | None = None) -> None:
-    """Copy the checkpoints into a directory.
+def make_checkpoints(folder: Path, text: str) -> None:
+    """Write the part of the playground that the commands of a page name into a directory."""
+    commands = " ".join(step.command for step in steps_of(text))
+    is_named: dict[str, bool] = {}
 
-    Args:
-        golden: the unpacked tests/golden.
-        folder: the directory.
-        text: a page whose commands name the ones that are needed; None for all.
-    """
-    named = None if text is None else " ".join(step.command for step in steps_of(text))
-    for name, source in CHECKPOINTS.items():
-        if named is None or re.search(rf"(?<![\w/]){re.escape(name)}(?![\w-])", named):
-            shutil.copytree(golden / source, folder / name)
-    if named is None or RANK_FILES in named:
-        with tempfile.TemporaryDirectory() as unpacked_dir:
-            source = unpacked("dtensor", Path(unpacked_dir)) / "fsdp2_dp4"
-            shutil.copytree(source, folder / RANK_FILES)
-    if named is None or "models/starship" in named:
-        write_starship(golden / CHECKPOINTS["models/llama"], folder)
-    if named is None or "config.json" in named:
-        (folder / "config.json").write_text(TITAN_CONFIG)
-    if named is None or NEWER_ITERATION in named:
-        root = Path(shutil.copytree(golden / CHECKPOINTS["runs/llama"], folder / NEWER_ITERATION))
-        newer = Path(shutil.copytree(root / "iter_0000010", root / "iter_0000020"))
-        (newer / "mp_rank_03/model_optim_rng.pt").unlink()
-        damaged = newer / "mp_rank_01/model_optim_rng.pt"
-        content = bytearray(damaged.read_bytes())
-        content[128_001] ^= 1
-        damaged.write_bytes(content)
-        (root / "latest_checkpointed_iteration.txt").write_text("20")
+    def is_wanted(file: str) -> bool:
+        name = "/".join(file.split("/")[:2])
+        if name not in is_named:
+            pattern = rf"(?<![\w/]){re.escape(name)}(?![\w-])"
+            is_named[name] = re.search(pattern, commands) is not None
+        return is_named[name]
+
+    unpack_playground(folder, is_wanted=is_wanted)
 
 
 def run_steps(steps: Sequence[Step], folder: Path) -> Iterator[tuple[Step, int, list[str]]]:
@@ -212,10 +160,10 @@ def _line_pattern(line: str) -> str:
     return TIMES.pattern.join(re.escape(part) for part in parts) + r"\n"
 
 
-def problems_of(text: str, golden: Path, folder: Path) -> list[str]:
+def problems_of(text: str, folder: Path) -> list[str]:
     """Run a page; return what is not as it says, as text."""
     problems = []
-    make_checkpoints(golden, folder, text)
+    make_checkpoints(folder, text)
     steps = steps_of(text)
     shows_code = {step.line for step, after in pairwise(steps) if after.command == "echo $?"}
     for step, code, output in run_steps(steps, folder):
@@ -230,14 +178,14 @@ def problems_of(text: str, golden: Path, folder: Path) -> list[str]:
     return problems
 
 
-def with_real_output(text: str, golden: Path, folder: Path) -> str:
+def with_real_output(text: str, folder: Path) -> str:
     """Return a page with the real output below each command that shows some.
 
     An output that ends with ``…`` keeps its length; where that stands elsewhere, the page has to be
     put right by hand.
     """
     lines = text.splitlines()
-    make_checkpoints(golden, folder, text)
+    make_checkpoints(folder, text)
     results = list(run_steps(steps_of(text), folder))
     for step, _, output in reversed(results):
         if step.shown and not is_shown(step.shown, output):
@@ -255,24 +203,13 @@ def with_real_output(text: str, golden: Path, folder: Path) -> str:
 
 
 def _main(arguments: list[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if arguments[:1] != ["--write"]:
         raise SystemExit(__doc__)
     with tempfile.TemporaryDirectory() as temporary:
-        golden = Path(temporary, "golden")
-        with tarfile.open(ROOT / "tests/golden/golden.tar.xz") as archive:
-            archive.extractall(
-                golden, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {})
-            )
-        if arguments[0] != "--write":
-            target = Path(arguments[0])
-            if target.exists():
-                raise SystemExit(f"{target} exists already; name a new folder")
-            make_checkpoints(golden, target)
-            return
         for i, page in enumerate([Path(name) for name in arguments[1:]] or pages()):
             folder = Path(temporary, str(i))
             folder.mkdir()
-            page.write_text(with_real_output(page.read_text("utf-8"), golden, folder), "utf-8")
+            page.write_text(with_real_output(page.read_text("utf-8"), folder), "utf-8")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,7 @@ import torch
 
 from core.formats.dcp.metadata import parse_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.validate.run import validate
 from tests.megatron.support.rewritten import is_plain
 from tests.support.rank_files import MODEL_FILE, load_rank_file

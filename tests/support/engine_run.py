@@ -31,6 +31,7 @@ from core.engine.plan.plan import make_plan
 from core.errors import CheckpointingException, StorageError
 from core.files.store import LocalStore
 from core.publish.manifest.of_copy import finish_files, manifest_name, write_manifest
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from core.verbs.convert.stored_plan.file import identity_of
 
@@ -116,18 +117,18 @@ def run(source_dir: Path, dst: Path, options: dict[str, int]) -> dict[str, objec
         if 0 < options.get("fail_after", 0) <= done:
             raise StorageError("made to fail")
 
-    with Stage(
-        dst,
+    request = StageRequest(
+        n_bytes=plan.file_bytes,
         is_file=is_file,
         resume=bool(options.get("resume")),
         force=bool(options.get("force")),
-        identity=identity_of(
+        identify=lambda: identity_of(
             plan, store, options=str(options.get("other", "")), item_bytes=item_bytes
         ),
-        needed_bytes=plan.file_bytes,
         keep=[source_dir],
         batch_bytes=200_000,
-    ) as stage:
+    )
+    with Stage(dst, request) as stage:
         if options.get("hold"):
             sys.stdout.write("held\n")
             sys.stdout.flush()

@@ -30,13 +30,7 @@ from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.engine.catalog.facets import WriteOptions
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import PlannedArray, array_name
-from core.engine.catalog.tensor import (
-    AnyTensor,
-    Fragment,
-    TargetFragment,
-    Tensor,
-    bind_argument,
-)
+from core.engine.catalog.tensor import AnyTensor, Fragment, TargetFragment, Tensor, bind_argument
 from core.engine.plan.plan import DEFAULT_THREADS
 from core.errors import UsageError
 from core.formats.format import Format

@@ -18,12 +18,7 @@ from typing import Any, TypeAlias
 
 from core.errors import StorageError, UsageError
 from core.files.multipart.protocol import ObjectUpload, SentPart, UploadClient, checksum_of
-from core.files.object_client import (
-    client_of,
-    no_such_bucket,
-    put_object,
-    translate_store_errors,
-)
+from core.files.object_client import client_of, no_such_bucket, put_object, translate_store_errors
 from core.files.object_listing import find_object, forget_listings
 from core.files.remote_path import RemotePath
 from core.files.requests.traffic import count_bytes

@@ -61,16 +61,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import dtype_of
-from core.engine.catalog.catalog import (
-    Catalog,
-    TargetCatalog,
-)
+from core.engine.catalog.catalog import Catalog, TargetCatalog
 from core.engine.catalog.facets import FsdpDtensorFacts
-from core.errors import (
-    CheckpointingException,
-    MissingShardError,
-    Report,
-)
+from core.errors import CheckpointingException, MissingShardError, Report
 from core.formats.dcp.folders import dcp_folders
 from core.formats.dcp.lightning_meta import split_meta, with_meta
 from core.formats.dcp.reading.data_files import METADATA
@@ -113,8 +106,7 @@ def read(store: ReadStore) -> Catalog:
         UnsupportedError: items are stored in a way that is not supported.
         UnsafeError: ``.metadata`` is a hostile pickle, or names files outside the directory.
     """
-    from core.formats.dcp.reading.catalog import build_catalog
-    from core.formats.dcp.reading.wrapped_tensors import with_parts
+    from core.formats.dcp.reading.catalog import build_catalog, with_parts
 
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.

@@ -8,15 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from core.engine.catalog.catalog import (
-    AnyCatalog,
-    Catalog,
-    TargetCatalog,
-)
+from core.engine.catalog.catalog import AnyCatalog, Catalog, TargetCatalog
 from core.engine.catalog.file_image import literal_file
-from core.errors import (
-    UnsupportedError,
-)
+from core.errors import UnsupportedError
 from core.formats.dcp.items import ItemLayout
 from core.formats.dcp.lightning_meta import meta_keys
 from core.formats.dcp.metadata_writer import ChunkRow, ObjectRow, TensorRow, write_metadata

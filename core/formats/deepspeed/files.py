@@ -34,11 +34,11 @@ from core.values import dataclass
 if TYPE_CHECKING:
     from core.files.store import ReadStore
 
-_MODEL = re.compile(r"mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$")
-_ZERO_MODEL = re.compile(
+MODEL = re.compile(r"mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$")
+ZERO_MODEL = re.compile(
     r"zero_pp_rank_(?P<rank>\d{1,7})_mp_rank_(?P<mp_rank>\d{2,6})_model_states\.pt$"
 )
-_OPTIM = re.compile(
+OPTIM = re.compile(
     r"(?P<prefix>(?:bf16_|fp16_)?zero_pp_rank_)(?P<rank>\d{1,7})"
     r"_mp_rank_(?P<mp_rank>\d{2,6})(?P<suffix>_?optim_states\.pt)$"
 )
@@ -97,7 +97,7 @@ class ZeroRankFiles:
 
 def is_rank_file(name: str) -> bool:
     """Return whether a name is that of one of DeepSpeed's rank files."""
-    patterns = (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM, _LAYER)
+    patterns = (MODEL, ZERO_MODEL, OPTIM, _EXPERT, _EXPERT_OPTIM, _LAYER)
     return any(pattern.match(name) for pattern in patterns)
 
 
@@ -118,7 +118,7 @@ class ZeroFileName:
 
 def parse_zero_name(name: str) -> ZeroFileName | None:
     """Parse the name of a rank's file; None for other files."""
-    for kind, pattern in (("optimizer", _OPTIM), ("model", _ZERO_MODEL), ("model", _MODEL)):
+    for kind, pattern in (("optimizer", OPTIM), ("model", ZERO_MODEL), ("model", MODEL)):
         match = pattern.match(name)
         if match is not None:
             return ZeroFileName(kind, int(match.groupdict().get("rank", 0)), int(match["mp_rank"]))
@@ -159,7 +159,7 @@ def missing_model_parallel_rank(rank: int) -> MissingShardError:
 
 def _mp_rank(name: str) -> int | None:
     """Return the model-parallel rank of a file; None for other files."""
-    for pattern in (_MODEL, _ZERO_MODEL, _OPTIM, _EXPERT, _EXPERT_OPTIM):
+    for pattern in (MODEL, ZERO_MODEL, OPTIM, _EXPERT, _EXPERT_OPTIM):
         match = pattern.match(name)
         if match is not None:
             return int(match["mp_rank"])
@@ -186,13 +186,13 @@ def list_rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
         CorruptError: the directory contains files of two runs.
     """
     names = [name for name in store.files() if _mp_rank(name) == mp_rank]
-    model = next(filter(_MODEL.match, names), None)
-    zero_models = {int(match["rank"]): name for name in names if (match := _ZERO_MODEL.match(name))}
+    model = next(filter(MODEL.match, names), None)
+    zero_models = {int(match["rank"]): name for name in names if (match := ZERO_MODEL.match(name))}
     # Prefix and suffix of optimizer files depend on the settings and the version of the run.
     optim: dict[int, str] = {}
     name_of_kind: dict[tuple[str, str], str] = {}
     for name in names:
-        match = _OPTIM.match(name)
+        match = OPTIM.match(name)
         if match is not None:
             optim[int(match["rank"])] = name
             name_of_kind.setdefault((match["prefix"], match["suffix"]), name)

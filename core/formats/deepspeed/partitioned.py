@@ -27,17 +27,14 @@ from core.errors import (
     CorruptError,
     MissingShardError,
     ReplicaMismatchError,
+    placing_errors,
 )
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
 from core.formats.deepspeed.files import missing_rank
 from core.formats.deepspeed.model_states import ZeroFacts, parse_model_states, record_other_files
 from core.formats.deepspeed.optim_states import parse_optim_states
 from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
-from core.formats.deepspeed.runs import (
-    list_runs_in_groups,
-    pair_with_copy,
-    tensor_in_groups,
-)
+from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy, tensor_in_groups
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, read_state_file
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
@@ -279,7 +276,7 @@ def _partition(
         CorruptError: shapes, sizes and recorded positions contradict each other.
     """
     assert model.groups is not None
-    try:
+    with placing_errors(file=model.state.file):  # the partition knows no files
         if optim[0].stage == 3:
             sizes = [[array.shape[0] for array in rank_optim.fp32] for rank_optim in optim]
             return cut_parameters(model.groups, sizes)
@@ -294,9 +291,6 @@ def _partition(
         except CorruptError:
             if not _prove_order(store, partition, model, optim):
                 raise
-    except CorruptError as err:
-        err.file = err.file or model.state.file  # the partition knows no files
-        raise
     return partition
 
 

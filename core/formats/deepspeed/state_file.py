@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 from core.errors import CorruptError
 from core.formats.torch.tree import parse
 from core.pickle.fields import FieldReader, describe_value
-from core.pickle.inert import ObjectLeaf, TensorLeaf
-from core.pickle.nesting import map_leaves
+from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -122,13 +121,7 @@ def read_value(store: ReadStore, file: str) -> tuple[object, dict[str, StoredArr
     """
     # The file's objects are not entries of the catalog: put their values in place of the leaves.
     tree = parse(store, file, prefix=f"{file}:")
-    value = map_leaves(
-        tree.value,
-        lambda entry: (
-            tree.objects[entry.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
-        ),
-    )
-    return value, {**tree.arrays, **tree.hidden}
+    return tree.inline_objects(), {**tree.arrays, **tree.hidden}
 
 
 def read_state_file(store: ReadStore, file: str) -> StateFile:

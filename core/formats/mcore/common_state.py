@@ -18,11 +18,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    UnsupportedError,
-    suggesting,
-)
+from core.errors import UNLIKE_ANY_WRITER, UnsupportedError, suggesting
 from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.tree import load_object
 from core.pickle.fields import FieldReader, int_or_none
@@ -114,4 +110,4 @@ def common_image(target: TargetCatalog, common: Mapping[object, object]) -> File
     from core.formats.torch.zip.tree_layout import plan_tree
 
     plan = plan_tree(dict(common), array_of=target.whole_array, prefix="common")
-    return FileImage(COMMON_FILE, plan.size, plan.arrays, plan.literals)
+    return plan.image(COMMON_FILE)

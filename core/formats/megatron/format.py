@@ -63,9 +63,9 @@ MODEL_FILES = (MODEL_FILE, "model_rng.pt")
 OLD_OPTIM_FILE = "optim.pt"
 OPTIM_FILE = "distrib_optim.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
-_RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
+RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
 _LAYER_WISE_FILE = re.compile(r"layer_wise_optimizer_(\d+)\.pt$")
-_NEMO_FILE = "model_weights.ckpt"
+NEMO_FILE = "model_weights.ckpt"
 
 
 def choose_model_file(names: Container[str]) -> str | None:
@@ -82,7 +82,7 @@ def sniff(store: ReadStore) -> bool:
     """Return whether a store is a directory of rank directories, one of these, or a rank's file."""
     if store.entry is not None:
         return store.entry in MODEL_FILES
-    return any(map(store.exists, MODEL_FILES)) or any(map(_RANK_DIR.match, store.folders()))
+    return any(map(store.exists, MODEL_FILES)) or any(map(RANK_DIR.match, store.folders()))
 
 
 def sample(store: ReadStore) -> Catalog:
@@ -110,7 +110,7 @@ def read(store: ReadStore, *, samples: bool = False, needs_optimizer: bool = Tru
     if store.entry is not None or any(map(store.exists, MODEL_FILES)):
         return _read_single(store)
     # Every rank directory must contain its file, except those of the old distributed optimizer.
-    files_in = {name: store.files(name) for name in store.folders() if _RANK_DIR.match(name)}
+    files_in = {name: store.files(name) for name in store.folders() if RANK_DIR.match(name)}
     optimizer_dirs = {name for name, names in files_in.items() if is_optimizer_dir(names)}
     if len(optimizer_dirs) < len(files_in):
         files_in = {name: names for name, names in files_in.items() if name not in optimizer_dirs}
@@ -156,7 +156,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     files_in: dict[str, Sequence[str]] = {}
     roots: dict[str, object] = {}
     files = RankFiles(store)
-    for folder in filter(_RANK_DIR.match, store.folders()):
+    for folder in filter(RANK_DIR.match, store.folders()):
         names = store.files(folder)
         if is_optimizer_dir(names):
             continue
@@ -177,7 +177,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
     # If directories are missing or superfluous, use the expected set that most of them belong to.
     try:
         coords_of = matched_dirs(
-            filter(_RANK_DIR.match, store.folders()), allowed_dirs, topology=topology
+            filter(RANK_DIR.match, store.folders()), allowed_dirs, topology=topology
         )
     except CheckpointingException as err:
         report(err.breaking("ranks.folders"))
@@ -239,7 +239,7 @@ def _find_model_file(folder: str, names: Sequence[str]) -> str:
     model_file = choose_model_file(names)
     if model_file is not None:
         return model_file
-    other_file = next((name for name in (_NEMO_FILE, OLD_OPTIM_FILE) if name in names), None)
+    other_file = next((name for name in (NEMO_FILE, OLD_OPTIM_FILE) if name in names), None)
     if other_file is not None:
         raise UnsupportedError(
             f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
@@ -257,7 +257,7 @@ def _read_single(store: ReadStore) -> Catalog:
     """Read the catalog of one rank, given by its directory or file."""
     path = PurePath(store.label)
     name = path.parent.name if store.entry is not None else path.name
-    folder = name if _RANK_DIR.match(name) else "mp_rank"
+    folder = name if RANK_DIR.match(name) else "mp_rank"
     return _catalog(RankFiles(store), {folder: ("", ())}, {folder: store.files()}, topology=None)
 
 
@@ -451,9 +451,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     plans, optim_plans = TreePlans(PurePath(MODEL_FILE).stem), TreePlans(PurePath(OPTIM_FILE).stem)
     for coords, (name, skeleton) in facts.ranks.items():
         plan = plans.plan(skeleton, arrays.__getitem__)
-        images.append(
-            FileImage(f"{folder}/{name}/{MODEL_FILE}", plan.size, plan.arrays, plan.literals)
-        )
+        images.append(plan.image(f"{folder}/{name}/{MODEL_FILE}"))
         optim = facts.optim_files.get(coords)
         if optim is None:
             continue
@@ -461,9 +459,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
         if isinstance(optim, OptimFile):
             plan = optim_plans.plan(optim.content, optim.joined.__getitem__)
-            images.append(
-                FileImage(f"{folder}/{name}/{OPTIM_FILE}", plan.size, plan.arrays, plan.literals)
-            )
+            images.append(plan.image(f"{folder}/{name}/{OPTIM_FILE}"))
     # The tracker is written last, as it makes the directory a checkpoint.
     text = "release" if number is None else str(number)
     return (*images, literal_file(TRACKER, text.encode("ascii"), is_metadata=True))

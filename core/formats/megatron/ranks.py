@@ -17,8 +17,8 @@ from core.formats.torch.shared_structure import FilePattern, PatternedFile, Patt
 from core.formats.torch.tree import TorchTree
 from core.megatron.extras.common_state import OPTIMIZER, is_chunk
 from core.megatron.model.args import replaced
-from core.pickle.inert import Inert, ObjectLeaf, TensorLeaf, as_mapping, walk
-from core.pickle.nesting import entries, map_leaves
+from core.pickle.inert import Inert, TensorLeaf, as_mapping, walk
+from core.pickle.nesting import entries
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def _build_model_form(pattern: FilePattern) -> _RankForm:
         CorruptError: the content of the file is not a dict.
     """
     tree = pattern.tree
-    skeleton = _inline_objects(tree)
+    skeleton = tree.inline_objects()
     root = as_mapping(skeleton)
     if root is None:
         raise CorruptError(
@@ -185,7 +185,7 @@ def _build_plain_form(pattern: FilePattern) -> _RankForm:
     """Build the form of any other file of a rank."""
     tree = pattern.tree
     objects = [(key, None, item.value) for key, item in tree.objects.items()]
-    return _build_form(pattern, _inline_objects(tree), tree.arrays, tree.hidden, objects)
+    return _build_form(pattern, tree.inline_objects(), tree.arrays, tree.hidden, objects)
 
 
 def _build_form(
@@ -254,17 +254,6 @@ def _direct_parts(node: object) -> Iterator[object]:
         for key, item in node.entries:
             yield key
             yield item
-
-
-def _inline_objects(tree: TorchTree) -> object:
-    """Return the content of a file with every object in its place."""
-    objects = tree.objects
-    return map_leaves(
-        tree.value,
-        lambda entry: (
-            objects[entry.leaf.key].value if isinstance(entry.leaf, ObjectLeaf) else entry.leaf
-        ),
-    )
 
 
 def _list_objects(root: Mapping[object, object]) -> Iterator[tuple[str, str | None, object]]:

@@ -19,12 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    CorruptError,
-    TruncatedError,
-    placing_errors,
-)
+from core.errors import UNLIKE_ANY_WRITER, CorruptError, TruncatedError, placing_errors
 from core.files.store import check_name
 from core.formats.ocdbt.nodes import (
     OcdbtManifest,

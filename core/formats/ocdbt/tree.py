@@ -23,12 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.engine.catalog.attributes import BY_PATH, ROOT, Attributes, parse_by_path
 from core.engine.catalog.dropped import Dropped, dropped_together
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    CorruptError,
-    MissingShardError,
-    suggesting,
-)
+from core.errors import UNLIKE_ANY_WRITER, CorruptError, MissingShardError, suggesting
 from core.files.json_object import read_json_object
 from core.pickle.fields import mapping_or_empty
 from core.pickle.nesting import ListIndex, Path

@@ -55,12 +55,7 @@ from core.errors import (
 from core.files.json_object import parse_json_object
 from core.formats.format import Format, imported_on_call
 from core.formats.huggingface.files import list_module_folders, read_config_json, with_carried
-from core.formats.huggingface.index import (
-    STALE_INDEX_HINT,
-    WeightIndex,
-    list_indexed,
-    read_index,
-)
+from core.formats.huggingface.index import STALE_INDEX_HINT, WeightIndex, list_indexed, read_index
 from core.formats.missing_entries import report_missing
 from core.formats.safetensors.files import (
     DEFAULT_METADATA,

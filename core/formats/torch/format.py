@@ -194,8 +194,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             root = map_leaves(target.skeleton, value_of)
         if target.write.weights_only:
             root = set_aside(root)
-    plan = plan_tree(root, target.whole_array, prefix=PREFIX)
-    return (FileImage(FILE_NAME, plan.size, plan.arrays, plan.literals),)
+    return (plan_tree(root, target.whole_array, prefix=PREFIX).image(FILE_NAME),)
 
 
 def refuse_unsupported(catalog: AnyCatalog) -> None:

@@ -28,7 +28,7 @@ from core.engine.catalog.catalog import Catalog, StoredObject, TargetCatalog
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
 from core.engine.catalog.tensor import Tensor
-from core.errors import CorruptError, UnsupportedError
+from core.errors import CorruptError, UnsupportedError, placing_errors
 from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import ObjectLeaf, Persistent, TensorLeaf, walk
 from core.pickle.nesting import LeafEntry, entries, map_leaves
@@ -114,8 +114,7 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
         except UnsupportedError as err:
             err.key = err.key and err.key.removeprefix("objects.")
             raise
-        plan = plan_tree(root, target.whole_array, prefix="ckpt-objects")
-    return FileImage(OBJECTS_FILE, plan.size, plan.arrays, plan.literals)
+        return plan_tree(root, target.whole_array, prefix="ckpt-objects").image(OBJECTS_FILE)
 
 
 def _is_flat(target: TargetCatalog) -> bool:
@@ -180,11 +179,8 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
         return None
     from core.pickle.plain import from_plain
 
-    try:
+    with placing_errors(file=file):
         skeleton = from_plain(plain_tree)
-    except CorruptError as err:
-        err.file = err.file or file
-        raise
 
     def leaf_of(entry: LeafEntry) -> object:
         if not isinstance(entry.leaf, ObjectLeaf):

@@ -93,6 +93,17 @@ class TorchTree:
     shared: dict[str, str] = field(default_factory=dict)
     is_set_aside: bool = False
 
+    def inline_objects(self) -> object:
+        """Return the root with every object in its place."""
+        return map_leaves(
+            self.value,
+            lambda entry: (
+                self.objects[entry.leaf.key].value
+                if isinstance(entry.leaf, ObjectLeaf)
+                else entry.leaf
+            ),
+        )
+
 
 def parse(
     store: ReadStore,
@@ -284,15 +295,7 @@ def load_object(
                 f"a container in the object contains itself, at {paths}",
                 hint="save the object again without these entries",
             )
-        value = map_leaves(
-            tree.value,
-            lambda entry: (
-                tree.objects[entry.leaf.key].value
-                if isinstance(entry.leaf, ObjectLeaf)
-                else entry.leaf
-            ),
-        )
-    return value, {**tree.arrays, **tree.hidden}
+        return tree.inline_objects(), {**tree.arrays, **tree.hidden}
 
 
 def load_shared(

@@ -25,7 +25,7 @@ Facet: ``TorchShardedFacts``.
 
 Versions: torch 2.2 and later. Read only: DCP replaces such files.
 
-Not supported, refused by name: see ``dtensor``; files of several saves in one directory.
+Not supported, refused by name: see ``local_part``; files of several saves in one directory.
 
 Source: files written by torch 2.13 with gloo, pinned in tests/golden/dtensor.tar.xz; names as
 verl, accelerate and others choose them.

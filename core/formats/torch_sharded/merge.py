@@ -2,7 +2,7 @@
 
 * The parts of a distributed tensor are fragments of the global tensor; where several ranks hold the
   same box (HSDP), the fragments are replicas, which conversions and ``validate`` compare.
-* Those of tensors of torchao's classes are joined part by part (``quantized_parts``).
+* Those of tensors of torchao's classes are joined part by part (``local_part``).
 * A plain tensor next to distributed ones (a buffer, a ``step``) is a replica on every rank.
 * A value that is not a tensor is that of the first rank that has it. Values of other ranks that
   differ from it are listed as dropped.
@@ -43,8 +43,7 @@ from core.engine.catalog.stored import StoredArray, array_name
 from core.engine.catalog.tensor import Fragment, Tensor, bind_argument
 from core.errors import CorruptError
 from core.formats.torch.joined_parts import JoinedParts
-from core.formats.torch_sharded.local_part import QuantizedPart
-from core.formats.torch_sharded.quantized_parts import join_quantized
+from core.formats.torch_sharded.local_part import QuantizedPart, join_quantized
 from core.formats.torch_sharded.rank_file import TensorFile, rekey_by_skeleton
 from core.pickle.equality import are_same
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild, walk

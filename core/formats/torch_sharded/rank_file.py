@@ -6,7 +6,7 @@ The DTensors and ShardedTensors, which stay inert in the tree, are found and par
 
     _rebuild_from_type_v2(_rebuild_wrapper_subclass, DTensor or ShardedTensor,
                           (class, dtype, shape, strides, 0, layout, device, requires_grad),
-                          state)      of a DTensor: see ``dtensor``
+                          state)      of a DTensor: see ``local_part``
 
 Either may be wrapped in a parameter.
 
@@ -40,10 +40,10 @@ from core.arrays.sharding import ShardPiece
 from core.engine.catalog.dropped import Dropped
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.formats.torch.tree import keys_of, parse
-from core.formats.torch_sharded.dtensor import dtensor_part
 from core.formats.torch_sharded.local_part import (
     HeldArray,
     LocalPart,
+    dtensor_part,
     is_rank,
     plain_array,
     shape_of,

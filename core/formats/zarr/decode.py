@@ -28,6 +28,7 @@ from core.errors import (
     CorruptError,
     TruncatedError,
     UnsupportedError,
+    explain_missing_extra,
     suggesting,
 )
 from core.values import dataclass
@@ -268,7 +269,8 @@ def _decode_blosc(data: bytes, most_bytes: int) -> memoryview:
         )
     if n_bytes == 0:
         return memoryview(b"")
-    import tensorstore
+    with explain_missing_extra("blosc-compressed data"):
+        import tensorstore
 
     # One thread, as the copy engine runs several decoders already. The context is new, as its
     # memory:// store must not be shared with them.

@@ -362,7 +362,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             )
         prefix = item.key.rpartition("/")[2]
         plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=prefix)
-        images.append(FileImage(f"{item.key}.pt", plan.size, plan.arrays, plan.literals))
+        images.append(plan.image(f"{item.key}.pt"))
     images.append(common_image(target, common_state(target)))
     # metadata.json comes last: its presence means that everything else is there.
     images.append(config_image(backend=_BACKEND, has_common_file=True, is_metadata=True))

@@ -25,12 +25,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    CorruptError,
-    UnsupportedError,
-    suggesting,
-)
+from core.errors import UNLIKE_ANY_WRITER, CorruptError, UnsupportedError, suggesting
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
     OTHER_VERSION,

@@ -33,12 +33,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import itemsize
 from core.engine.catalog.attributes import DIMENSIONS, is_axis_names
-from core.errors import (
-    UNLIKE_ANY_WRITER,
-    CorruptError,
-    UnsupportedError,
-    suggesting,
-)
+from core.errors import UNLIKE_ANY_WRITER, CorruptError, UnsupportedError, suggesting
 from core.files.json_object import parse_json_object
 from core.formats.zarr.array import (
     OTHER_VERSION,

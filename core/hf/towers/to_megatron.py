@@ -30,12 +30,7 @@ from core.hf.text_model import (
     towers_text,
     type_of_text,
 )
-from core.hf.towers.models import (
-    CompositeModel,
-    TowerTensor,
-    composite_models,
-    refused_composites,
-)
+from core.hf.towers.models import CompositeModel, TowerTensor, composite_models, refused_composites
 from core.hf.towers.tensors import megatron_tensor
 from core.megatron.extras.extra_states import requested_states
 from core.megatron.model.args import replaced

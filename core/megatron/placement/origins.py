@@ -22,13 +22,7 @@ from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, CorruptError, Report, raising
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.vocabulary import PADDING
-from core.megatron.rules.rules import (
-    LLAVA_LAYERS,
-    LLAVA_PROJECTION,
-    Layer,
-    Rules,
-    tower_layer_of,
-)
+from core.megatron.rules.rules import LLAVA_LAYERS, LLAVA_PROJECTION, Layer, Rules, tower_layer_of
 from core.values import dataclass
 
 

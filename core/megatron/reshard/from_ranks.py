@@ -41,12 +41,7 @@ from core.engine.catalog.mapping_attributes import (
 )
 from core.engine.catalog.optimizer_keys import STEP, Optimizer, param_of, state_key
 from core.engine.catalog.stored import Coords, StoredArray
-from core.engine.catalog.tensor import (
-    Fragment,
-    Tensor,
-    bind_argument,
-    whole_tensor,
-)
+from core.engine.catalog.tensor import Fragment, Tensor, bind_argument, whole_tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore
 from core.megatron.extras.common_state import (
@@ -64,12 +59,7 @@ from core.megatron.extras.extra_states import disagreement
 from core.megatron.extras.nested_dicts import flattened, without_outer_names
 from core.megatron.extras.rank_numbers import check_rank_numbers, have_numbers
 from core.megatron.model.args import fields_of, is_multi_query, parse_facts, replaced
-from core.megatron.model.checks import (
-    check_complete,
-    check_shapes,
-    gate_notes,
-    sizes_for,
-)
+from core.megatron.model.checks import check_complete, check_shapes, gate_notes, sizes_for
 from core.megatron.model.cut import check_head_gates
 from core.megatron.model.facts import ModelFacts
 from core.megatron.model.parts import check_parts, measure_parts, with_sizes

@@ -32,12 +32,7 @@ from core.megatron.reshard.equal_shards import (
 )
 from core.megatron.reshard.from_ranks import facts_of_ranks, global_shape_of, ranks_of, settle_rules
 from core.megatron.reshard.partners import check_partners
-from core.megatron.reshard.rank_model import (
-    RankModel,
-    RankPart,
-    RankTensor,
-    merge_ranks,
-)
+from core.megatron.reshard.rank_model import RankModel, RankPart, RankTensor, merge_ranks
 from core.megatron.rules.rules import Rule, Rules
 from core.pickle.inert import TensorLeaf, walk
 from core.values import dataclass

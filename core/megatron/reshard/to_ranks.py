@@ -23,12 +23,7 @@ from core.engine.catalog.facets import MegatronModel, RankFacts
 from core.engine.catalog.file_image import JoinedArray
 from core.engine.catalog.optimizer_keys import param_of, split_state_key
 from core.engine.catalog.stored import Coords, PlannedArray
-from core.engine.catalog.tensor import (
-    TargetFragment,
-    Tensor,
-    bind_argument,
-    whole_tensor,
-)
+from core.engine.catalog.tensor import TargetFragment, Tensor, bind_argument, whole_tensor
 from core.errors import UnsupportedError
 from core.megatron.extras.common_state import (
     CONTENT,

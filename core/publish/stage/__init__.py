@@ -1,8 +1,8 @@
 """Publish a destination complete or not at all: staging directory, journal, locks, replacement.
 
-Start at ``stage``, which shows what is on disk at each step. ``journal`` is what ``--resume``
-continues from, ``replacement`` implements ``--force``. The next run removes what a crash left
-behind (``Stage._begin``, ``stale``).
+Start at ``protocol``: what commands ask of a place to write to. ``stage`` shows what is on disk
+at each step. ``journal`` is what ``--resume`` continues from, ``replacement`` implements
+``--force``. The next run removes what a crash left behind (``Stage._begin``, ``stale``).
 
 A save of ``core.dist_checkpointing`` goes into a directory that exists, whose name cannot be
 changed, and keeps the same promises with entries in the place of names::

@@ -18,6 +18,8 @@ from core.files.store import translate_os_errors
 from core.values import dataclass
 
 AnyPath = TypeVar("AnyPath", bound=Path)
+WORKERS_LOCK = "workers.lock"
+"""Name of the lock that several workers share in a staging directory (``workers_lock``)."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = (
     "the file system does not support locks: make sure that nothing else writes to this destination"

@@ -36,16 +36,30 @@ from core.files.folders import (
     sync_folder,
     sync_folders,
 )
-from core.files.store import translate_os_errors
+from core.files.store import override, translate_os_errors
+from core.files.url import refuse_url
 from core.progress import OnProgress, Phase, begin_phase
 from core.publish.stage.files import StageStore
-from core.publish.stage.folder_lock import NO_LOCKS, FolderLock, lock_stage, stage_dir_of
+from core.publish.stage.folder_lock import (
+    NO_LOCKS,
+    WORKERS_LOCK,
+    FolderLock,
+    lock_stage,
+    stage_dir_of,
+)
 from core.publish.stage.journal import (
-    BATCH_BYTES,
     FileJournal,
     is_journal_of,
     journal_path,
     journals_in,
+    recorded_bytes,
+)
+from core.publish.stage.protocol import (
+    DestinationStage,
+    OutputDestination,
+    ShareResult,
+    Space,
+    StageRequest,
 )
 from core.publish.stage.replacement import (
     check_may_replace,
@@ -56,83 +70,122 @@ from core.publish.stage.replacement import (
 from core.publish.stage.stale import (
     clear_finished,
     finish_despite_interrupts,
+    finish_publication,
     place_manifest,
     remove_stage,
 )
-from core.publish.stage.workers_lock import NAME as WORKERS_LOCK
-from core.publish.stage.workers_lock import WorkersLock, claim_stage
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.engine.catalog.file_image import FileImage
     from core.engine.plan.positions import Places
     from core.files.store import WriteStore
-    from core.publish.stage.bucket.literals import EarlyLiterals
+    from core.publish.stage.shared import SharedDirectory
+    from core.publish.stage.workers_lock import WorkersLock
 
 _MIB = 1 << 20
+_PLAIN_REQUEST = StageRequest()
 _APPEARED = "another process has created the destination in the meantime"
 
 
-class Stage:
-    """An unfinished destination; a context manager.
+@dataclass(frozen=True, slots=True)
+class LocalDestination(OutputDestination):
+    """A file or directory of the file system.
+
+    Args:
+        dst: its path.
+    """
+
+    dst: Path
+    is_on_disk = True
+
+    @override
+    def check_writable(self, *, needs_links: bool) -> None:
+        refuse_url(self.dst)
+
+    @override
+    def check_may_replace(self, *, is_file: bool, keep: Sequence[Path]) -> None:
+        check_may_replace(self.dst, is_file=is_file, keep=keep)
+
+    @override
+    def estimate_sending(self, images: Sequence[FileImage], memory_bytes: int) -> int:
+        return 0
+
+    @override
+    def open_stage(self, request: StageRequest) -> Stage:
+        return Stage(self.dst, request)
+
+    @override
+    def find_space(self, request: StageRequest) -> Space:
+        stage = self.open_stage(request)
+        n_resumed = 0
+        if request.resume and stage.stage_dir.is_dir():
+            n_resumed = min(
+                recorded_bytes(stage.stage_dir, stage.journal_identity), request.n_bytes
+            )
+        shortage = None
+        try:
+            stage.check_space()
+        except CapacityError as err:
+            shortage = err
+        return Space(stage.free_bytes(), n_resumed, shortage, nearest_folder(self.dst.parent))
+
+    @override
+    def describe_remains(self, *, inode: int | None, keeps_partial: bool) -> str:
+        dst = self.dst
+        # The disk decides: a signal may arrive right before or after the rename.
+        with suppress(OSError):
+            if os.lstat(dst).st_ino == inode:
+                return f"{dst} was already complete"
+        stage_dir = stage_dir_of(Path(os.path.abspath(dst)))
+        has_stage = os.path.lexists(stage_dir)
+        # Without --force there was no destination, or the command would have refused it.
+        unchanged = f", {dst} is unchanged" if os.path.lexists(dst) else ""
+        if keeps_partial and has_stage:
+            return (
+                f"partial output is kept in {stage_dir}{unchanged} "
+                "(rerun the same command to continue)"
+            )
+        if keeps_partial:
+            return f"nothing was written{unchanged} (rerun the same command)"
+        if has_stage:
+            return f"{stage_dir} could not be removed{unchanged} (the next run removes it)"
+        return (
+            f"nothing was written{unchanged} (rerun with --resume to keep partial work next time)"
+        )
+
+    @override
+    def finish_publication(self) -> None:
+        finish_publication(self.dst.absolute())
+
+
+class Stage(DestinationStage):
+    """An unfinished destination in the file system; a context manager.
 
     Args:
         dst: the destination; its parent directories are created if they are missing.
-        is_file: the destination is a single file (then ``data`` contains it under its name).
-        resume: keep the staging directory on failure, and continue one that belongs to the same
-            plan.
-        force: replace an existing destination, at the end.
-        fsync: wait for the disk.
-        identity: identity of the plan (``core.verbs.convert.stored_plan.file.identity_of``); needed
-            with ``resume``.
-        needed_bytes: bytes of all files to come; 0 skips the check of the free space.
-        keep: paths that an existing destination must not contain, and must not be inside of, such
-            as the source.
-        batch_bytes: with ``resume``, how many bytes a killed run may lose.
-        is_shared: several workers fill the staging directory; needs ``resume``.
+        request: what is written.
 
     Attributes:
-        store: the files being written.
-        journal: None without ``resume``.
         workers: the lock that the workers share; None if this process works alone, and no workers
             have used the staging directory before.
-        notes: what happened to the staging directory of an earlier run and similar, one sentence
-            each.
-
-    Raises (on entering):
-        UsageError: the destination exists, or replacing it would remove a path that must be kept.
-        StorageError: another process is writing to the same destination, or the system refuses.
-        CapacityError: too little free space.
     """
 
-    def __init__(
-        self,
-        dst: Path,
-        *,
-        is_file: bool = False,
-        resume: bool = False,
-        force: bool = False,
-        fsync: bool = True,
-        identity: str = "",
-        needed_bytes: int = 0,
-        keep: Sequence[Path] = (),
-        batch_bytes: int = BATCH_BYTES,
-        is_shared: bool = False,
-    ) -> None:
+    store: StageStore
+
+    def __init__(self, dst: Path, request: StageRequest = _PLAIN_REQUEST) -> None:
         self.dst = Path(os.path.abspath(dst))
-        self.is_file = is_file
+        self.is_file = request.is_file
         self.stage_dir = stage_dir_of(self.dst)
         self.data_dir = self.stage_dir / "data"
         self.notes: list[str] = []
         self.journal: FileJournal | None = None
-        self.published: Mapping[str, Any] | None = None
-        self._resume = resume
-        self._force = force
-        self._fsync = fsync
-        self._identity = identity
-        self._needed_bytes = needed_bytes
-        self._keep = keep
-        self._batch_bytes = batch_bytes
-        self._is_shared = is_shared
+        self.published = None
+        self._request = request
+        self._resume = request.resume
+        self._force = request.force
+        self._fsync = request.fsync
+        self._identity = request.identify() if request.resume else ""
         self.workers: WorkersLock | None = None
         self._lock: FolderLock | None = None
         self._new_stat: os.stat_result | None = None
@@ -187,7 +240,7 @@ class Stage:
                 journal_path(self.stage_dir),
                 self.journal_identity,
                 sync=self._sync_data,
-                batch_bytes=self._batch_bytes,
+                batch_bytes=self._request.batch_bytes,
                 others=journals,
             )
 
@@ -240,19 +293,21 @@ class Stage:
             hint = "choose another one"
             # Nobody is sent to an option that is then refused.
             with suppress(UsageError):
-                check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
+                check_may_replace(self.dst, is_file=self.is_file, keep=self._request.keep)
                 hint += ", or pass --force"
             if os.path.lexists(self.stage_dir):
                 hint += f"; {self.stage_dir.name} next to it is left over from an earlier run"
             raise UsageError("the destination exists", file=str(self.dst), hint=hint)
-        check_may_replace(self.dst, is_file=self.is_file, keep=self._keep)
+        check_may_replace(self.dst, is_file=self.is_file, keep=self._request.keep)
 
     def _acquire(self) -> None:
         """Create or open the staging directory, and lock it."""
         self._lock = lock_stage(self.dst)
         if not self._lock.is_sure:
             self.notes.append(NO_LOCKS)
-        if self._is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
+        if self._request.is_shared or os.path.lexists(self.stage_dir / WORKERS_LOCK):
+            from core.publish.stage.workers_lock import claim_stage
+
             try:
                 self.workers = claim_stage(self.stage_dir)
             except BaseException:
@@ -285,73 +340,72 @@ class Stage:
             CapacityError: too little free space.
             StorageError: the system does not tell.
         """
-        if not self._needed_bytes:
+        needed_bytes = self._request.n_bytes
+        if not needed_bytes:
             return
         free = self.free_bytes()
-        if free < self._needed_bytes:
+        if free < needed_bytes:
             raise CapacityError(
-                f"the destination needs {self._needed_bytes / _MIB:,.1f} MiB, "
+                f"the destination needs {needed_bytes / _MIB:,.1f} MiB, "
                 f"but only {free / _MIB:,.1f} MiB are free",
                 file=str(self.dst.parent),
                 hint="free some space, or write to another disk",
             )
 
-    def begin_literals(self, images: Sequence[FileImage], places: Places) -> EarlyLiterals | None:
+    @override
+    def begin_literals(self, images: Sequence[FileImage], places: Places) -> None:
         """Return None: the bytes around arrays are written when the arrays are complete."""
-        return None
 
+    @override
+    def link_file(self, name: str, path: Path) -> None:
+        self.store.link(name, path)
+
+    @override
+    def share(self) -> SharedDirectory:
+        from core.publish.stage.shared import SharedDirectory
+
+        assert self.workers is not None, "the stage was opened for several workers"
+        sync_folders(self.stage_dir)
+        return SharedDirectory(
+            self.stage_dir,
+            self.workers.token,
+            self.journal_identity,
+            fsync=self._fsync,
+            batch_bytes=self._request.batch_bytes,
+        )
+
+    @override
+    def take_shares(self, shares: Sequence[ShareResult], places: Places) -> None:
+        """Do nothing: all workers have written to the same files."""
+
+    @override
     def write_manifest(self, name: str, write: Callable[[WriteStore], None]) -> None:
-        """Write the manifest.
-
-        Args:
-            name: its name.
-            write: writes it to a store.
-        """
         write(self.store)
 
+    @override
     def make_readable(self, *, from_disk: bool = False, progress: OnProgress | None = None) -> None:
-        """Make the written files readable.
-
-        Args:
-            from_disk: they will be read from the disk rather than from the page cache, if the
-                destination has to be on the disk.
-            progress: called with the files that have been synced.
-
-        Raises:
-            StorageError: the system could not write them.
-        """
         if from_disk and self._fsync:
             self.store.sync_all(progress)
 
     @property
+    @override
     def resumed_bytes(self) -> int:
-        """0: the journal counts the bytes that an earlier run has written."""
-        return 0
+        return 0  # the journal counts them
 
     @property
+    @override
     def written_path(self) -> Path:
-        """Path of the destination before it is published."""
         return self.data_dir / self.dst.name if self.is_file else self.data_dir
 
     @property
+    @override
     def inode(self) -> int:
-        """Inode that the destination will have."""
         return os.lstat(self.written_path).st_ino
 
+    @override
     def commit(
         self, report: Mapping[str, Any] | None = None, *, progress: OnProgress | None = None
     ) -> None:
-        """Publish the destination.
-
-        Args:
-            report: not used; see ``core.publish.stage.bucket.stage``.
-            progress: called with the files that have been synced, and before the rename.
-
-        Raises:
-            StorageError: the system refuses. If only a step after the last rename failed, the
-                message adds that the output is complete.
-            UsageError: another process created the destination in the meantime.
-        """
         # Sync before the rename, so that a crash never leaves an incomplete destination.
         if self._fsync:
             try:
@@ -365,9 +419,7 @@ class Stage:
 
         # Note the inode first: it shows later whether the rename took place (_is_committed).
         with translate_os_errors(str(self.dst), doing="publish"):
-            self._new_stat = os.lstat(
-                self.data_dir / self.dst.name if self.is_file else self.data_dir
-            )
+            self._new_stat = os.lstat(self.written_path)
             replace = replace_file if self.is_file else replace_dir
             try:
                 replace(self.data_dir, self.dst, force=self._force)

@@ -17,10 +17,9 @@ from pathlib import Path
 from core.errors import StorageError
 from core.files.store import translate_os_errors
 from core.files.syscalls import flush
-from core.publish.stage.folder_lock import close_quietly, is_current, try_lock
+from core.publish.stage.folder_lock import WORKERS_LOCK, close_quietly, is_current, try_lock
 from core.values import dataclass
 
-NAME = "workers.lock"
 WAIT_SECONDS = 120.0
 """Maximum wait of a new lead; NFS keeps the locks of a vanished host for up to 90 s."""
 _PAUSE_SECONDS = 0.1
@@ -70,7 +69,7 @@ def claim_stage(stage_dir: Path, *, wait_s: float = WAIT_SECONDS) -> WorkersLock
     Raises:
         StorageError: such workers still hold the lock after that time, or the system refuses.
     """
-    path = stage_dir / NAME
+    path = stage_dir / WORKERS_LOCK
     with translate_os_errors(str(path), doing="lock"):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -92,7 +91,7 @@ def join_stage(stage_dir: Path, token: str) -> WorkersLock:
     Raises:
         StorageError: another run has taken over the staging directory, or the system refuses.
     """
-    path = stage_dir / NAME
+    path = stage_dir / WORKERS_LOCK
     with translate_os_errors(str(path), doing="open"):
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

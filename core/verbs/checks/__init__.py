@@ -1,8 +1,8 @@
 """The checks of ``ckpt validate``: a table of functions with stable codes.
 
 A check is a function from a ``Subject`` to findings, defined in a module of this package or of a
-package below; ``registry`` collects the ``CODES`` and ``CHECKS`` of all modules. Checks continue
-after a finding, and never raise because of the content of a file.
+package below; ``registry`` collects the ``CHECKS`` of all modules, and ``codes.toml`` has the
+codes. Checks continue after a finding, and never raise because of the content of a file.
 
 Codes are stable: a code never changes its meaning, and a retired code is not reused.
 

@@ -7,20 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.errors import CheckpointingException, MissingShardError, TruncatedError
-from core.verbs.checks.check import Check, Code
+from core.verbs.checks.check import Check, Finding, Severity, get_code
 from core.verbs.checks.file_codes import NOT_HANDLED
-from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
-UNREADABLE = Code(
-    "CK100",
-    Severity.ERROR,
-    "the checkpoint cannot be read",
-    "fix the problem described, then validate again: little else could be checked",
-)
-
-CODES = (UNREADABLE,)
+UNREADABLE = get_code("CK100")
 
 
 def find_opening_error(subject: Subject) -> Iterator[Finding]:

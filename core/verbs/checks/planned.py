@@ -13,32 +13,17 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.errors import CapacityError, CheckpointingException
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Severity
+from core.verbs.checks.check import Check, Severity, get_code
 
 if TYPE_CHECKING:
-    from core.verbs.checks.finding import Finding
+    from core.verbs.checks.check import Finding
     from core.verbs.checks.plan_request import PlanRequest
     from core.verbs.checks.subject import Subject
     from core.verbs.convert.prepared import Prepared
 
-IMPOSSIBLE = Code(
-    "CK901",
-    Severity.ERROR,
-    "cannot be loaded or resharded as requested",
-    "request other sizes; ckpt inspect shows what is possible",
-)
-POSSIBLE = Code(
-    "CK902", Severity.NOTE, "how to load or reshard as requested", "run the command shown"
-)
-PARTLY = Code(
-    "CK903",
-    Severity.NOTE,
-    "what would not be carried over",
-    "check whether the training needs it; the source keeps it",
-)
-
-CODES = (IMPOSSIBLE, POSSIBLE, PARTLY)
+IMPOSSIBLE = get_code("CK901")
+POSSIBLE = get_code("CK902")
+PARTLY = get_code("CK903")
 
 
 _FIXED_SIZES = ("dp_reshardable", "dp_zero_gather_scatter")

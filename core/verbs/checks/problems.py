@@ -13,39 +13,37 @@ from core.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from core.verbs.checks import file_codes
-from core.verbs.checks.check import Code
-from core.verbs.checks.finding import Finding
+from core.verbs.checks.check import Code, Finding, get_code
 
 _BY_RULE = {
-    "zip.directory": file_codes.ZIP_DIRECTORY,
-    "zip.duplicate": file_codes.ZIP_DUPLICATE,
-    "zip.roots": file_codes.ZIP_DUPLICATE,
-    "zip.header": file_codes.ZIP_HEADER,
-    "zip.sizes": file_codes.ZIP_HEADER,
-    "zip.overlap": file_codes.ZIP_OVERLAP,
-    "zip.unreadable": file_codes.ZIP_CODING,
-    "torch.order": file_codes.ZIP_ORDER,
-    "torch.crc": file_codes.ZIP_SMALL_CRC,
-    "torch.kind": file_codes.ZIP_NO_PICKLE,
-    "torch.storage": file_codes.ZIP_STORAGE,
-    "safetensors.duplicate": file_codes.ST_DUPLICATE,
-    "safetensors.metadata": file_codes.ST_METADATA,
-    "safetensors.entry": file_codes.ST_ENTRY,
-    "safetensors.order": file_codes.ST_ORDER,
-    "safetensors.rest": file_codes.ST_REST,
-    "zarr.missing": file_codes.ZARR_MISSING,
-    "zarr.size": file_codes.ZARR_SIZE,
-    "zarr.beyond": file_codes.ZARR_BEYOND,
-    "zarr.shard": file_codes.ZARR_SHARD,
-    "zarr.inner": file_codes.ZARR_INNER,
+    "zip.directory": "CK120",
+    "zip.duplicate": "CK121",
+    "zip.roots": "CK121",
+    "zip.header": "CK122",
+    "zip.sizes": "CK122",
+    "zip.overlap": "CK123",
+    "zip.unreadable": "CK124",
+    "torch.order": "CK125",
+    "torch.crc": "CK127",
+    "torch.kind": "CK128",
+    "torch.storage": "CK129",
+    "safetensors.duplicate": "CK131",
+    "safetensors.metadata": "CK132",
+    "safetensors.entry": "CK133",
+    "safetensors.order": "CK134",
+    "safetensors.rest": "CK135",
+    "zarr.missing": "CK141",
+    "zarr.size": "CK142",
+    "zarr.beyond": "CK143",
+    "zarr.shard": "CK145",
+    "zarr.inner": "CK146",
 }
 _BY_KIND = (
-    (TruncatedError, file_codes.TRUNCATED),
-    (MissingShardError, file_codes.MISSING),
-    (UnsafeError, file_codes.UNSAFE),
-    (StorageError, file_codes.UNREADABLE_FILE),
-    (UnsupportedError, file_codes.NOT_HANDLED),
+    (TruncatedError, "CK103"),
+    (MissingShardError, "CK101"),
+    (UnsafeError, "CK110"),
+    (StorageError, "CK105"),
+    (UnsupportedError, "CK109"),
 )
 """Error class → code; the order matters, because the first two are CorruptErrors as well."""
 
@@ -67,10 +65,10 @@ def code_of(err: CheckpointingException, *, default: Code) -> Code:
         default: the code of an error for which neither exists.
     """
     if err.rule is not None and err.rule in _BY_RULE:
-        return _BY_RULE[err.rule]
+        return get_code(_BY_RULE[err.rule])
     for kind, code in _BY_KIND:
         if isinstance(err, kind):
-            return code
+            return get_code(code)
     return default
 
 

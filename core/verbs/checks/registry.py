@@ -1,16 +1,13 @@
-"""Registry of all checks and their codes."""
+"""Registry of all checks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from functools import cache
 from importlib import import_module
 from types import ModuleType
 
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Level
 
 HF_FORMATS = ("safetensors", "torch_bin")
 """Formats of directories that Hugging Face's libraries load."""
@@ -21,7 +18,7 @@ class CheckModule:
     """A module of checks before it is imported.
 
     Args:
-        name: module of this package that has ``CODES`` and ``CHECKS``.
+        name: module of this package that has ``CHECKS``.
         level: the lowest level that runs one of its checks.
         formats: names of the formats that its checks apply to; () for all.
     """
@@ -76,27 +73,6 @@ MODULES = (
 Later checks skip what an earlier finding covers, so causes (files) come before consequences, and
 ``opening`` is last.
 """
-
-
-@cache
-def codes() -> dict[str, Code]:
-    """Return all codes by name, sorted; imports all checks."""
-    by_name = {code.code: code for row in MODULES for code in row.load().CODES}
-    return dict(sorted(by_name.items()))
-
-
-def find_code(name: str) -> Code | None:
-    """Return the code with a name; None if there is none.
-
-    The module that reported it has been imported, so that the others need not be.
-    """
-    imported = [row for row in MODULES if f"core.verbs.checks.{row.name}" in sys.modules]
-    for row in imported:
-        codes_of_module: tuple[Code, ...] = row.load().CODES
-        for code in codes_of_module:
-            if code.code == name:
-                return code
-    return codes().get(name)
 
 
 def checks(level: Level, format: str | None) -> Iterator[Check]:

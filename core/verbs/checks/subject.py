@@ -26,8 +26,7 @@ from core.pickle.noted import ReadPickle, ReadPickles, keeping_pickles, noting_u
 from core.pickle.uses import Use
 from core.progress import OnProgress, Phase, report_bytes
 from core.values import dataclass
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device

@@ -9,8 +9,7 @@ from pathlib import Path
 from core.engine.catalog.catalog import TargetCatalog
 from core.engine.catalog.facets import FsdpDtensorFacts
 from core.engine.catalog.file_image import FileImage, literal_file
-from core.errors import UsageError
-from core.files.remote_path import RemotePath, absolute_location, is_remote
+from core.files.remote_path import absolute_location, is_remote
 from core.formats.format import Format
 from core.formats.huggingface.files import file_images
 from core.formats.registry import suffix_of
@@ -19,32 +18,6 @@ from core.opening.open import Checkpoint
 from core.verbs.convert.job import Job
 from core.verbs.convert.options import HF_ALIASES
 from core.verbs.convert.sizes import target_topology
-
-
-def check_bucket(job: Job, dst: RemotePath) -> None:
-    """Raise if a job cannot write to a URL.
-
-    Raises:
-        UsageError: it is that of a web server, or the job needs a file system.
-    """
-    from core.files.store_kinds import WRITABLE_STORES, store_kind
-
-    if not store_kind(dst.scheme).is_writable:
-        raise UsageError(
-            "a web server cannot be written to",
-            file=f"{dst.scheme}://{dst.bucket}",  # its path may end with a signature
-            hint=f"write to a local directory, or to {WRITABLE_STORES}",
-        )
-    if not dst.key:
-        raise UsageError(
-            "the destination is a whole bucket", file=str(dst), hint=f"name a prefix: {dst}/NAME"
-        )
-    if job.metadata_only:
-        raise UsageError(
-            "--metadata-only makes hard links, which an object store does not have",
-            file=str(dst),
-            hint="omit it, or write to the file system of the source",
-        )
 
 
 def lay_out_files(

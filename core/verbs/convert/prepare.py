@@ -16,8 +16,8 @@ from core.engine.catalog.tensor import Tensor
 from core.engine.plan.memory import estimate_object_bytes, limit_objects
 from core.engine.plan.plan import make_plan
 from core.errors import CorruptError, UnsupportedError, UsageError
-from core.files.remote_path import is_remote
-from core.files.url import find_location, refuse_url
+from core.files.remote_path import location_of
+from core.files.url import refuse_url
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.formats.registry import format_called, formats
@@ -28,11 +28,12 @@ from core.opening.source_files import config_of_source, with_files_above
 from core.opening.target import tensors_only
 from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
+from core.publish.stage.destination import choose_destination
 from core.values import dataclass
 from core.verbs.convert.account import check_account, check_not_empty, describe_lost_files
 from core.verbs.convert.apply_changes import config_beside
 from core.verbs.convert.copied_files import check_copied_files, raise_if_copied
-from core.verbs.convert.destination import check_bucket, choose_dst, lay_out_files
+from core.verbs.convert.destination import choose_dst, lay_out_files
 from core.verbs.convert.global_form.form import GlobalForm
 from core.verbs.convert.job import Job
 from core.verbs.convert.nesting_notes import (
@@ -88,9 +89,9 @@ def prepare(job: Job, *, progress: OnProgress | None = None) -> Iterator[Prepare
         if path is not None:
             refuse_url(path)
     if job.dst is not None:
-        job = replace(job, dst=find_location(job.dst))
-    if is_remote(job.dst):
-        check_bucket(job, job.dst)
+        dst = location_of(job.dst)
+        choose_destination(dst).check_writable(needs_links=job.metadata_only)
+        job = replace(job, dst=dst)
     merge = job.merge
     if merge is not None:
         check_merge(job)
@@ -213,11 +214,6 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         notes += recorded_notes(target.ties)
 
     # Prove that every byte of the files has a source.
-    sending_bytes = 0
-    if is_remote(dst):
-        from core.publish.stage.bucket.stage import sending_bytes as bytes_to_send
-
-        sending_bytes = bytes_to_send(images, job.own_memory_bytes)
     plan = make_plan(
         catalog,
         target,
@@ -226,7 +222,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         memory_bytes=job.memory_bytes,
         beside_bytes=job.beside_bytes
         + source.store.limit_reading(job.own_memory_bytes, threads=job.threads)
-        + sending_bytes
+        + choose_destination(dst).estimate_sending(images, job.own_memory_bytes)
         + estimate_object_bytes(source.catalog, 0 if format.keeps_nesting else len(target.objects)),
         compares=job.on_replica_mismatch == "error",
     )

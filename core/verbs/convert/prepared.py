@@ -14,6 +14,8 @@ from core.engine.plan.plan import Plan
 from core.errors import UsageError
 from core.formats.format import Format
 from core.opening.open import Checkpoint
+from core.publish.stage.destination import choose_destination
+from core.publish.stage.protocol import OutputDestination
 from core.values import dataclass
 from core.verbs.convert.job import Job
 from core.verbs.convert.report.dropped import DroppedReason, dropped_lines, group_by_reason
@@ -64,6 +66,11 @@ class Prepared:
         """Paths of all sources, which the destination must not replace."""
         merge = self.job.merge
         return (self.source.path, *(() if merge is None else merge.others))
+
+    @property
+    def destination(self) -> OutputDestination:
+        """The destination, by which it is written."""
+        return choose_destination(self.dst)
 
     @property
     def is_file(self) -> bool:

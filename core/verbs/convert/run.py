@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from core.engine.copy.options import CopyOptions
 from core.engine.copy.run import execute
 from core.progress import OnProgress, Phase, begin_phase, count_steps
-from core.publish.stage.existing import check_replaceable
 from core.verbs.convert.job import Job as Job
 from core.verbs.convert.job import Report as Report
 from core.verbs.convert.job import TopologyChange as TopologyChange
@@ -30,7 +29,7 @@ from core.verbs.convert.stage import (
     finish_manifest,
     publish,
     report_of,
-    stage_of,
+    request_stage,
 )
 
 if TYPE_CHECKING:
@@ -63,10 +62,12 @@ def run(
     with prepare(job, progress=progress) as prepared:
         plan, source = prepared.plan, prepared.source
         if job.force:
+            from core.publish.stage.existing import check_replaceable
+
             check_replaceable(prepared.dst, [image.path for image in prepared.images])
 
-        # Choose the staging directory: a new one, or that of an interrupted run of the same job.
-        stage = stage_of(prepared)
+        # Choose the stage: a new one, or that of an interrupted run of the same job.
+        stage = prepared.destination.open_stage(request_stage(prepared))
 
         # Compute fingerprints of the copied bytes on the way, which saves reading them back.
         watching: AbstractContextManager[CopyFingerprints | None] = nullcontext()

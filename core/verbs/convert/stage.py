@@ -1,4 +1,4 @@
-"""Staging directory of a prepared job: open it, write all files besides the tensors, report."""
+"""Stage of a prepared job: request it, write all files besides the tensors, report."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from core.engine.team.protocol import Figures
-from core.files.remote_path import RemotePath, is_remote
-from core.opening.locate import TRACKER
 from core.progress import OnProgress
 from core.publish.manifest.of_copy import FileSum, finish_files, manifest_name, write_manifest
-from core.publish.stage.stage import Stage
+from core.publish.stage.journal import BATCH_BYTES
+from core.publish.stage.protocol import DestinationStage, StageRequest
 from core.values import dataclass
 from core.verbs.convert.job import Job, Report
 from core.version import TOOL, __version__
@@ -22,59 +21,47 @@ if TYPE_CHECKING:
     from core.engine.fingerprint.definition import Fingerprint
     from core.files.store import WriteStore
     from core.publish.stage.bucket.literals import EarlyLiterals
-    from core.publish.stage.bucket.stage import BucketStage
     from core.verbs.convert.prepared import Prepared
 
 
-def stage_of(
-    prepared: Prepared, *, identity: str | None = None, is_shared: bool = False
-) -> Stage | BucketStage:
-    """Build the staging area of a job, which is created when it is entered.
+def request_stage(
+    prepared: Prepared,
+    *,
+    identity: str | None = None,
+    is_shared: bool = False,
+    batch_bytes: int = BATCH_BYTES,
+) -> StageRequest:
+    """Build what a destination has to know of a job to open its stage.
 
     Args:
         prepared: the prepared job.
         identity: identity of the plan, so that only a run of the same job continues; None to
-            compute it where it is needed.
-        is_shared: several workers write into the directory.
+            compute it if it is needed.
+        is_shared: several workers write the output.
+        batch_bytes: with ``resume``, how many bytes a killed run may lose.
     """
     job = prepared.job
-    if identity is None and (job.resume or is_remote(prepared.dst)):
+
+    def identify() -> str:
+        if identity is not None:
+            return identity
         from core.verbs.convert.stored_plan.file import identity_of
 
-        identity = identity_of(prepared.plan, prepared.source.store, options=identity_text(job))
-    identity = identity or ""
-    if is_remote(prepared.dst):
-        return _bucket_stage_of(prepared, prepared.dst, identity=identity)
-    return Stage(
-        prepared.dst,
+        return identity_of(prepared.plan, prepared.source.store, options=identity_text(job))
+
+    return StageRequest(
+        images=prepared.images,
+        n_bytes=prepared.plan.file_bytes,
         is_file=prepared.is_file,
         resume=job.resume,
         force=job.force,
         fsync=job.fsync,
-        identity=identity,
-        needed_bytes=prepared.plan.file_bytes,
-        keep=prepared.source_paths,
-        is_shared=is_shared,
-    )
-
-
-def _bucket_stage_of(prepared: Prepared, dst: RemotePath, *, identity: str) -> BucketStage:
-    from core.publish.stage.bucket.stage import BucketStage, Objects, sending_threads
-
-    job = prepared.job
-    metadata = [image.path for image in prepared.images if image.is_metadata]
-    manifest = manifest_name(dst.name if prepared.is_file else None)
-    trackers = [name for name in metadata if name == TRACKER]
-    return BucketStage(
-        dst,
-        Objects([name for name in metadata if name != TRACKER], [manifest, *trackers]),
-        is_file=prepared.is_file,
-        resume=job.resume,
-        force=job.force,
         verify=job.verify,
-        identity=identity,
         keep=prepared.source_paths,
-        n_threads=sending_threads(prepared.images, job.own_memory_bytes),
+        memory_bytes=job.own_memory_bytes,
+        identify=identify,
+        is_shared=is_shared,
+        batch_bytes=batch_bytes,
     )
 
 
@@ -93,7 +80,7 @@ class WrittenFingerprints:
 
 def finish_data(
     prepared: Prepared,
-    stage: Stage | BucketStage,
+    stage: DestinationStage,
     result: CopyResult,
     literals: EarlyLiterals | None = None,
 ) -> list[FileSum]:
@@ -101,7 +88,7 @@ def finish_data(
 
     Args:
         prepared: the prepared job.
-        stage: its staging directory.
+        stage: its stage.
         result: the result of the copy; all tensors are written.
         literals: what has written the bytes around tensors already, if anything has.
 
@@ -116,15 +103,14 @@ def finish_data(
     written = None if literals is None else literals.written
     files = finish_files(prepared.plan, result, stage.store, crc=prepared.job.crc, written=written)
     for path, name, size in prepared.links:
-        assert isinstance(stage, Stage), "hard links are refused for object stores"
-        stage.store.link(path, prepared.source.store.path(name))
+        stage.link_file(path, prepared.source.store.path(name))
         files.append(FileSum(path, size, None))  # no checksum: the data was not read
     return files
 
 
 def finish_manifest(
     prepared: Prepared,
-    stage: Stage | BucketStage,
+    stage: DestinationStage,
     result: CopyResult,
     files: list[FileSum],
     fingerprints: WrittenFingerprints,
@@ -133,7 +119,7 @@ def finish_manifest(
 
     Args:
         prepared: the prepared job.
-        stage: its staging directory.
+        stage: its stage.
         result: the result of the copy.
         files: the checksums from ``finish_data``.
         fingerprints: the fingerprints to record.
@@ -160,7 +146,7 @@ def finish_manifest(
 
 
 def publish(
-    stage: Stage | BucketStage,
+    stage: DestinationStage,
     report: Callable[[], Report],
     *,
     publishing: Callable[[Report, int], None] | None,
@@ -169,7 +155,7 @@ def publish(
     """Publish the destination.
 
     Args:
-        stage: the staging directory, with everything written.
+        stage: the stage, with everything written.
         report: returns the report, which may change until the destination is published.
         publishing: called with report and inode right before the destination gets its name: a
             launch that is restarted from there on recognises by the inode that its destination is
@@ -186,7 +172,7 @@ def publish(
 
 def report_of(
     prepared: Prepared,
-    stage: Stage | BucketStage,
+    stage: DestinationStage,
     result: CopyResult,
     fingerprints: WrittenFingerprints,
     *,
@@ -198,7 +184,7 @@ def report_of(
 
     Args:
         prepared: the prepared job.
-        stage: its staging directory.
+        stage: its stage.
         result: the result of the copy.
         fingerprints: the recorded fingerprints.
         n_verified: bytes that were compared with the source.

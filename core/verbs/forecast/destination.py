@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from core.errors import UsageError
-from core.files.remote_path import is_remote
 from core.publish.stage.existing import check_replaceable
-from core.publish.stage.replacement import check_may_replace
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
 
@@ -28,8 +26,7 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
         return None
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])
-        if not is_remote(dst):
-            check_may_replace(dst, is_file=prepared.is_file, keep=prepared.source_paths)
+        prepared.destination.check_may_replace(is_file=prepared.is_file, keep=prepared.source_paths)
     except UsageError as err:
         return ExistingDestination(err)
     return ExistingDestination()

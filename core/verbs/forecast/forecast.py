@@ -7,14 +7,11 @@ from dataclasses import replace
 
 from core.arrays.checksum import BLOCK_BYTES, RunSum
 from core.errors import CapacityError, CheckpointingException
-from core.files.folders import SYNC_THREADS, nearest_folder
-from core.files.remote_path import is_remote
+from core.files.folders import SYNC_THREADS
 from core.files.store import list_files_below
-from core.publish.stage.journal import recorded_bytes
-from core.publish.stage.stage import Stage
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
-from core.verbs.convert.stage import stage_of
+from core.verbs.convert.stage import request_stage
 from core.verbs.forecast.destination import ExistingDestination, existing_destination
 from core.verbs.forecast.disk_rates import (
     SAMPLE_BYTES,
@@ -88,24 +85,16 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     """Compare with the free space and estimate the time; without the state of the destination."""
     # What an interrupted run has written; the identity must not cover the files measured below.
     job, store = prepared.job, prepared.source.store
-    if is_remote(prepared.dst):
+    space = prepared.destination.find_space(request_stage(prepared))
+    if space is None:
         return Forecast(unknown="the speed of an object store is not measured")
-    stage = stage_of(prepared)
-    assert isinstance(stage, Stage), "local destinations have a staging directory"
-    n_resumed = 0
-    if job.resume and stage.stage_dir.is_dir():
-        n_resumed = min(
-            recorded_bytes(stage.stage_dir, stage.journal_identity), prepared.plan.file_bytes
-        )
 
     # The run's own check of the free space. Nothing is measured on a disk that is too full.
-    free_bytes = stage.free_bytes()
-    try:
-        stage.check_space()
-    except CapacityError as err:
+    free_bytes, n_resumed = space.free_bytes, space.resumed_bytes
+    if space.shortage is not None:
         return Forecast(
             free_bytes=free_bytes,
-            shortage=err,
+            shortage=space.shortage,
             resumed_bytes=n_resumed,
             unknown="too little free space",
         )
@@ -121,12 +110,11 @@ def _forecast_run(prepared: Prepared, *, prepare_seconds: float) -> Forecast:
     n_read, n_written = (
         round(n_bytes * share) for n_bytes in (prepared.plan.read_bytes, prepared.plan.file_bytes)
     )
-    folder = nearest_folder(prepared.dst.parent)
     reading, writing = None, None
     try:
         sizes = list_files_below(store)
         reading = measure_reading(store, sizes, n_bytes=n_read, threads=job.threads)
-        writing = measure_writing(folder, n_bytes=n_written, syncs=job.fsync)
+        writing = measure_writing(space.folder, n_bytes=n_written, syncs=job.fsync)
     except CheckpointingException as err:
         return Forecast(
             free_bytes=free_bytes,

@@ -42,10 +42,7 @@ from core.verbs.convert.global_form.form import GlobalForm
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.options import FSDP_DTENSOR, has_model_form, writes_fsdp_dtensor
 from core.verbs.convert.sizes import target_topology
-from core.verbs.convert.target_form import (
-    cut_form,
-    without_unsafe,
-)
+from core.verbs.convert.target_form import cut_form, without_unsafe
 from core.verbs.inspect.capability import (
     HF,
     MANY,

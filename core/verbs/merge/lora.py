@@ -27,12 +27,7 @@ from core.arrays.box import Box, full_box
 from core.arrays.dtypes import itemsize, numpy_dtype
 from core.engine.quantize.source import SourceTensor, join_arrays
 from core.values import dataclass
-from core.verbs.merge.combined import (
-    UNIT_ELEMENTS,
-    computing_type,
-    read_numbers,
-    rounded,
-)
+from core.verbs.merge.combined import UNIT_ELEMENTS, computing_type, read_numbers, rounded
 
 if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray

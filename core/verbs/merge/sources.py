@@ -13,15 +13,7 @@ from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.hf.names import is_hf
 from core.hf.tensors.spelling import name_like
 from core.hf.text_model import is_composite, text_model_of
-from core.hf.ties import (
-    TIE,
-    TiePair,
-    edit_tie,
-    find_tie_pair,
-    is_tied,
-    with_config,
-    with_own_head,
-)
+from core.hf.ties import TIE, TiePair, edit_tie, find_tie_pair, is_tied, with_config, with_own_head
 from core.opening.code_in_pickles import naming_code_first
 from core.opening.objects import apply_object_policy, refuse_in_ranks, with_objects_loaded
 from core.opening.open import Checkpoint, open_checkpoint

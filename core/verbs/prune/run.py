@@ -15,8 +15,7 @@ from core.opening.locate import locate_checkpoint
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.publish.stage.folder_lock import lock_folder
 from core.values import dataclass
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import DEFAULT_MEMORY_BYTES
 from core.verbs.prune.contents import Contents, freed_bytes, read_contents
 from core.verbs.prune.decision import IterationState, KeepRules, PruneDecision, decide

@@ -23,7 +23,7 @@ from core.errors import CorruptError, UsageError
 from core.files.json_object import MAX_BYTES, parse_json_object
 from core.files.store import translate_os_errors
 from core.values import dataclass
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Finding, Severity
 
 SCHEMA = "ckpt.baseline/1"
 _PLACE = ("code", "file", "rank", "key")

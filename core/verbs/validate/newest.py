@@ -14,7 +14,7 @@ from core.opening.iterations import ITERATION_DIR, iteration_dirs
 from core.opening.listing import runs_below
 from core.opening.locate import NAMING_TRACKERS, TRACKER
 from core.values import dataclass
-from core.verbs.checks.finding import Severity
+from core.verbs.checks.check import Severity
 from core.verbs.validate.run import Validation
 
 _UNFINISHED = re.compile(

@@ -27,9 +27,7 @@ from core.opening.open import FILL
 from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
 from core.values import dataclass
-from core.verbs.checks.check import Check
-from core.verbs.checks.finding import HOSTILE, Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import HOSTILE, Check, Finding, Level, Severity
 from core.verbs.checks.registry import checks
 from core.verbs.checks.subject import Subject
 

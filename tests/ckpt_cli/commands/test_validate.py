@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckpt_cli.app import main
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import codes
 from tests.support.shown_errors import is_one_error
 
 DCP = "torch_dcp/tp2_only"

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import fcntl
 import os
+import select
 import shutil
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -67,3 +70,55 @@ def test_bash_completes_with_the_script(tmp_path: Path) -> None:
         ["bash", str(tmp_path / "script.sh")], capture_output=True, text=True, check=False
     )
     assert (done.stdout.split(), done.stderr) == (["zarr", "zarr3"], "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shell", FILES)
+def test_the_first_tab_of_a_new_shell_completes(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    home, bin_dir = tmp_path / "home", tmp_path / "bin"
+    home.mkdir()
+    bin_dir.mkdir()
+    assert run("--install-completion", shell, home).returncode == 0
+    # Completes as ckpt does, and shows what the shell made of the line when it is run.
+    program = bin_dir / "ckpt"
+    program.write_text(
+        '#!/bin/sh\n[ -n "$_CKPT_COMPLETE" ] || { echo "<$*>"; exit; }\n'
+        f'cd {ROOT} && exec {sys.executable} -m ckpt_cli "$@"\n'
+    )
+    program.chmod(0o755)
+    environ = {"HOME": str(home), "PATH": f"{bin_dir}:{os.environ['PATH']}", "TERM": "xterm"}
+    terminal, end = os.openpty()
+    process = subprocess.Popen(
+        [shell, "-i"],
+        cwd=tmp_path,
+        env=environ | {"CKPT_COMPLETION_TIMEOUT": "60"},
+        stdin=end,
+        stdout=end,
+        stderr=end,
+        start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+    )
+    os.close(end)
+    shown = b""
+
+    def read_until(awaited: bytes) -> None:
+        nonlocal shown
+        while awaited not in shown:
+            assert select.select([terminal], [], [], 120)[0], shown
+            shown += os.read(terminal, 1 << 16)
+        # The shell sets up its terminal around a prompt; keys that come earlier would be lost.
+        while select.select([terminal], [], [], 1)[0]:
+            shown += os.read(terminal, 1 << 16)
+
+    try:
+        read_until(b"\x1b[?2004h")  # a line may be pasted now: the prompt
+        os.write(terminal, b"ckpt convert --dtype bf1\t")
+        read_until(b"bf16")
+        os.write(terminal, b"\r")
+        read_until(b"<convert --dtype bf16>")
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)

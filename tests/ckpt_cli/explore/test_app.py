@@ -23,7 +23,6 @@ from ckpt_cli.explore.report_screen import ReportScreen
 from ckpt_cli.explore.search import SearchPanel, search_names
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions
 from core.errors import CorruptError, UsageError
-from tests.support.documents import CHECKPOINTS
 from tests.support.hostile_names import write_named_tensors
 from tests.support.screens import assert_screen, screen_text
 
@@ -106,7 +105,7 @@ def test_a_tensor_shows_shape_places_statistics_and_values(
 ) -> None:
     # The guide shows these screens: of a run of its playground, under the name that it has there.
     (tmp_path / "runs").mkdir()
-    (tmp_path / "runs/llama").symlink_to(golden / CHECKPOINTS["runs/llama"])
+    (tmp_path / "runs/llama").symlink_to(golden / "mcore_legacy/dense_gqa/tp4_pp1_optim")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("NO_COLOR", raising=False)
 

@@ -17,9 +17,7 @@ from ckpt_cli.findings.github import github_lines
 from ckpt_cli.findings.json_report import json_lines
 from ckpt_cli.findings.junit import junit_lines
 from ckpt_cli.findings.sarif import sarif_lines, uri_of
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import Finding, Level, Severity, codes
 from core.verbs.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 

@@ -8,9 +8,7 @@ from ckpt_cli.findings.grouping import group_similar
 from ckpt_cli.findings.text import text_lines
 from ckpt_cli.findings.verdict import Verdict
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
-from core.verbs.checks.registry import codes
+from core.verbs.checks.check import Level, Severity, codes
 from core.verbs.validate.accepted import Acceptance, parse_patterns
 from tests.support.verdicts import HOSTILE, finding, verdict
 

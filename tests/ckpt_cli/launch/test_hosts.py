@@ -12,8 +12,7 @@ from subprocess import Popen
 
 import pytest
 
-from core.publish.stage import workers_lock
-from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.folder_lock import WORKERS_LOCK, stage_dir_of
 from tests.ckpt_cli.launch.hosts import Host, NotPermittedError, hosts, wait_all
 from tests.ckpt_cli.launch.jobs import (
     CKPT,
@@ -170,7 +169,7 @@ class Launched:
 
 def _run_of(dst: Path) -> bytes:
     """What tells the runs that work in a stage apart."""
-    path = stage_dir_of(dst) / workers_lock.NAME
+    path = stage_dir_of(dst) / WORKERS_LOCK
     return path.read_bytes() if path.exists() else b""
 
 

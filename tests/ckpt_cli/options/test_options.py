@@ -13,12 +13,12 @@ from ckpt_cli.app import app, main
 from ckpt_cli.commands.transfer import build_job
 from ckpt_cli.options.inspect import InspectOptions
 from ckpt_cli.options.shared.values import check_names
-from ckpt_cli.options.transfer import TARGETS, TransferOptions
+from ckpt_cli.options.transfer import TransferOptions
 from ckpt_cli.options.typer_command import Group
 from ckpt_cli.screen.other_tools import OPTION_HINTS, TORCHRUN_OPTION_HINTS
 from core.errors import UsageError
 from core.files.remote_path import location_of
-from core.formats.registry import formats
+from core.formats.registry import TARGETS, formats
 from core.verbs.convert.job_options import (
     parse_key_pairs,
     parse_quantizations,

@@ -25,7 +25,7 @@ from core.megatron.rules.tables import load_rules
 from core.opening.open import open_checkpoint
 from core.publish.manifest.fingerprint_share import fingerprints_of_directory
 from core.publish.manifest.stated_crcs import StatedCrcReader
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.validate.run import Validation, validate
 from tests.support.teams import PipeTeam, run_team
 

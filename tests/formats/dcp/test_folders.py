@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ckpt_cli.app import main
 from core.errors import MissingShardError, UnsupportedError
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.broken import Change, patched

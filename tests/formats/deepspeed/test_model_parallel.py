@@ -22,7 +22,7 @@ from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
 from core.formats.deepspeed.model_parallel.rules import TensorParallelRules
 from core.formats.deepspeed.universal.format import for_universal
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.contract import check_reading
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
@@ -181,7 +181,7 @@ BROKEN: dict[str, tuple[Callable[[str, Any], None], type[CheckpointingException]
         UnsupportedError,
         "too complex",
     ),
-    "no pattern": (of_info(REPLICATED, ["("]), CorruptError, "no regular expression"),
+    "no pattern": (of_info(REPLICATED, ["("]), CorruptError, "not a valid regular"),
     "a vocabulary of more rows": (
         of_info("original_vocab_size", 13),
         CorruptError,
@@ -360,7 +360,7 @@ def test_what_is_the_same_on_all_ranks_is_taken_once_where_no_pattern_says_so(
         wanted = files["fp32"]["param"]
         assert catalog.tensors[name].shape == tuple(wanted.shape), name
         assert tensor_bytes(catalog, store, name).tobytes() == plain_bytes(wanted), name
-    (note,) = [note for note in catalog.notes if "taken once" in note]
+    (note,) = [note for note in catalog.notes if "one copy is used" in note]
     assert "1.bias and 10 more" in note
 
 

@@ -13,7 +13,7 @@ import torch
 from core.errors import CorruptError
 from core.files.store import LocalStore
 from core.formats.deepspeed import format as deepspeed
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

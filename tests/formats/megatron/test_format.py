@@ -186,7 +186,7 @@ def test_model_files_beside_the_old_distributed_optimizer_are_read(
 ) -> None:
     import torch
 
-    from core.verbs.checks.level import Level
+    from core.verbs.checks.check import Level
     from core.verbs.convert.job import Job
     from core.verbs.convert.run import run
     from core.verbs.validate.run import validate

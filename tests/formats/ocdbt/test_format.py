@@ -44,8 +44,7 @@ from core.formats.ocdbt.nodes import (
     parse_node,
 )
 from core.pickle.nesting import entries
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.fragments import replace_fragments

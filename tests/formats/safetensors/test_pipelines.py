@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from core.errors import MissingShardError, UnsafeError, UnsupportedError
 from core.opening.open import open_checkpoint
 from core.opening.source_files import unread_files
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.prepare import prepare as prepared
 from core.verbs.convert.run import Job, run
 from core.verbs.diff.run import DiffJob, diff

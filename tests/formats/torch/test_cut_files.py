@@ -15,8 +15,7 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.store import LocalStore
 from core.formats.torch.format import read_file_catalog
 from core.opening.damaged import open_readable_part
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

@@ -17,8 +17,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.source_store import open_store
 from core.formats.torch_sharded.format import FORMAT
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.convert.contract import check_reading
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate

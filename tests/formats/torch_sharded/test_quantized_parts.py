@@ -13,7 +13,7 @@ import torch
 
 from core.errors import CheckpointingException
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

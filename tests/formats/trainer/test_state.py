@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from core.engine.catalog.facets import TrainingState
 from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.prepare import prepare
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate

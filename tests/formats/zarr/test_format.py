@@ -39,8 +39,7 @@ from core.megatron.reshard.unshard import unshard
 from core.megatron.rules.tables import load_rules
 from core.opening.objects import loaded
 from core.pickle.inert import TensorLeaf, attributes, walk
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.materialize import tensor_bytes

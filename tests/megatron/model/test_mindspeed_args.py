@@ -13,7 +13,7 @@ import core
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.args import parse_noop_layers
 from core.megatron.model.pipeline_args import changes_for, pipeline_of
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

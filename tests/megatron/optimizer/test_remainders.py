@@ -18,8 +18,7 @@ from core.engine.catalog.tensor import Tensor
 from core.errors import UnsupportedError
 from core.megatron.optimizer.remainders import check_master_dtypes
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from tests.support.edited import found_in

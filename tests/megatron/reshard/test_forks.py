@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

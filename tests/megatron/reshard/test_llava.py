@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 
 import core
 from core.errors import MissingShardError, UnsupportedError
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

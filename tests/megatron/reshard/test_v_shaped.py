@@ -13,8 +13,7 @@ import torch
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.megatron.model.pipeline import Pipeline, split_layers
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.convert.job import Job, TopologyChange
 from core.verbs.convert.run import run
 from core.verbs.validate.run import validate

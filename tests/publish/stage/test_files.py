@@ -15,5 +15,5 @@ def test_names_that_are_one_file_are_refused(tmp_path: Path) -> None:
     store.create("w/A.bin", 8)
     store.create("w/A.bin", 8)
     os.link(tmp_path / "w/A.bin", tmp_path / "w/a.bin")
-    with pytest.raises(UnsupportedError, match="cannot tell this file from w/A.bin"):
+    with pytest.raises(UnsupportedError, match="does not distinguish this file name from w/A.bin"):
         store.create("w/a.bin", 8)

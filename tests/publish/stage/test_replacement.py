@@ -16,6 +16,7 @@ from core.files.folders import make_folders, remove_empty
 from core.publish.manifest.of_copy import manifest_name
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.replacement import undo_replacement
 from core.publish.stage.stage import Stage
 
@@ -34,7 +35,7 @@ def stage_of(dst: Path, *files: str) -> Path:
 def test_what_a_killed_run_had_set_aside_is_put_back(tmp_path: Path, resume: bool) -> None:
     dst = tmp_path / "out"
     stage_of(dst, "old/out/w", "data/w", "data/new")
-    with pytest.raises(UsageError, match="exists"), Stage(dst, resume=resume):
+    with pytest.raises(UsageError, match="exists"), Stage(dst, StageRequest(resume=resume)):
         pass
     assert (dst / "w").read_text() == "old/out/w" and os.listdir(dst) == ["w"]
 
@@ -42,7 +43,7 @@ def test_what_a_killed_run_had_set_aside_is_put_back(tmp_path: Path, resume: boo
 def test_what_was_set_aside_is_put_back_before_it_is_replaced_again(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     stage_of(dst, "old/out/w", "data/w")
-    with Stage(dst, force=True) as stage:
+    with Stage(dst, StageRequest(force=True)) as stage:
         assert (dst / "w").read_text() == "old/out/w"
         assert stage.notes[0] == "restored out, which an interrupted run had moved aside"
     assert (dst / "w").read_text() == "old/out/w" and os.listdir(tmp_path) == ["out"]
@@ -64,7 +65,7 @@ def test_a_manifest_goes_back_to_its_file_unless_a_new_file_stands_there(tmp_pat
 
 def test_a_directory_that_was_exchanged_is_not_continued(tmp_path: Path) -> None:
     dst = tmp_path / "out"
-    with Stage(dst, resume=True, identity="plan") as stage:
+    with Stage(dst, StageRequest(resume=True, identify=lambda: "plan")) as stage:
         stage.store.create("new", 3)
         stage_dir_of(dst).rename(tmp_path / "killed")
     stage_dir = stage_dir_of(dst)
@@ -72,7 +73,7 @@ def test_a_directory_that_was_exchanged_is_not_continued(tmp_path: Path) -> None
     (stage_dir / "data").rename(dst)  # as if killed right after the exchange of both names
     (stage_dir / "data").mkdir()
     (stage_dir / "data" / "old").write_text("of the replaced one")
-    with Stage(dst, resume=True, force=True, identity="plan") as stage:
+    with Stage(dst, StageRequest(resume=True, force=True, identify=lambda: "plan")) as stage:
         assert "with different input or options" in stage.notes[0]
         stage.store.create("new", 3)
         stage.commit()
@@ -85,7 +86,7 @@ def test_the_stage_of_a_run_that_had_finished_is_cleared_away(tmp_path: Path, na
     is_file = name.endswith(".pt")
     dst.write_text("") if is_file else dst.mkdir()
     stage_of(dst, "journal.jsonl", *(["data/manifest"] if is_file else []))
-    with pytest.raises(UsageError) as caught, Stage(dst, is_file=is_file):
+    with pytest.raises(UsageError) as caught, Stage(dst, StageRequest(is_file=is_file)):
         pass
     assert os.listdir(tmp_path) == [name] and "earlier run" not in str(caught.value)
 
@@ -107,7 +108,7 @@ def test_a_stage_with_work_in_it_is_named_where_the_destination_exists(tmp_path:
 def test_unfinished_work_is_kept_where_its_journal_cannot_be_read(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     stage_of(dst, "data/w", "journal.jsonl/in the way")
-    with pytest.raises(StorageError, match="cannot read"), Stage(dst, resume=True):
+    with pytest.raises(StorageError, match="cannot read"), Stage(dst, StageRequest(resume=True)):
         pass
     assert (stage_dir_of(dst) / "data" / "w").exists()
 

@@ -19,6 +19,7 @@ from core.files.store import LocalStore
 from core.publish.manifest.of_copy import manifest_name, read_manifest
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import StageRequest
 from core.publish.stage.stage import Stage
 from tests.support import engine_run, forked
 
@@ -214,26 +215,29 @@ def test_force_does_not_replace_what_holds_the_source_or_another_kind(
 ) -> None:
     with (
         pytest.raises(UsageError, match="would remove"),
-        Stage(source_dir, force=True, keep=[source_dir / "rank0"]),
+        Stage(source_dir, StageRequest(force=True, keep=[source_dir / "rank0"])),
     ):
         pass
-    with pytest.raises(UsageError, match="would remove"), Stage(Path.home(), force=True):
+    with (
+        pytest.raises(UsageError, match="would remove"),
+        Stage(Path.home(), StageRequest(force=True)),
+    ):
         pass
     (tmp_path / "file").write_text("text")
     with (
         pytest.raises(UsageError, match="is a file, but the output would be a directory"),
-        Stage(tmp_path / "file", force=True),
+        Stage(tmp_path / "file", StageRequest(force=True)),
     ):
         pass
     with (
         pytest.raises(UsageError, match="is a directory, but the output would be a file"),
-        Stage(tmp_path, is_file=True, force=True),
+        Stage(tmp_path, StageRequest(is_file=True, force=True)),
     ):
         pass
     (tmp_path / "link").symlink_to(source_dir)
     with (
         pytest.raises(UsageError, match="is a symbolic link"),
-        Stage(tmp_path / "link", force=True),
+        Stage(tmp_path / "link", StageRequest(force=True)),
     ):
         pass
 
@@ -267,7 +271,7 @@ def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
         pytest.raises(
             CapacityError, match=f"needs {1 << 40:,}.0 MiB, but only [0-9.,]+ MiB are free"
         ),
-        Stage(tmp_path / "out", needed_bytes=1 << 60),
+        Stage(tmp_path / "out", StageRequest(n_bytes=1 << 60)),
     ):
         pass
     assert os.listdir(tmp_path) == []
@@ -321,7 +325,7 @@ def test_a_journal_line_is_written_after_the_files_are_synced(tmp_path: Path) ->
 def test_an_interrupt_while_the_lock_is_released_leaves_the_next_run_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = Stage(tmp_path / "out", fsync=False)
+    first = Stage(tmp_path / "out", StageRequest(fsync=False))
     first.__enter__()
     assert first._lock is not None
     lock, close = first._lock.fd, os.close
@@ -331,7 +335,7 @@ def test_an_interrupt_while_the_lock_is_released_leaves_the_next_run_alone(
         close(fd)
         if fd == lock and not others:
             monkeypatch.setattr(os, "close", close)
-            others.append(Stage(tmp_path / "out", fsync=False))
+            others.append(Stage(tmp_path / "out", StageRequest(fsync=False)))
             others[0].__enter__()
             others[0].store.create("a", 3)
             raise KeyboardInterrupt

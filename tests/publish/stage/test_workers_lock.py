@@ -11,7 +11,8 @@ import pytest
 
 from core.errors import StorageError
 from core.files.folders import empty_folder
-from core.publish.stage.workers_lock import NAME, claim_stage, join_stage
+from core.publish.stage.folder_lock import WORKERS_LOCK
+from core.publish.stage.workers_lock import claim_stage, join_stage
 
 
 def test_a_new_lead_waits_for_the_workers_of_the_old_one(tmp_path: Path) -> None:
@@ -43,7 +44,7 @@ def test_a_worker_that_comes_too_late_is_refused(tmp_path: Path) -> None:
 def test_the_lock_stays_when_a_stage_is_emptied(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     lock = claim_stage(tmp_path)
-    empty_folder(tmp_path, keep=(NAME,))
+    empty_folder(tmp_path, keep=(WORKERS_LOCK,))
     lock.share()
     join_stage(tmp_path, lock.token).close()
     lock.close()

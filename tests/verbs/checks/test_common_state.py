@@ -10,7 +10,7 @@ import pytest
 
 from core.errors import CheckpointingException, CorruptError
 from core.opening.open import open_checkpoint
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.run import Job, run
 from tests.support.edited import Rows, copied, counted, edit_rank, edit_rows, found_in
 

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from core.errors import CorruptError, UnsupportedError
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.convert.job import TopologyChange
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate

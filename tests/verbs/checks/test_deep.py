@@ -21,8 +21,7 @@ from core.megatron.rules.tables import load_rules
 from core.opening.open import Checkpoint, open_checkpoint
 from core.publish.manifest.inventory import read_inventory, write_inventory
 from core.publish.manifest.stated_crcs import StatedCrcReader
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.validate.run import validate
 from tests.support.rounds import rounds
 

@@ -15,7 +15,7 @@ import pytest
 
 from core.formats.dcp import metadata as dcp_metadata
 from core.formats.dcp.metadata_writer import ChunkRow, TensorRow, write_metadata
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.validate.run import validate
 from tests.hostile.cases import FOUR, ITEM, torch_zip
 

@@ -20,7 +20,7 @@ from core.formats.torch.nested_names import uses_of_stream
 from core.opening.open import open_checkpoint
 from core.pickle.machine import Machine, PickleLimits
 from core.pickle.reader import load
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.convert.run import Job, run
 from core.verbs.inspect.summary import summarize
 from core.verbs.validate.run import validate

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import zarr
 
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.checks.subject import DATA
 from core.verbs.validate.run import validate
 from tests.support.rounds import rounds

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from tests.support.edited import Rows, chunks_of, copied, counted, edit_pickle, edit_rows, found_in
 
 DIST = "mcore_torch_dist/dense_gqa/tp2_pp2_optim"

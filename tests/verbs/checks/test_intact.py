@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from core.errors import raising
 from core.files.store import LocalStore
 from core.publish.manifest.stated_crcs import StatedCrcReader
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.run import validate
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "latest", "latest_universal")

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from core.errors import UnsupportedError
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.edited import (

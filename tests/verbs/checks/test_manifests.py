@@ -14,8 +14,7 @@ from core.errors import CorruptError, UsageError
 from core.files.store import LocalStore
 from core.publish.manifest.inventory import read_inventory, write_inventory
 from core.publish.manifest.of_copy import MANIFEST, read_manifest
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 

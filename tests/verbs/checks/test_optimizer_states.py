@@ -9,8 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from tests.support.edited import Rows, chunks_of, copied, counted, edit_rank, edit_rows, found_in
 

@@ -23,8 +23,7 @@ from safetensors.torch import save_file
 
 from core.formats.torch.other_pickles import MAX_BYTES
 from core.opening.open import open_checkpoint
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level, Severity
 from core.verbs.inspect.summary import summarize
 from core.verbs.validate.run import validate
 

@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 import zarr
 from safetensors.torch import save_file
 
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.validate.run import validate
 from tests.verbs.checks.test_other_files import Call
 

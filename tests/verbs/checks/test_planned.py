@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import UsageError
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Finding, Severity
 from core.verbs.checks.plan_request import PlanRequest, parse_plan_request
 from core.verbs.convert.run import Job, TopologyChange, run
 from core.verbs.validate.run import validate

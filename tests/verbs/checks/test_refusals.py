@@ -12,8 +12,7 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from core.errors import CheckpointingException
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 from tests.support.covering import covering_cases

@@ -13,8 +13,7 @@ import pytest
 
 from ckpt_cli.findings.text import LIMIT, text_lines
 from ckpt_cli.screen.terminal import Screen
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level
 from core.verbs.validate.run import validate
 from tests.support.broken import archive_of
 from tests.support.verdicts import finding, verdict

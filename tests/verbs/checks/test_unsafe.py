@@ -17,8 +17,7 @@ from core.formats.torch.nested_names import uses_in
 from core.pickle.inert import Global
 from core.pickle.reader import load
 from core.publish.manifest.inventory import read_inventory
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Finding, Level
 from core.verbs.convert.run import Job, run
 from core.verbs.validate.run import validate
 

@@ -12,7 +12,7 @@ import zarr
 from safetensors.torch import save_file
 
 from core.files.store import LocalStore
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Finding, Severity
 from core.verbs.validate.run import validate
 
 

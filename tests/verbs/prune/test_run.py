@@ -16,8 +16,7 @@ from core.errors import CorruptError, SourceChangedError, StorageError, UsageErr
 from core.files.remote_path import location_of
 from core.files.source_store import open_store
 from core.opening.iterations import iteration_dirs
-from core.verbs.checks.finding import Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level, Severity
 from core.verbs.prune.decision import KeepRules
 from core.verbs.prune.run import PruneJob, Pruning, examine, remove
 from core.verbs.validate.run import validate

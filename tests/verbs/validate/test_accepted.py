@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import UsageError
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Finding, Severity
 from core.verbs.validate.accepted import (
     Acceptance,
     Pattern,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import UsageError
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Level
 from core.verbs.validate.newest import Newest, find_newest_valid, iteration_paths
 from core.verbs.validate.run import Validation, validate
 

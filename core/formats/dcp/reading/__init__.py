@@ -1,5 +1,4 @@
 """Read DCP directories: their metadata, and the catalog made of it.
 
-Start at ``stored_metadata`` and ``catalog``. ``data_files`` compares the files with the metadata;
-``wrapped_tensors`` takes tensors of torchao's classes apart.
+Start at ``stored_metadata`` and ``catalog``. ``data_files`` compares the files with the metadata.
 """

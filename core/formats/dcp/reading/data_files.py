@@ -8,13 +8,7 @@ from operator import add
 from posixpath import join
 from typing import TYPE_CHECKING
 
-from core.errors import (
-    CheckpointingException,
-    MissingShardError,
-    Report,
-    TruncatedError,
-    raising,
-)
+from core.errors import CheckpointingException, MissingShardError, Report, TruncatedError, raising
 from core.formats.dcp.metadata import DcpMetadata
 
 if TYPE_CHECKING:

@@ -5,11 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from core.errors import (
-    CheckpointingException,
-    MissingShardError,
-    Report,
-)
+from core.errors import CheckpointingException, MissingShardError, Report
 from core.formats.dcp.folders import dcp_folders, join_folders
 from core.formats.dcp.metadata import DcpMetadata, parse_metadata, salvaged_metadata
 from core.formats.dcp.reading.data_files import METADATA, check_file_lengths

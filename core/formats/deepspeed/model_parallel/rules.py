@@ -59,7 +59,6 @@ _TWO = "parameter_with_2_sub_params_cat_dim_0"
 _SUB = "parameter_with_sub_params"
 _WIDTHS = "sub_param_shard_widths"
 _VOCABULARY = "vocabulary_parameter_patterns"
-_PIPELINE = "pipeline_replicated_parameter_patterns"
 _ROWS = "original_vocab_size"
 _MOST_CHARACTERS = 512
 _MOST_REPEATS = 3
@@ -102,10 +101,6 @@ class TensorParallelRules:
     def is_recorded(self) -> bool:
         """True if the checkpoint has the entry."""
         return bool(self.info)
-
-    def is_pipeline_replicated(self, name: str) -> bool:
-        """Return whether several pipeline stages have the parameter."""
-        return self._match(_PIPELINE, name) is not None
 
     def states_axis(self, name: str) -> bool:
         """Return whether the entry says how a parameter is cut.

@@ -310,7 +310,7 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
 
     stem = path.rpartition("/")[2].removesuffix(".pt")
     plan = plan_tree(loadable(value, packages=PACKAGES), array_of, prefix=stem)
-    return FileImage(path, plan.size, plan.arrays, plan.literals)
+    return plan.image(path)
 
 
 def _optimizer_root(target: TargetCatalog, groups: list[object]) -> dict[object, object]:

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import c_strides
 from core.arrays.checksum import crc32_combine, crc32_of_zeros
 from core.arrays.dtypes import DTYPES, itemsize
-from core.engine.catalog.file_image import CrcOf, JoinedArray, Literal, PlacedArray
+from core.engine.catalog.file_image import CrcOf, FileImage, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
 from core.formats.torch.zip.container import (
     CENTRAL,
@@ -259,6 +259,10 @@ class TreePlan:
     def size(self) -> int:
         """Bytes of the zip."""
         return self.archive.size
+
+    def image(self, path: str) -> FileImage:
+        """Return the layout of a file that is the zip."""
+        return FileImage(path, self.size, self.arrays, self.literals)
 
     def literals(self, crc_of: CrcOf) -> Iterator[Literal]:
         """Yield all bytes of the zip except the arrays, by increasing offset.

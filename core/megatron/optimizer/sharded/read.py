@@ -37,13 +37,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.dropped import dropped_unlisted
 from core.engine.catalog.facets import TorchDistFacts
 from core.engine.catalog.flat_runs import FlatRun, fragments_of_run
-from core.engine.catalog.optimizer_keys import (
-    MASTER,
-    STEP,
-    is_optimizer_key,
-    param_of,
-    state_key,
-)
+from core.engine.catalog.optimizer_keys import MASTER, STEP, is_optimizer_key, param_of, state_key
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CorruptError, UnsupportedError
 from core.files.store import ReadStore

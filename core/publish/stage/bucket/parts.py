@@ -17,6 +17,7 @@ from core.files.object_listing import N_REQUESTS
 from core.files.requests.ending import stop_waiting_when
 from core.files.store import TargetStore, check_name, override
 from core.publish.stage.bucket.scratch import Scratch
+from core.values import dataclass
 
 if TYPE_CHECKING:
     from core.files.multipart.protocol import ObjectUpload, SentPart, UploadClient
@@ -29,6 +30,22 @@ _WAIT_S = 0.5
 """Timeout of one wait, so that signals are handled."""
 _LAST_S = 2.0
 """Seconds that a store has to answer when it is no longer needed, before sending is given up."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentShare:
+    """The parts that one worker has sent, and the bytes of others that it has written.
+
+    Args:
+        parts: name → numbers of the parts that it has sent.
+        leftovers: object with the bytes of the ranges in ``ranges``, one after the other; None if
+            there are none.
+        ranges: name, offset, length and CRC-32 of each range.
+    """
+
+    parts: Mapping[str, list[int]]
+    leftovers: RemotePath | None
+    ranges: tuple[tuple[str, int, int, int], ...]
 
 
 class PartStore(TargetStore):

@@ -12,13 +12,13 @@ the lead completes them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from core.arrays.checksum import crc32
 from core.errors import CorruptError, UsageError
@@ -27,26 +27,33 @@ from core.files.multipart.stream import upload_stream
 from core.files.object_listing import forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import RemoteStore
-from core.files.store import translate_os_errors
-from core.publish.stage.bucket.parts import PartStore
+from core.files.store import TargetStore, override, translate_os_errors
+from core.publish.stage.bucket.parts import PartStore, SentShare
+from core.publish.stage.protocol import SharedStage, ShareResult
 from core.values import dataclass
+
+if TYPE_CHECKING:
+    from core.engine.plan.positions import Places
+    from core.publish.stage.journal import FileJournal
 
 _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SharedUploads:
+class SharedUploads(SharedStage):
     """The uploads of a destination, as the lead tells them to all workers.
 
     Args:
         base: URL that the names of the objects are relative to.
         uploads: name → size of the object and ID of its upload.
         n_threads: number of parts that each worker has in flight.
+        stage_dir: prefix of what the workers put beside the destination.
     """
 
     base: RemotePath
     uploads: Mapping[str, tuple[int, str]]
     n_threads: int
+    stage_dir: RemotePath
 
     def open(self) -> PartStore:
         """Return a store that sends parts of these uploads."""
@@ -62,21 +69,43 @@ class SharedUploads:
             store.create(name, n_bytes)
         return store
 
+    @override
+    def find_incoherent_file_system(self) -> None:
+        """Return None: every byte is sent by one worker."""
 
-@dataclass(frozen=True, slots=True)
-class SentShare:
-    """The parts that one worker has sent, and the bytes of others that it has written.
+    @override
+    def write_plan(self, name: str, file: IO[bytes]) -> RemotePath:
+        path = self.stage_dir / name
+        n_bytes = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        upload_stream(path, iter(lambda: file.read(_CHUNK_BYTES), b""), n_bytes)
+        return path
 
-    Args:
-        parts: name → numbers of the parts that it has sent.
-        leftovers: object with the bytes of the ranges in ``ranges``, one after the other; None if
-            there are none.
-        ranges: name, offset, length and CRC-32 of each range.
-    """
+    @override
+    def open_plan(
+        self, path: Path, *, is_lead: bool, wait_for: Callable[[Path, str], None]
+    ) -> AbstractContextManager[Path]:
+        return _local_copy(self.stage_dir / path.name)
 
-    parts: Mapping[str, list[int]]
-    leftovers: RemotePath | None
-    ranges: tuple[tuple[str, int, int, int], ...]
+    @override
+    def copy_share(
+        self,
+        copy: Callable[[TargetStore, FileJournal | None], ShareResult],
+        *,
+        rank: int,
+        places: Places,
+        tensors: Container[int],
+    ) -> ShareResult:
+        with closing(self.open()) as store:
+            result = copy(store, None)
+            # Arrays that others complete need not be read back here.
+            for number, part in result.state.open.items():
+                if not part.n_unsummed:
+                    store.release(
+                        places.file_of(number), places.offset_of(number), places.bytes_of(number)
+                    )
+            sent = send_share(store, self.stage_dir / f"leftovers-{rank}")
+            return replace(result, sent=sent, resumed_bytes=store.resumed_bytes)
 
 
 def send_share(store: PartStore, leftovers: RemotePath) -> SentShare:
@@ -148,26 +177,8 @@ def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
             source.close()
 
 
-def put_file(path: RemotePath, file: IO[bytes]) -> str:
-    """Write a file into an object, and return its SHA-256.
-
-    Raises:
-        StorageError: the store refuses, or cannot be reached.
-    """
-    digest = hashlib.sha256()
-
-    def content() -> Iterator[bytes]:
-        file.seek(0)
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-            yield chunk
-
-    upload_stream(path, content(), file.seek(0, os.SEEK_END))
-    return digest.hexdigest()
-
-
 @contextmanager
-def local_copy(path: RemotePath) -> Iterator[Path]:
+def _local_copy(path: RemotePath) -> Iterator[Path]:
     """Copy an object into a temporary file, and remove that after the block.
 
     Raises:

@@ -34,15 +34,24 @@ from core.files.object_client import put_object
 from core.files.object_listing import N_REQUESTS, delete_objects, forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import list_objects
+from core.files.store import override
+from core.files.store_kinds import WRITABLE_STORES, store_kind
+from core.opening.locate import TRACKER
 from core.progress import OnProgress, Phase, begin_phase
 from core.publish.manifest.of_copy import manifest_name
 from core.publish.stage.bucket.destination_lock import DestinationLock, is_of_lock
 from core.publish.stage.bucket.literals import EarlyLiterals
 from core.publish.stage.bucket.parts import PartStore
 from core.publish.stage.bucket.publication import PublicationRecord
-from core.publish.stage.bucket.shared import SharedUploads, check_shareable
+from core.publish.stage.bucket.shared import SharedUploads, check_shareable, join_shares
 from core.publish.stage.bucket.spool import SpooledFile
 from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.protocol import (
+    DestinationStage,
+    OutputDestination,
+    ShareResult,
+    StageRequest,
+)
 from core.publish.stage.stale import finish_despite_interrupts
 from core.values import dataclass
 
@@ -60,37 +69,80 @@ _CLIENT_BYTES = 40 << 20
 """Memory of the clients, measured: RSS of a conversion to S3, less parts and a local one's RSS."""
 
 
-def sending_threads(images: Sequence[FileImage], memory_bytes: int) -> int:
-    """Return the number of parts in flight.
+@dataclass(frozen=True, slots=True)
+class StoreDestination(OutputDestination):
+    """A prefix or an object of an object store.
 
     Args:
-        images: the objects.
-        memory_bytes: memory limit of the process.
+        dst: its URL.
     """
+
+    dst: RemotePath
+    is_on_disk = False
+
+    @override
+    def check_writable(self, *, needs_links: bool) -> None:
+        dst = self.dst
+        if not store_kind(dst.scheme).is_writable:
+            raise UsageError(
+                "a web server cannot be written to",
+                file=f"{dst.scheme}://{dst.bucket}",  # its path may end with a signature
+                hint=f"write to a local directory, or to {WRITABLE_STORES}",
+            )
+        if not dst.key:
+            raise UsageError(
+                "the destination is a whole bucket",
+                file=str(dst),
+                hint=f"name a prefix: {dst}/NAME",
+            )
+        if needs_links:
+            raise UsageError(
+                "--metadata-only makes hard links, which an object store does not have",
+                file=str(dst),
+                hint="omit it, or write to the file system of the source",
+            )
+
+    @override
+    def check_may_replace(self, *, is_file: bool, keep: Sequence[Path]) -> None:
+        """Do nothing: ``BucketStage`` looks when it has the lock."""
+
+    @override
+    def estimate_sending(self, images: Sequence[FileImage], memory_bytes: int) -> int:
+        n_threads = _choose_threads(images, memory_bytes)
+        return _CLIENT_BYTES + n_threads * _longest_part(images)
+
+    @override
+    def open_stage(self, request: StageRequest) -> BucketStage:
+        return BucketStage(self.dst, request)
+
+    @override
+    def find_space(self, request: StageRequest) -> None:
+        """Return None: a store tells neither its space nor its speed."""
+
+    @override
+    def describe_remains(self, *, inode: int | None, keeps_partial: bool) -> str:
+        if inode is not None:
+            return f"{self.dst} was already complete"
+        if keeps_partial:
+            return f"what was sent to {self.dst} is kept (rerun the same command to continue)"
+        return (
+            f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
+            "otherwise it starts over (--resume keeps what is sent)"
+        )
+
+    @override
+    def finish_publication(self) -> None:
+        """Do nothing: the report of a run is known when everything is published."""
+
+
+def _choose_threads(images: Sequence[FileImage], memory_bytes: int) -> int:
+    """Return the number of parts in flight, which the memory limit of the process allows."""
     share = memory_bytes // _MEMORY_SHARE
     return max(1, min(_MAX_THREADS, share // _longest_part(images)))
 
 
-def sending_bytes(images: Sequence[FileImage], memory_bytes: int) -> int:
-    """Return the memory that sending takes; arguments as those of ``sending_threads``."""
-    return _CLIENT_BYTES + sending_threads(images, memory_bytes) * _longest_part(images)
-
-
 def _longest_part(images: Sequence[FileImage]) -> int:
     return part_bytes_of(max((image.size for image in images), default=0))
-
-
-@dataclass(frozen=True, slots=True)
-class Objects:
-    """The objects of a destination whose order of publication matters.
-
-    Args:
-        metadata: names of the objects that make the others a checkpoint, in order.
-        last: the manifest and the tracker file, which follow when the checkpoint was verified.
-    """
-
-    metadata: Sequence[str] = ()
-    last: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -112,61 +164,36 @@ class _State:
     is_committed: bool = False
 
 
-class BucketStage:
+class BucketStage(DestinationStage):
     """An unfinished destination in an object store; a context manager.
+
+    Objects become visible in this order: data, the metadata that make them a checkpoint, and, when
+    that was verified, the manifest and the tracker file.
 
     Args:
         dst: the destination.
-        objects: the order of publication.
-        is_file: the destination is one object; its manifest is beside it.
-        resume: keep the uploads on failure, and continue those of an earlier run.
-        force: replace what is at the destination, at the end.
-        verify: the objects are read back before the last of them are published; then nothing can be
-            replaced.
-        identity: identity of the plan (``core.verbs.convert.stored_plan.file.identity_of``).
-        keep: paths that must not be replaced, such as the source.
-        n_threads: number of parts in flight.
-
-    Attributes:
-        store: the objects being written.
-        journal: None, since the store knows what was sent.
-        notes: what happened to the uploads of an earlier run, one sentence each.
-        published: the report of an earlier run of the same job, if entering has finished its
-            publication; then there is nothing else to do.
-
-    Raises (on entering):
-        UsageError: the destination exists, or replacing it would remove a path that must be kept.
-        StorageError: another run is writing to it, or the store refuses, or cannot be reached.
+        request: what is written.
     """
 
-    journal = None
-    workers = None
+    journal = None  # the store knows what was sent
+    store: PartStore
 
-    def __init__(
-        self,
-        dst: RemotePath,
-        objects: Objects,
-        *,
-        is_file: bool,
-        resume: bool,
-        force: bool,
-        verify: bool,
-        identity: str,
-        keep: Sequence[Path],
-        n_threads: int,
-    ) -> None:
+    def __init__(self, dst: RemotePath, request: StageRequest) -> None:
         self.dst = dst
         self.notes: list[str] = []
         self.published: Mapping[str, Any] | None = None
-        self._base = dst.parent if is_file else dst
-        self._n_threads = n_threads
-        self._objects = objects
-        self._is_file = is_file
-        self._resume = resume
-        self._force = force
-        self._verify = verify
-        self._identity = identity
-        self._keep = keep
+        self._is_file = request.is_file
+        self._base = dst.parent if self._is_file else dst
+        metadata = [image.path for image in request.images if image.is_metadata]
+        self._metadata = [name for name in metadata if name != TRACKER]
+        trackers = [name for name in metadata if name == TRACKER]
+        self._last = [manifest_name(dst.name if self._is_file else None), *trackers]
+        self._resume = request.resume
+        self._force = request.force
+        self._verify = request.verify
+        self._identity = request.identify()
+        self._keep = request.keep
+        self._n_threads = n_threads = _choose_threads(request.images, request.memory_bytes)
         self._client = upload_client(dst)
         self._lock = DestinationLock(dst, stage_dir_of(dst))
         self._old: list[str] = []
@@ -296,37 +323,36 @@ class BucketStage:
         self._tidy_up()
         self.published = record.report
 
+    @override
     def begin_literals(self, images: Sequence[FileImage], places: Places) -> EarlyLiterals:
-        """Create the objects, and return what writes the bytes around arrays in them early.
-
-        Args:
-            images: the objects.
-            places: positions of the arrays in them.
-        """
         for image in images:
             self.store.create(image.path, image.size)
         return EarlyLiterals(images, places, self.store)
 
-    def write_manifest(self, name: str, write: Callable[[WriteStore], None]) -> None:
-        """Write the manifest.
+    @override
+    def link_file(self, name: str, path: Path) -> None:
+        raise AssertionError("check_writable has refused hard links")
 
-        Args:
-            name: its name.
-            write: writes it to a store.
-        """
+    @override
+    def write_manifest(self, name: str, write: Callable[[WriteStore], None]) -> None:
         with SpooledFile() as file:
             write(file)
             file.copy_to(self.store, name)
 
-    def share_uploads(self) -> SharedUploads:
-        """Begin the uploads of all objects, so that several workers can send their parts.
-
-        Raises:
-            UsageError: the store's client does not let several processes send parts.
-            StorageError: the store refuses, or cannot be reached.
-        """
+    @override
+    def share(self) -> SharedUploads:
         check_shareable(self.dst)
-        return SharedUploads(self._base, self.store.begin_uploads(), self._n_threads)
+        uploads = self.store.begin_uploads()
+        return SharedUploads(self._base, uploads, self._n_threads, self.stage_dir)
+
+    @override
+    def take_shares(self, shares: Sequence[ShareResult], places: Places) -> None:
+        # Arrays whose bytes were not summed will be read again: keep them until then.
+        for number in {n for share in shares for n in share.state.unsummed_arrays}:
+            self.store.hold(
+                places.file_of(number), places.offset_of(number), places.bytes_of(number)
+            )
+        join_shares(self.store, [share.sent for share in shares if share.sent is not None])
 
     @property
     def stage_dir(self) -> RemotePath:
@@ -334,53 +360,30 @@ class BucketStage:
         return stage_dir_of(self.dst)
 
     @property
-    def journal_identity(self) -> None:
-        """None: there is no journal."""
-
-    @property
+    @override
     def resumed_bytes(self) -> int:
-        """Number of bytes that an earlier run had sent."""
         return self.store.resumed_bytes
 
     @property
+    @override
     def written_path(self) -> RemotePath:
-        """URL of the destination, which can be read after ``make_readable``."""
         return self.dst
 
     @property
+    @override
     def inode(self) -> int:
-        """0: an object has no inode; a publication is recognised by its record."""
-        return 0
+        return 0  # a publication is recognised by its record
 
+    @override
     def make_readable(self, *, from_disk: bool = False, progress: OnProgress | None = None) -> None:
-        """Make data and metadata visible, to read them back; manifest and tracker file follow.
-
-        Args:
-            from_disk: not used; the store reads what it has stored.
-            progress: called with the phase.
-
-        Raises:
-            CorruptError: bytes of an object were never written.
-            UsageError: another process has written to the destination in the meantime.
-            StorageError: the store refuses, or cannot be reached.
-        """
+        """Make data and metadata visible, to read them back; manifest and tracker file follow."""
         begin_phase(progress, Phase.PUBLISHING)
-        self._make_visible(self._objects.metadata, report=None)
+        self._make_visible(self._metadata, report=None)
 
+    @override
     def commit(self, report: Mapping[str, Any], *, progress: OnProgress | None = None) -> None:
-        """Publish the destination.
-
-        Args:
-            report: the report of this run.
-            progress: called with the phase.
-
-        Raises:
-            CorruptError: bytes of an object were never written.
-            UsageError: another process has written to the destination in the meantime.
-            StorageError: the store refuses, or cannot be reached.
-        """
         begin_phase(progress, Phase.PUBLISHING)
-        self._make_visible((*self._objects.metadata, *self._objects.last), report=report)
+        self._make_visible((*self._metadata, *self._last), report=report)
         self._state.is_committed = True
         self._tidy_up()
 
@@ -404,7 +407,7 @@ class BucketStage:
         self.store.finish()
         self._lock.check()
         uploads, state = self.store.uploads, self._state
-        held_back = {*self._objects.metadata, *self._objects.last}
+        held_back = {*self._metadata, *self._last}
         record = PublicationRecord(
             self._identity,
             {name: upload.upload_id for name, upload in uploads.items() if name not in held_back},
@@ -440,7 +443,7 @@ class BucketStage:
         # Delete the old checkpoint, its last objects first: without them it is none. The record
         # says that this was done before new objects have the old names.
         if record.replaced:
-            last = (*self._objects.last, *self._objects.metadata)
+            last = (*self._last, *self._metadata)
             old = sorted(record.replaced, key=lambda name: name not in last)
             delete_objects([self._base / name for name in old])
             record = replace(record, replaced=())

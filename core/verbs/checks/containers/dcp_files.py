@@ -31,15 +31,17 @@ from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
-from core.verbs.checks.check import Check
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.containers.torch_zips import check_descriptors, check_records, open_archive
-from core.verbs.checks.file_codes import DCP_ITEM, DCP_METADATA, DCP_ORPHAN, DCP_OVERLAP, EXTRA
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.file_codes import EXTRA
 from core.verbs.checks.problems import collect_problems, finding_of
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+DCP_ORPHAN = get_code("CK153")
+DCP_ITEM = get_code("CK152")
+DCP_OVERLAP = get_code("CK151")
+DCP_METADATA = get_code("CK150")
+
 _FORMATS = ("dcp", "torch_dist")
 _SUFFIX = ".distcp"
 

@@ -10,21 +10,13 @@ from collections.abc import Iterator
 
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.containers.files import WEIGHTS
-from core.verbs.checks.file_codes import (
-    MALFORMED,
-    MISSING,
-    NOT_ITS_KIND,
-    TRUNCATED,
-    UNREADABLE_FILE,
-)
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.file_codes import MALFORMED, MISSING, NOT_ITS_KIND, UNREADABLE_FILE
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import DATA, Subject
 
-CODES = ()
+TRUNCATED = get_code("CK103")
 
 _HEADER_BYTES = 8
 """Minimum length of the zeros that are reported; the shortest header, of safetensors, has 8."""

@@ -15,19 +15,13 @@ from collections.abc import Iterator
 
 from core.files.substitute import substitute_of
 from core.files.walk import BROKEN_LINK, REPEATED_LINK
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import (
-    ALL,
-    EMPTY,
-    IRREGULAR,
-    LEFT_OVER,
-    NOT_ITS_KIND,
-    UNREADABLE_FILE,
-)
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Finding, Severity, get_code
+from core.verbs.checks.file_codes import NOT_ITS_KIND, UNREADABLE_FILE
 from core.verbs.checks.subject import DATA, Subject
 
-CODES = ALL
+LEFT_OVER = get_code("CK107")
+IRREGULAR = get_code("CK104")
+EMPTY = get_code("CK102")
 
 _MAY_BE_EMPTY = re.compile(r"\.distcp$")
 """torch creates a file even for a writer without items; ``.metadata`` lists those with items."""

@@ -14,37 +14,16 @@ from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException
 from core.formats.torch.tensors import unknown_storage
 from core.pickle.inert import PLAIN, walk
-from core.verbs.checks.check import Check, Code
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.file_codes import NOT_HANDLED
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
-DIFFERS = Code(
-    "CK207",
-    Severity.ERROR,
-    "a stored item does not match the metadata",
-    "use another checkpoint: .metadata and data files come from different saves, or one was edited",
-    Level.HEADERS,
-)
-UNFIT = Code(
-    "CK208",
-    Severity.ERROR,
-    "a stored item cannot be located",
-    "copy this file again, with .metadata: one of them is damaged or from another save",
-    Level.HEADERS,
-)
+DIFFERS = get_code("CK207")
+UNFIT = get_code("CK208")
 
-OBJECT = Code(
-    "CK209",
-    Severity.ERROR,
-    "a stored object cannot be read",
-    "leave the object out with --exclude, or copy its file again",
-    Level.HEADERS,
-)
+OBJECT = get_code("CK209")
 
-CODES = (DIFFERS, UNFIT, OBJECT)
 _FORMATS = ("dcp", "torch_dist")
 
 

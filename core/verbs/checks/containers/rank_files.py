@@ -18,7 +18,9 @@ from core.engine.catalog.facets import TorchShardedFacts
 from core.errors import CheckpointingException
 from core.formats.megatron.format import (
     MODEL_FILE,
+    NEMO_FILE,
     OPTIM_FILE,
+    RANK_DIR,
     choose_model_file,
     is_optimizer_dir,
     possible_dirs,
@@ -27,25 +29,19 @@ from core.formats.torch.tree import parse
 from core.megatron.model.args import topology_of
 from core.megatron.model.topology import Topology
 from core.pickle.inert import as_mapping
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import MISSING, RANK_EXTRA, RANK_MISSING
-from core.verbs.checks.finding import Finding
+from core.verbs.checks.check import Check, Finding, get_code
+from core.verbs.checks.file_codes import MISSING, RANK_MISSING
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+RANK_EXTRA = get_code("CK161")
 
-_RANK_DIR = re.compile(r"mp_rank_\d{2,}(_\d{3,}){0,2}$")
-_NEMO_FILE = "model_weights.ckpt"
-_OPTIM = re.compile(r"(.*zero_pp_rank_)(\d{1,7})(_mp_rank_\d{2,6}_?optim_states\.pt)$")
-_ZERO_MODEL = re.compile(r"(zero_pp_rank_)(\d{1,7})(_mp_rank_\d{2,6}_model_states\.pt)$")
-_MODEL = re.compile(r"mp_rank_\d{2,6}_model_states\.pt$")
 _MOST_RANKS = 1 << 20
 
 
 def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     """Check the rank directories of a Megatron checkpoint and their files."""
     files_in: dict[str, set[str]] = {
-        name: set() for name in subject.tree.folders if _RANK_DIR.match(name)
+        name: set() for name in subject.tree.folders if RANK_DIR.match(name)
     }
     for path in subject.files:
         folder, _, name = path.rpartition("/")
@@ -55,7 +51,7 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     # If the catalog could be read, every rank has its model file.
     if subject.catalog is None:
         for folder in folders:
-            if choose_model_file(files_in[folder]) is None and _NEMO_FILE not in files_in[folder]:
+            if choose_model_file(files_in[folder]) is None and NEMO_FILE not in files_in[folder]:
                 yield MISSING.missing_file(
                     "the model file of the rank is missing",
                     f"{folder}/{MODEL_FILE}",
@@ -130,7 +126,7 @@ def _check_rank_dirs(
 
 def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
     """Check that the files of all data-parallel ranks exist."""
-    from core.formats.deepspeed.files import parse_zero_name
+    from core.formats.deepspeed.files import MODEL, OPTIM, ZERO_MODEL, parse_zero_name
     from core.formats.deepspeed.optim_states import recorded_ranks
 
     if subject.catalog is not None:
@@ -142,8 +138,8 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
         if parts is not None:
             files_of.setdefault(parts.mp_rank, []).append(name)
     for mp_rank, files in sorted(files_of.items()):
-        optim = _files_by_rank(files, _OPTIM)
-        models = _files_by_rank(files, _ZERO_MODEL)
+        optim = _files_by_rank(files, OPTIM)
+        models = _files_by_rank(files, ZERO_MODEL)
         n_ranks = recorded_ranks(subject.store, optim.values())
         if optim:
             yield from _missing_ranks(optim, "optimizer", n_ranks=n_ranks)
@@ -151,7 +147,7 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
             n_models = None if n_ranks is None else len(optim)
             yield from _missing_ranks(models, "model", n_ranks=n_models)
         # Without ZeRO-3, a single model file names the parameters.
-        if optim and not models and not any(map(_MODEL.match, files)):
+        if optim and not models and not any(map(MODEL.match, files)):
             name = f"mp_rank_{mp_rank:02d}_model_states.pt"
             yield MISSING.missing_file(
                 "the model file, which names the parameters, is missing", name
@@ -160,7 +156,7 @@ def check_deepspeed_ranks(subject: Subject) -> Iterator[Finding]:
 
 def _files_by_rank(files: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
     """Return data-parallel rank → name of its file, for the files that match."""
-    return {int(match[2]): name for name in files if (match := pattern.match(name))}
+    return {int(match["rank"]): name for name in files if (match := pattern.match(name))}
 
 
 def _missing_ranks(
@@ -190,13 +186,14 @@ def _missing_ranks(
 
 def check_universal_files(subject: Subject) -> Iterator[Finding]:
     """Check the files of a universal checkpoint, including those in the parameters' directories."""
+    from core.formats.deepspeed.files import MODEL, ZERO_MODEL
     from core.formats.deepspeed.universal.parameter import lacking_files
 
     # The files of the model's state and of the optimizer's groups.
-    models = _files_by_rank(subject.files, _ZERO_MODEL)
+    models = _files_by_rank(subject.files, ZERO_MODEL)
     if models:
         yield from _missing_ranks(models, "model", n_ranks=None)
-    elif not any(map(_MODEL.match, subject.files)):
+    elif not any(map(MODEL.match, subject.files)):
         yield _missing_file(
             "mp_rank_00_model_states.pt",
             "the file with the model's state is missing",

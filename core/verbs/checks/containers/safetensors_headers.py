@@ -16,14 +16,11 @@ from functools import partial
 from core.engine.catalog.facets import PipelineFacts
 from core.errors import Report
 from core.files.store import ReadStore
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import ST_HEADER
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, findings_of
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+ST_HEADER = get_code("CK130")
 
 _SUFFIX = ".safetensors"
 

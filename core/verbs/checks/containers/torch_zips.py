@@ -21,14 +21,13 @@ from core.formats.torch.other_pickles import is_torch_zip
 from core.formats.torch.stream import stream_kind
 from core.formats.torch.zip.container import Archive, Record, check_kind, read_archive
 from core.formats.torch.zip.records import is_big_endian, read_record
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import MALFORMED, NOT_ITS_KIND, TRAILING, ZIP_DESCRIPTOR
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
+from core.verbs.checks.file_codes import MALFORMED, NOT_ITS_KIND
 from core.verbs.checks.problems import collect_problems, finding_of, findings_of
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+ZIP_DESCRIPTOR = get_code("CK126")
+TRAILING = get_code("CK112")
 
 _ALWAYS = re.compile(r"\.(pt|pth)$")
 _BIN = re.compile(r"(^|/)(pytorch|adapter|diffusion_pytorch)_model[^/]*\.bin$")

@@ -30,20 +30,15 @@ from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, walk_folders
 from core.opening.open import ERROR
 from core.values import dataclass
-from core.verbs.checks.check import Check
-from core.verbs.checks.file_codes import (
-    OBJECT_SHARD,
-    ZARR_METADATA,
-    ZARR_SEPARATOR,
-    ZARR_TWO,
-    ZARR_UNSTORED,
-)
-from core.verbs.checks.finding import Finding
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, finding_of
 from core.verbs.checks.subject import Subject
 
-CODES = ()
+OBJECT_SHARD = get_code("CK162")
+ZARR_UNSTORED = get_code("CK148")
+ZARR_TWO = get_code("CK147")
+ZARR_SEPARATOR = get_code("CK144")
+ZARR_METADATA = get_code("CK140")
 
 _MAX_METADATA_BYTES = 256 << 20
 _MOST_NAMED = 100

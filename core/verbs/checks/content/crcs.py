@@ -15,43 +15,15 @@ from collections.abc import Iterator
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import TruncatedError
 from core.formats.zarr.fill import fill_of
-from core.verbs.checks.check import Check, Code
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.content.integrity_json import sha256_names
 from core.verbs.checks.content.store_checksums import compared_names
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
 from core.verbs.checks.subject import Subject
 
-WRONG_CRC = Code(
-    "CK701",
-    Severity.ERROR,
-    "checksum mismatch",
-    "copy this file again: its bytes have changed since it was saved",
-    Level.DEEP,
-)
-UNDECODED = Code(
-    "CK702",
-    Severity.ERROR,
-    "an array cannot be decoded",
-    "copy this file again: its compressed bytes are damaged",
-    Level.DEEP,
-)
-UNREAD = Code(
-    "CK703",
-    Severity.ERROR,
-    "bytes cannot be read",
-    "check the disk and the permissions, then run the command again",
-    Level.DEEP,
-)
-UNPROVEN = Code(
-    "CK704",
-    Severity.NOTE,
-    "no checksum covers these bytes",
-    "write a manifest while the checkpoint is known to be good: ckpt manifest PATH",
-    Level.DEEP,
-)
-
-CODES = (WRONG_CRC, UNDECODED, UNREAD, UNPROVEN)
+WRONG_CRC = get_code("CK701")
+UNDECODED = get_code("CK702")
+UNREAD = get_code("CK703")
+UNPROVEN = get_code("CK704")
 
 
 def check_crcs(subject: Subject) -> Iterator[Finding]:

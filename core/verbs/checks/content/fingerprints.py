@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.engine.team.protocol import Figures, is_lead
 from core.errors import CheckpointingException, WorkerError
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
@@ -25,17 +23,12 @@ if TYPE_CHECKING:
     from core.verbs.checks.watch import Watch
 
 _DEFAULT_THREADS = 2
-_OTHER = "see what differs: ckpt diff A B"
 
-UNREAD = Code(
-    "CK820", Severity.ERROR, "a tensor has no fingerprint", "fix the other findings about it first"
-)
-MISSING = Code("CK821", Severity.ERROR, "a tensor of the other checkpoint is missing", _OTHER)
-EXTRA = Code("CK822", Severity.WARNING, "a tensor that is not in the other checkpoint", _OTHER)
-OTHER_KIND = Code("CK823", Severity.ERROR, "a tensor differs in dtype or shape", _OTHER)
-DIFFERENT = Code("CK824", Severity.ERROR, "a tensor differs in its values", _OTHER)
-
-CODES = (UNREAD, MISSING, EXTRA, OTHER_KIND, DIFFERENT)
+UNREAD = get_code("CK820")
+MISSING = get_code("CK821")
+EXTRA = get_code("CK822")
+OTHER_KIND = get_code("CK823")
+DIFFERENT = get_code("CK824")
 
 
 def watch(subject: Subject) -> Watch:
@@ -126,7 +119,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
             f"no tensor names in common with {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="Megatron and Hugging Face names differ:  convert one of the checkpoints, or use"
+            hint="Megatron and Hugging Face names differ: convert one of the checkpoints, or use"
             " ckpt diff",
         )
         return

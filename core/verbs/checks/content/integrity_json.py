@@ -17,9 +17,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import CheckpointingException, CorruptError
 from core.files.json_object import read_json_object
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
@@ -27,19 +25,11 @@ if TYPE_CHECKING:
 
 INTEGRITY = "integrity.json"
 _ALGORITHM = "sha256"
-_AGAIN = "copy the checkpoint again; Megatron refuses to load it with --verify-integrity"
 
-BROKEN = Code("CK810", Severity.ERROR, "integrity.json cannot be read", _AGAIN)
-MISSING = Code("CK811", Severity.ERROR, "a file listed in integrity.json is missing", _AGAIN)
-CONTENT = Code("CK812", Severity.ERROR, "SHA-256 does not match integrity.json", _AGAIN, Level.DEEP)
-UNLISTED = Code(
-    "CK813",
-    Severity.NOTE,
-    "a file with tensors is not listed in integrity.json",
-    "the file was added after the save, or integrity.json belongs to another save",
-)
-
-CODES = (BROKEN, MISSING, CONTENT, UNLISTED)
+BROKEN = get_code("CK810")
+MISSING = get_code("CK811")
+CONTENT = get_code("CK812")
+UNLISTED = get_code("CK813")
 
 
 class _Hashes:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from core.arrays.dtypes import itemsize
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
@@ -22,30 +20,13 @@ if TYPE_CHECKING:
     from core.publish.manifest.file import Manifest, ManifestArray
     from core.verbs.checks.watch import Watch
 
-_AGAIN = (
-    "copy the checkpoint again, or write a new manifest if it was changed on purpose:"
-    " ckpt manifest --force"
-)
 
-BROKEN = Code(
-    "CK801", Severity.ERROR, "the manifest cannot be read", "write a new one: ckpt manifest --force"
-)
-MISSING = Code("CK802", Severity.ERROR, "a file listed in the manifest is missing", _AGAIN)
-SIZE = Code("CK803", Severity.ERROR, "file size does not match the manifest", _AGAIN)
-EXTRA = Code(
-    "CK804",
-    Severity.NOTE,
-    "a file not listed in the manifest",
-    "remove it, or write a new manifest if it belongs to the checkpoint",
-)
-CONTENT = Code(
-    "CK805", Severity.ERROR, "file content does not match the manifest", _AGAIN, Level.DEEP
-)
-ARRAY = Code(
-    "CK806", Severity.ERROR, "array content does not match the manifest", _AGAIN, Level.DEEP
-)
-
-CODES = (BROKEN, MISSING, SIZE, EXTRA, CONTENT, ARRAY)
+BROKEN = get_code("CK801")
+MISSING = get_code("CK802")
+SIZE = get_code("CK803")
+EXTRA = get_code("CK804")
+CONTENT = get_code("CK805")
+ARRAY = get_code("CK806")
 
 
 def watch(subject: Subject) -> Watch:

@@ -10,20 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
-NOT_INSPECTED = Code(
-    "CK607",
-    Severity.NOTE,
-    "a pickle that was not inspected",
-    "load the file only if you know and trust who wrote it",
-    Level.DEEP,
-)
-
-CODES = (NOT_INSPECTED,)
+NOT_INSPECTED = get_code("CK607")
 
 
 def report_uninspected(subject: Subject) -> Iterator[Finding]:

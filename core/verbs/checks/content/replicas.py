@@ -28,9 +28,7 @@ from core.engine.scan.separate_arrays import split_into_bands
 from core.errors import CheckpointingException
 from core.megatron.optimizer.form import role_of
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Subject
 from core.verbs.checks.watch import Watch
 
@@ -40,23 +38,9 @@ if TYPE_CHECKING:
     from core.engine.catalog.tensor import Fragment
     from core.files.store import ReadStore
 
-DIFFERENT = Code(
-    "CK720",
-    Severity.ERROR,
-    "replicas differ",
-    "use an older checkpoint; or convert with --on-replica-mismatch first, which uses the first"
-    " copy",
-    Level.DEEP,
-)
-UNCOMPARED = Code(
-    "CK721",
-    Severity.ERROR,
-    "replicas cannot be compared",
-    "find out why their files cannot be read",
-    Level.DEEP,
-)
+DIFFERENT = get_code("CK720")
+UNCOMPARED = get_code("CK721")
 
-CODES = (DIFFERENT, UNCOMPARED)
 
 _OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked"))
 """Buffers of BatchNorm, which each rank computes from its own batches unless SyncBatchNorm is used.

@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from core.errors import list_some
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
@@ -20,30 +18,12 @@ if TYPE_CHECKING:
     from core.files.stated.checksum import StatedChecksum
     from core.verbs.checks.watch import Watch
 
-_AGAIN = "upload the file again, or use an older checkpoint"
 """Number of objects that a note names."""
 
-RECORDED = Code(
-    "CK830",
-    Severity.ERROR,
-    "the store's checksum does not match the manifest",
-    "upload the file again, or write a new manifest if it was changed on purpose:"
-    " ckpt manifest --force",
-)
-READ = Code(
-    "CK831", Severity.ERROR, "content does not match the store's checksum", _AGAIN, Level.DEEP
-)
-COMPARED = Code(
-    "CK832", Severity.NOTE, "files compared with their store's checksums", "no action needed"
-)
-NOT_COMPARED = Code(
-    "CK833",
-    Severity.NOTE,
-    "files not compared with a checksum of their store",
-    "a manifest covers these files, too: ckpt manifest PATH",
-)
-
-CODES = (RECORDED, READ, COMPARED, NOT_COMPARED)
+RECORDED = get_code("CK830")
+READ = get_code("CK831")
+COMPARED = get_code("CK832")
+NOT_COMPARED = get_code("CK833")
 
 
 def watch(subject: Subject) -> Watch:

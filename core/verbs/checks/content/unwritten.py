@@ -23,23 +23,15 @@ from typing import TYPE_CHECKING
 
 from core.engine.catalog.stored import n_stored_bytes, stored_bytes_of
 from core.errors import CheckpointingException
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
 
-UNWRITTEN = Code(
-    "CK716",
-    Severity.WARNING,
-    "zeros in place of weights",
-    "the bytes were lost in a copy, or never reached the disk: compare the checksum of the file"
-    " with the original, copy it again, or use an older checkpoint",
-)
+UNWRITTEN = get_code("CK716")
 
-CODES = (UNWRITTEN,)
 
 _VOCABULARY = re.compile(r"embed|wte|lm_head|output_layer|vocab", re.IGNORECASE)
 _COMPRESSED = re.compile(r"zstd|gzip|zlib|blosc|lz4|bz2|lzma|deflate")

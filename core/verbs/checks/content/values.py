@@ -21,9 +21,7 @@ from core.arrays.dtypes import itemsize
 from core.engine.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.engine.numbers.kinds import KINDS
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Code, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Subject
 from core.verbs.checks.watch import Watch
 
@@ -33,50 +31,13 @@ if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray
     from core.engine.catalog.tensor import Fragment, Tensor
 
-NAN = Code(
-    "CK710",
-    Severity.ERROR,
-    "NaN in a tensor",
-    "go back to a checkpoint from before the loss became NaN, or copy this one again",
-    Level.DEEP,
-)
-INFINITE = Code(
-    "CK711",
-    Severity.ERROR,
-    "infinities in a tensor",
-    "go back to an older checkpoint, or find out where the values overflowed",
-    Level.DEEP,
-)
-ZERO = Code(
-    "CK712",
-    Severity.WARNING,
-    "a weight matrix is all zeros",
-    "compare it with another checkpoint: a part that was never written reads as zeros",
-    Level.DEEP,
-)
-CONSTANT = Code(
-    "CK713",
-    Severity.NOTE,
-    "a weight matrix holds a single value",
-    "compare it with another checkpoint",
-    Level.DEEP,
-)
-ZERO_STATES = Code(
-    "CK714",
-    Severity.NOTE,
-    "optimizer states of matrices are all zeros",
-    "normal for parameters that are frozen or have had no gradient yet",
-    Level.DEEP,
-)
-HUGE = Code(
-    "CK715",
-    Severity.NOTE,
-    "values beyond 2^100",
-    "compare the tensor with another checkpoint: a flipped exponent bit looks like this",
-    Level.DEEP,
-)
+NAN = get_code("CK710")
+INFINITE = get_code("CK711")
+ZERO = get_code("CK712")
+CONSTANT = get_code("CK713")
+ZERO_STATES = get_code("CK714")
+HUGE = get_code("CK715")
 
-CODES = (NAN, INFINITE, ZERO, CONSTANT, ZERO_STATES, HUGE)
 _COUNTS = ((NAN, "nan", "NaN"), (INFINITE, "infinite", "infinite"), (HUGE, "huge", "beyond 2^100"))
 """(code, field of ``ValueFacts``, description)."""
 

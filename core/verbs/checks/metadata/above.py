@@ -21,15 +21,12 @@ from core.errors import CheckpointingException
 from core.files.source_store import open_store
 from core.formats.huggingface import bin_format as bin_shards
 from core.formats.safetensors import format as safetensors
-from core.verbs.checks.check import Check
+from core.verbs.checks.check import Check, Finding
 from core.verbs.checks.file_codes import MALFORMED
-from core.verbs.checks.finding import Finding
 from core.verbs.checks.metadata import tracker
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.registry import checks
 from core.verbs.checks.subject import Subject
-
-CODES = ()
 
 
 def files_above(subject: Subject) -> Iterator[Finding]:

@@ -21,40 +21,16 @@ from core.errors import CheckpointingException
 from core.opening.iterations import ITERATION_DIR
 from core.pickle.fields import text_or_none
 from core.pickle.inert import as_mapping
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Finding, Severity, get_code
 from core.verbs.checks.subject import Subject
 
-_MIXED = (
-    "the rank directories come from different steps, or one is damaged: use an older checkpoint"
-)
-NO_ARGS = Code(
-    "CK501",
-    Severity.WARNING,
-    "no training arguments",
-    "its layout is unknown: keep the arguments of the run at hand",
-)
-NUMBER = Code(
-    "CK502",
-    Severity.WARNING,
-    "the iteration does not match the directory name",
-    "rename the directory, or find the right one",
-)
-RANKS = Code("CK503", Severity.ERROR, "ranks disagree on the state of the run", _MIXED)
-VERSION_ODD = Code(
-    "CK504", Severity.WARNING, "unknown checkpoint_version", "use software that knows this version"
-)
-RANDOM = Code(
-    "CK505", Severity.WARNING, "random states are incomplete", "start Megatron with --no-load-rng"
-)
-BACKEND = Code(
-    "CK506",
-    Severity.ERROR,
-    "metadata.json names an unknown backend, or the wrong one",
-    "correct the backend in metadata.json",
-)
+NO_ARGS = get_code("CK501")
+NUMBER = get_code("CK502")
+RANKS = get_code("CK503")
+VERSION_ODD = get_code("CK504")
+RANDOM = get_code("CK505")
+BACKEND = get_code("CK506")
 
-CODES = (NO_ARGS, NUMBER, RANKS, VERSION_ODD, RANDOM, BACKEND)
 
 _NEWEST_VERSION = 3.0
 _MOST_RANKS = 1 << 16

@@ -12,20 +12,11 @@ from collections.abc import Iterator
 from core.engine.catalog.copied_files import COPIED_HINT
 from core.formats.torch.zip.identical import identical_files
 from core.opening.canonical import copied_files_of
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Subject
 
-COPIED = Code(
-    "CK508",
-    Severity.ERROR,
-    "a rank's file is a copy of another rank's",
-    COPIED_HINT,
-    Level.HEADERS,
-)
+COPIED = get_code("CK508")
 
-CODES = (COPIED,)
 
 _SUSPICION_HINT = (
     "if the model did not begin with equal layers or experts (upcycling, depth up-scaling), "

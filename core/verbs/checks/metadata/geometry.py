@@ -16,31 +16,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from core.arrays.box import Box, full_box
-from core.engine.catalog.emptied import EMPTIED_HINT
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, UnsafeError
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
-_AGAIN = "use another checkpoint: this one was not written properly, or was edited"
-GAP = Code("CK201", Severity.ERROR, "part of a tensor is not covered by any chunk", _AGAIN)
-OVERLAP = Code("CK202", Severity.ERROR, "chunks of a tensor overlap", _AGAIN)
-BOUNDS = Code("CK203", Severity.ERROR, "a chunk exceeds its tensor", _AGAIN)
-TWICE = Code(
-    "CK204",
-    Severity.WARNING,
-    "a chunk is listed twice",
-    "save the model again; readers may use either copy",
-)
-NO_ITEM = Code("CK205", Severity.ERROR, "a chunk or an object is not stored in any file", _AGAIN)
-ENTRY = Code("CK206", Severity.ERROR, "invalid metadata entry", _AGAIN)
-EMPTIED = Code(
-    "CK210", Severity.ERROR, "a parameter is empty: it was saved in parts (ZeRO-3)", EMPTIED_HINT
-)
+GAP = get_code("CK201")
+OVERLAP = get_code("CK202")
+BOUNDS = get_code("CK203")
+TWICE = get_code("CK204")
+NO_ITEM = get_code("CK205")
+ENTRY = get_code("CK206")
+EMPTIED = get_code("CK210")
 
-CODES = (GAP, OVERLAP, BOUNDS, TWICE, NO_ITEM, ENTRY, EMPTIED)
 
 _BY_RULE = {
     "dcp.out_of_bounds": BOUNDS,

@@ -22,78 +22,24 @@ from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.hf.proof.expected import declares_tie, find_model_class, unchecked_text
 from core.hf.proof.problem import Kind
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Code, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
     from core.verbs.checks.watch import Watch
 
-_OTHER_CONFIG = "find the config.json of these weights, or an older copy of both"
-MISSING = Code(
-    "CK530", Severity.ERROR, "a tensor required by config.json is missing", _OTHER_CONFIG
-)
-UNEXPECTED = Code(
-    "CK531",
-    Severity.WARNING,
-    "a tensor that config.json does not describe",
-    "transformers ignores it: check whether it is needed",
-)
-SHAPE = Code("CK532", Severity.ERROR, "a shape does not match config.json", _OTHER_CONFIG)
-N_LAYERS = Code(
-    "CK533", Severity.ERROR, "the number of layers does not match config.json", _OTHER_CONFIG
-)
-N_EXPERTS = Code(
-    "CK534", Severity.ERROR, "the number of experts does not match config.json", _OTHER_CONFIG
-)
-TIES = Code(
-    "CK535",
-    Severity.ERROR,
-    "tied embeddings do not match config.json",
-    "set tie_word_embeddings to what the model was trained with",
-)
-QUANTIZATION = Code(
-    "CK536",
-    Severity.ERROR,
-    "quantized weights do not match config.json",
-    "find the config.json of these weights: transformers would load other tensors or other values",
-)
-DTYPE = Code(
-    "CK537",
-    Severity.ERROR,
-    "a weight has an unsupported element type",
-    "use another copy of the weights",
-)
-SENSE = Code("CK538", Severity.ERROR, "a size in config.json is missing or invalid", _OTHER_CONFIG)
-UNTIED = Code(
-    "CK539",
-    Severity.WARNING,
-    "the output layer differs from the embedding it is tied to",
-    "set tie_word_embeddings to false if the model was trained untied: transformers 4 drops this"
-    " tensor, 5 keeps it",
-    Level.DEEP,
-)
-SISTERS = Code(
-    "CK540",
-    Severity.ERROR,
-    "a layer or an expert differs from the others",
-    "find out whether its file or config.json is from another model or save",
-)
+MISSING = get_code("CK530")
+UNEXPECTED = get_code("CK531")
+SHAPE = get_code("CK532")
+N_LAYERS = get_code("CK533")
+N_EXPERTS = get_code("CK534")
+TIES = get_code("CK535")
+QUANTIZATION = get_code("CK536")
+DTYPE = get_code("CK537")
+SENSE = get_code("CK538")
+UNTIED = get_code("CK539")
+SISTERS = get_code("CK540")
 
-CODES = (
-    MISSING,
-    UNEXPECTED,
-    SHAPE,
-    N_LAYERS,
-    N_EXPERTS,
-    TIES,
-    QUANTIZATION,
-    DTYPE,
-    SENSE,
-    UNTIED,
-    SISTERS,
-)
 _CODE_OF: Mapping[Kind, Code] = {
     "missing": MISSING,
     "unexpected": UNEXPECTED,

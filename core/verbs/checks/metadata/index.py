@@ -15,51 +15,26 @@ from itertools import islice
 
 from core.errors import CheckpointingException
 from core.files.json_object import parse_json_object, read_small_file
-from core.formats.huggingface.index import STALE_INDEX_HINT, WeightIndex, list_indexed, read_index
+from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.file_codes import EXTRA, MISSING, PIECES
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
+from core.verbs.checks.file_codes import EXTRA, MISSING
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
-BROKEN = Code("CK520", Severity.ERROR, "an index is malformed", "copy the index again")
-NOT_HELD = Code(
-    "CK521", Severity.ERROR, "a tensor is not in the shard that the index names", STALE_INDEX_HINT
-)
-NOT_LISTED = Code("CK522", Severity.ERROR, "a tensor is not listed in the index", STALE_INDEX_HINT)
-TOTAL = Code(
-    "CK523", Severity.WARNING, "the total size in the index does not match", "write the index again"
-)
-TWICE = Code(
-    "CK524",
-    Severity.ERROR,
-    "a tensor is stored in two shards",
-    "files from two checkpoints may be mixed: copy one of them into an empty directory",
-)
-SHADOWED = Code(
-    "CK525",
-    Severity.WARNING,
-    "a single file is loaded instead of the shards",
-    "remove one of the two",
-)
-SMALL = Code(
-    "CK526", Severity.ERROR, "a configuration file is not valid JSON", "copy the file again"
-)
+PIECES = get_code("CK163")
+BROKEN = get_code("CK520")
+NOT_HELD = get_code("CK521")
+NOT_LISTED = get_code("CK522")
+TOTAL = get_code("CK523")
+TWICE = get_code("CK524")
+SHADOWED = get_code("CK525")
+SMALL = get_code("CK526")
 
-NO_INDEX = Code(
-    "CK528",
-    Severity.WARNING,
-    "shards without an index",
-    "copy the index as well; transformers needs it to load shards",
-)
-NO_CONFIG = Code(
-    "CK527", Severity.NOTE, "weights without a configuration", "copy config.json as well"
-)
+NO_INDEX = get_code("CK528")
+NO_CONFIG = get_code("CK527")
 
-CODES = (BROKEN, NOT_HELD, NOT_LISTED, TOTAL, TWICE, SHADOWED, SMALL, NO_CONFIG, NO_INDEX)
 _FORMATS = ("safetensors", "torch_bin")
 
 _INDEX = re.compile(r"(.+)\.(safetensors|bin)\.index\.json$")

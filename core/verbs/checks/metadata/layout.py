@@ -20,81 +20,30 @@ from core.errors import (
     UnknownTensorError,
     UnsupportedError,
 )
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Code, Finding, Severity, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
     from core.megatron.reshard.problems import Understood
 
-_MIXED = (
-    "the rank directories come from different checkpoints, or one is damaged: use an older"
-    " checkpoint"
-)
-_LOST = "use an older checkpoint: this one is incomplete"
-ARGUMENTS = Code("CK301", Severity.ERROR, "ranks disagree on the training arguments", _MIXED)
-NOT_SAVED = Code(
-    "CK302", Severity.ERROR, "shards that no rank saved", "save again with a newer Megatron-LM"
-)
-NAMES = Code("CK303", Severity.ERROR, "ranks of a pipeline stage hold different tensors", _MIXED)
-LAYERS = Code("CK304", Severity.ERROR, "missing or surplus layers", _LOST)
-DIFFERS = Code("CK305", Severity.ERROR, "ranks disagree on the dtype or shape of a tensor", _MIXED)
-TIED = Code("CK306", Severity.ERROR, "a tied copy is missing or has a different shape", _LOST)
-CHUNKS = Code("CK307", Severity.ERROR, "a rank's model is missing or malformed", _LOST)
-ENTRY = Code("CK308", Severity.ERROR, "invalid entry in the model", _LOST)
-PLACE = Code(
-    "CK309",
-    Severity.ERROR,
-    "a tensor is in the wrong pipeline stage",
-    "rename the directories if they were swapped",
-)
-TENSOR = Code("CK311", Severity.ERROR, "a tensor of the model is missing", _LOST)
-EXPERTS = Code("CK313", Severity.ERROR, "missing or surplus experts", _LOST)
-SHAPE = Code(
-    "CK314",
-    Severity.ERROR,
-    "a shape does not match the training arguments",
-    "use the arguments of this checkpoint, not those of another",
-)
-UNKNOWN = Code(
-    "CK315",
-    Severity.NOTE,
-    "a tensor with an unknown layout",
-    "to reshard it, describe its layout with --rules FILE",
-)
-VOCABULARY = Code(
-    "CK316", Severity.WARNING, "unexpected vocabulary padding", "pass --vocab-size when converting"
-)
-WHOLE = Code(
-    "CK317",
-    Severity.ERROR,
-    "ranks hold identical values of a tensor that should be split",
-    "if every rank holds the complete tensor, say so with --rules FILE",
-)
-ARGS = Code("CK318", Severity.ERROR, "invalid training arguments", "use an older checkpoint")
-NOT_HANDLED = Code(
-    "CK319", Severity.NOTE, "an unsupported layout", "convert it without changing the layout"
-)
+ARGUMENTS = get_code("CK301")
+NOT_SAVED = get_code("CK302")
+NAMES = get_code("CK303")
+LAYERS = get_code("CK304")
+DIFFERS = get_code("CK305")
+TIED = get_code("CK306")
+CHUNKS = get_code("CK307")
+ENTRY = get_code("CK308")
+PLACE = get_code("CK309")
+TENSOR = get_code("CK311")
+EXPERTS = get_code("CK313")
+SHAPE = get_code("CK314")
+UNKNOWN = get_code("CK315")
+VOCABULARY = get_code("CK316")
+WHOLE = get_code("CK317")
+ARGS = get_code("CK318")
+NOT_HANDLED = get_code("CK319")
 
-CODES = (
-    ARGUMENTS,
-    NOT_SAVED,
-    NAMES,
-    LAYERS,
-    DIFFERS,
-    TIED,
-    CHUNKS,
-    ENTRY,
-    PLACE,
-    TENSOR,
-    EXPERTS,
-    SHAPE,
-    UNKNOWN,
-    VOCABULARY,
-    WHOLE,
-    ARGS,
-    NOT_HANDLED,
-)
 
 _BY_RULE = {
     "ranks.arguments": ARGUMENTS,

@@ -34,18 +34,11 @@ from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_ke
 from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException
 from core.values import dataclass
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.subject import Subject
 
-NO_PARAMETER = Code(
-    "CK409",
-    Severity.ERROR,
-    "optimizer states of a missing parameter",
-    "use an older checkpoint: a tensor was lost",
-)
+NO_PARAMETER = get_code("CK409")
 
-CODES = (NO_PARAMETER,)
 
 _NAMES = "|".join(sorted(MOMENTS | MASTERS, key=len, reverse=True))
 _MEGATRON_KEY = re.compile(

@@ -23,63 +23,25 @@ from core.engine.catalog.facets import RankFacts, WeightCopies
 from core.engine.catalog.optimizer_keys import MASTER
 from core.engine.catalog.stored import StoredArray
 from core.errors import CheckpointingException, UnsupportedError
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
 if TYPE_CHECKING:
     from core.megatron.optimizer.rank_state import ParamState
     from core.megatron.reshard.problems import Understood
 
-_WITHOUT = "use an older checkpoint, or start with a fresh optimizer (convert with --no-optim)"
-_MIXED = (
-    "the rank directories come from different steps, or one is damaged: use an older checkpoint"
-)
-NUMBERS = Code(
-    "CK401", Severity.ERROR, "parameter numbers do not match the optimizer states", _WITHOUT
-)
-GROUPS = Code("CK402", Severity.ERROR, "optimizer groups do not match the parameters", _WITHOUT)
-SHAPE = Code("CK403", Severity.ERROR, "the shape of a state does not match its parameter", _WITHOUT)
-STATES = Code("CK404", Severity.ERROR, "optimizer states of a parameter are missing", _WITHOUT)
-SETTINGS = Code("CK405", Severity.ERROR, "ranks disagree on the optimizer's settings", _MIXED)
-STEP = Code("CK406", Severity.ERROR, "the optimizer's step counts disagree", _MIXED)
-MASTERS = Code(
-    "CK407",
-    Severity.WARNING,
-    "a master weight does not round to its weight",
-    "weights or optimizer were changed after the last step; find out which is right",
-    Level.HEADERS,
-)
-MISSING = Code("CK408", Severity.ERROR, "the optimizer is missing on some ranks", _WITHOUT)
-BUFFERS = Code("CK410", Severity.ERROR, "invalid optimizer buffers", _WITHOUT)
-NOT_HANDLED = Code(
-    "CK411",
-    Severity.NOTE,
-    "an unsupported optimizer",
-    "convert with --no-optim",
-)
-NOT_COMPARED = Code(
-    "CK412",
-    Severity.NOTE,
-    "weights were not compared with their master weights",
-    "their dtype is not one that master weights are rounded to; loading uses the master weights",
-    Level.HEADERS,
-)
+NUMBERS = get_code("CK401")
+GROUPS = get_code("CK402")
+SHAPE = get_code("CK403")
+STATES = get_code("CK404")
+SETTINGS = get_code("CK405")
+STEP = get_code("CK406")
+MASTERS = get_code("CK407")
+MISSING = get_code("CK408")
+BUFFERS = get_code("CK410")
+NOT_HANDLED = get_code("CK411")
+NOT_COMPARED = get_code("CK412")
 
-CODES = (
-    NUMBERS,
-    GROUPS,
-    SHAPE,
-    STATES,
-    SETTINGS,
-    STEP,
-    MASTERS,
-    MISSING,
-    BUFFERS,
-    NOT_HANDLED,
-    NOT_COMPARED,
-)
 
 _BY_RULE = {
     "optim.numbers": NUMBERS,

@@ -9,36 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from core.engine.catalog.facets import RankFacts
-from core.megatron.extras.rank_numbers import (
-    MISPLACED_HINT,
-    describe_misplaced,
-    find_misplaced,
-    have_numbers,
-)
+from core.megatron.extras.rank_numbers import describe_misplaced, find_misplaced, have_numbers
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.padding_place import find_misplaced_padding
-from core.verbs.checks.check import Check, Code
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
+from core.verbs.checks.check import Check, Finding, Level, get_code
 from core.verbs.checks.subject import Subject
 
-SWAPPED = Code(
-    "CK507",
-    Severity.ERROR,
-    "a rank directory holds the file of another rank",
-    MISPLACED_HINT,
-    Level.HEADERS,
-)
+SWAPPED = get_code("CK507")
 
-UNPROVEN = Code(
-    "CK509",
-    Severity.NOTE,
-    "files do not record their ranks",
-    "if the directories may have been renamed, compare with the original, or with its manifest",
-    Level.HEADERS,
-)
-
-CODES = (SWAPPED, UNPROVEN)
+UNPROVEN = get_code("CK509")
 
 
 def report_rank_numbers(subject: Subject) -> Iterator[Finding]:

@@ -23,42 +23,19 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import RELEASE, TRACKER
-from core.verbs.checks.check import Check, Code
+from core.verbs.checks.check import Check, Finding, get_code
 from core.verbs.checks.file_codes import MISSING
-from core.verbs.checks.finding import Finding, Severity
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Subject
 
-ABSENT = Code(
-    "CK510",
-    Severity.ERROR,
-    "the tracker names a missing checkpoint",
-    "correct the tracker, or pass --iteration",
-)
-MALFORMED = Code(
-    "CK511", Severity.ERROR, "the tracker is malformed", "write the number of the iteration into it"
-)
-UNFINISHED_NAMED = Code(
-    "CK512",
-    Severity.ERROR,
-    "the tracker names an unfinished checkpoint",
-    "copy that iteration again, or write the number of a complete one into the tracker",
-)
-NEWER = Code(
-    "CK513", Severity.NOTE, "an iteration newer than the tracker's", "pass --iteration to check it"
-)
-NO_TRACKER = Code(
-    "CK514",
-    Severity.WARNING,
-    "iterations without a tracker",
-    "write the number of the newest complete iteration into a tracker",
-)
-UNFINISHED = Code("CK515", Severity.ERROR, "the save was not completed", "use an older checkpoint")
-UNREADABLE = Code(
-    "CK516", Severity.ERROR, "metadata.json cannot be read", "copy the checkpoint again"
-)
+ABSENT = get_code("CK510")
+MALFORMED = get_code("CK511")
+UNFINISHED_NAMED = get_code("CK512")
+NEWER = get_code("CK513")
+NO_TRACKER = get_code("CK514")
+UNFINISHED = get_code("CK515")
+UNREADABLE = get_code("CK516")
 
-CODES = (ABSENT, MALFORMED, UNFINISHED_NAMED, NEWER, NO_TRACKER, UNFINISHED, UNREADABLE)
 
 _DEEPSPEED = ("latest", "latest_universal")
 _TRACKED = (

@@ -22,45 +22,18 @@ from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
 from core.pickle.uses import How, Use
-from core.verbs.checks.check import Check, Code
+from core.verbs.checks.check import Check, Finding, Level, Severity, get_code
 from core.verbs.checks.containers.torch_zips import torch_files
-from core.verbs.checks.finding import Finding, Severity
-from core.verbs.checks.level import Level
 from core.verbs.checks.subject import Subject
 
-_DISTRUST = "inspect it only with software that builds no objects, and find out who wrote it"
+DANGEROUS = get_code("CK601")
+UNKNOWN = get_code("CK602")
+PROGRAM = get_code("CK603")
+LEADS_OUT = get_code("CK604")
+ODD_NAME = get_code("CK605")
 
-DANGEROUS = Code("CK601", Severity.ERROR, "a pickle calls or names dangerous code", _DISTRUST)
-UNKNOWN = Code(
-    "CK602",
-    Severity.WARNING,
-    "a pickle needs code of an unknown module",
-    "load it only if you know and trust that module",
-)
-PROGRAM = Code(
-    "CK603",
-    Severity.WARNING,
-    "an executable among the weights",
-    "remove it unless you put it there",
-)
-LEADS_OUT = Code(
-    "CK604",
-    Severity.NOTE,
-    "a link points outside the checkpoint",
-    "when copying, copy the target file as well",
-)
-ODD_NAME = Code(
-    "CK605", Severity.WARNING, "a file name with unprintable characters", "rename it, or remove it"
-)
+HOLLOW = get_code("CK606")
 
-HOLLOW = Code(
-    "CK606",
-    Severity.WARNING,
-    "a large file is almost entirely holes",
-    "copy it again: the copy may be incomplete",
-)
-
-CODES = (DANGEROUS, UNKNOWN, PROGRAM, LEADS_OUT, ODD_NAME, HOLLOW)
 
 _MOST_OBJECTS = 256
 """Maximum number of object streams to read at the lowest level."""

@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import is_optimizer_key
-from core.errors import (
-    NoEffect,
-    NoEffectError,
-    UnsupportedError,
-    UsageError,
-    refuse_without_effect,
-)
+from core.errors import NoEffect, NoEffectError, UnsupportedError, UsageError, refuse_without_effect
 from core.formats.huggingface.files import CONFIG
 from core.verbs.convert.global_form.request import FormRequest
 from core.verbs.convert.options import (

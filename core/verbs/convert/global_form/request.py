@@ -18,11 +18,7 @@ from core.files.json_object import parse_json_object
 from core.files.store import translate_os_errors
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG, config_document_of
-from core.opening.config_beside import (
-    lacks_arguments,
-    may_have_arguments,
-    with_config_arguments,
-)
+from core.opening.config_beside import lacks_arguments, may_have_arguments, with_config_arguments
 from core.opening.open import Checkpoint
 from core.opening.source_files import config_of_source
 from core.values import dataclass

@@ -33,13 +33,13 @@ from core.engine.catalog.facets import FsdpDtensorFacts, PipelineFacts, RankFact
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.optimizer_keys import is_optimizer_key
 from core.errors import CheckpointingException
-from core.files.remote_path import is_remote
 from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.formats.load_calls import quoted
 from core.megatron.model.topology import Topology
 from core.opening.locate import RELEASE, TRACKER
 from core.pickle.inert import as_mapping
+from core.publish.stage.destination import choose_destination
 from core.values import dataclass
 
 _KINDS = ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification")
@@ -98,17 +98,18 @@ def _has_towers(target: TargetCatalog) -> bool:
 
 def _library_call(result: WrittenResult) -> str:
     """Return the call that loads a result without Megatron's training script."""
-    line = _hugging_face_call(result)
-    call = result.format.load_call
     # Libraries read the local file system; ckpt reads URLs as well.
-    if line is None and call is not None and not is_remote(result.dst):
-        line = call(result.dst, result.target, result.images)
+    line = None
+    if choose_destination(result.dst).is_on_disk:
+        line = _hugging_face_call(result)
+        if line is None and (call := result.format.load_call) is not None:
+            line = call(result.dst, result.target, result.images)
     return line or f"ckpt.open({quoted(result.dst)})"
 
 
 def _hugging_face_call(result: WrittenResult) -> str | None:
     """Return the call that loads a directory of a Hugging Face library; None for other results."""
-    if not result.format.has_hf_config or result.target.write.is_file or is_remote(result.dst):
+    if not result.format.has_hf_config or result.target.write.is_file:
         return None
     dst, paths = quoted(result.dst), {image.path for image in result.images}
     if result.target.facet(PipelineFacts) is not None:

@@ -16,14 +16,13 @@ the same command, with any number of workers, continues from the journals.
 
 from __future__ import annotations
 
-import shutil
+import hashlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
 
 from core.engine.copy.ledger import Ledger
 from core.engine.copy.run import CopyResult
@@ -31,17 +30,12 @@ from core.engine.device.device import Device
 from core.engine.plan.items import ITEM_BYTES
 from core.engine.team.protocol import Figures, Team, broadcast_result, gather_results, is_lead
 from core.errors import WorkerError
-from core.files.folders import sync_folders
-from core.files.network_mounts import file_system_of, is_coherent
-from core.files.remote_path import is_remote
 from core.files.source_store import SourceStore, open_store, other_roots
-from core.files.store import translate_os_errors
 from core.megatron.rules.tables import load_rules
 from core.progress import OnProgress, Phase, begin_phase
-from core.publish.stage.bucket.shared import join_shares, put_file
 from core.publish.stage.existing import check_replaceable
 from core.publish.stage.journal import BATCH_BYTES
-from core.publish.stage.stage import Stage
+from core.publish.stage.protocol import DestinationStage, SharedStage, ShareResult
 from core.values import dataclass
 from core.verbs.convert.job import Job, Report
 from core.verbs.convert.prepare import prepare
@@ -54,19 +48,18 @@ from core.verbs.convert.stage import (
     identity_text,
     publish,
     report_of,
-    stage_of,
+    request_stage,
 )
 from core.verbs.convert.stored_plan.division import Division, divide_by_hosts, divide_work
-from core.verbs.convert.stored_plan.file import WrittenPlan, file_digest, finish_plan, write_plan
+from core.verbs.convert.stored_plan.file import WrittenPlan, finish_plan, write_plan
 from core.verbs.convert.verify import ComparingStage, plan_comparison
-from core.verbs.convert.workers.share import ShareResult, WorkerShare, WorkOrder
+from core.verbs.convert.workers.share import WorkerShare, WorkOrder
 
 if TYPE_CHECKING:
     from core.engine.fingerprint.definition import Fingerprint
     from core.engine.plan.plan import Plan
     from core.publish.manifest.of_copy import FileSum
     from core.publish.stage.bucket.literals import EarlyLiterals
-    from core.publish.stage.bucket.stage import BucketStage
 
 T = TypeVar("T")
 _SPOOLED_BYTES = 32 << 20
@@ -226,7 +219,8 @@ class _Lead:
         self._progress = progress
         self._begun = time.monotonic()
         self._prepared: Prepared
-        self._stage: Stage | BucketStage
+        self._stage: DestinationStage
+        self._shared: SharedStage
         self._literals: EarlyLiterals | None = None
         self._result: CopyResult
         self._figures: tuple[Figures, ...] = ()
@@ -255,71 +249,67 @@ class _Lead:
                 item_bytes=self._sizes.item_bytes,
             )
             # The plan's hash identifies the staging directory, so the plan waits in a spool.
-            stage = stage_of(prepared, identity=written.identity, is_shared=True)
-            self._stage = stage
+            request = request_stage(
+                prepared,
+                identity=written.identity,
+                is_shared=True,
+                batch_bytes=self._sizes.batch_bytes,
+            )
+            stage = self._stage = prepared.destination.open_stage(request)
             self._stack.enter_context(stage)
             if stage.published is not None:  # an interrupted launch had only to publish
                 return Report.from_dict(stage.published)
             for image in prepared.images:
                 stage.store.create(image.path, image.size)
             self._literals = stage.begin_literals(prepared.images, prepared.plan.places)
-            if isinstance(stage, Stage):
-                sync_folders(stage.stage_dir)
-            path = stage.stage_dir / "plan"
-            digest = self._store_plan(path, spooled, written, self._divide(written, stage))
-        return replace(
-            self._order(path, digest, threads=prepared.plan.threads),
-            uploads=None if isinstance(stage, Stage) else stage.share_uploads(),
-            journal_identity=stage.journal_identity,
-            crc=job.crc,
-            crc_digest=job.digest,
-            fsync=job.fsync,
-        )
+            self._shared = stage.share()
+            order = self._order(
+                "plan", spooled, written, self._divide(written), threads=prepared.plan.threads
+            )
+        return replace(order, crc=job.crc, crc_digest=job.digest)
 
-    def _order(self, plan: Path, digest: str, *, threads: int) -> WorkOrder:
-        """Build an order from a stored plan and the fields that all orders of this job share."""
-        prepared, stage = self._prepared, self._stage
+    def _order(
+        self,
+        name: str,
+        spooled: tempfile.SpooledTemporaryFile[bytes],
+        written: WrittenPlan,
+        division: Division,
+        *,
+        threads: int,
+    ) -> WorkOrder:
+        """Store a plan with its division under a name, and build the order for it."""
+        prepared = self._prepared
+        finish_plan(spooled, written, division)
+        spooled.seek(0)
+        digest = hashlib.file_digest(spooled, "sha256")
+        path = self._shared.write_plan(name, spooled)
         return WorkOrder(
-            stage_dir=stage.stage_dir,
-            plan=plan,
-            digest=digest,
-            token="" if stage.workers is None else stage.workers.token,
-            journal_identity=None,
-            written=stage.written_path,
+            stage=self._shared,
+            plan=path,
+            digest=digest.hexdigest(),
+            written=self._stage.written_path,
             source=prepared.source.store.root.absolute(),
             other_sources=other_roots(prepared.source.store),
             threads=threads,
             memory_bytes=prepared.job.own_memory_bytes,
-            **asdict(self._sizes),
+            item_bytes=self._sizes.item_bytes,
+            buffer_bytes=self._sizes.buffer_bytes,
         )
 
-    def _divide(self, written: WrittenPlan, stage: Stage | BucketStage) -> Division:
+    def _divide(self, written: WrittenPlan) -> Division:
         """Divide the work; only one host writes each file if the hosts' caches are not coherent."""
         hosts, item_bytes = self._team.hosts, self._sizes.item_bytes
-        if isinstance(stage, Stage):
-            kind = file_system_of(stage.stage_dir)
-        if not isinstance(stage, Stage) or len(set(hosts)) == 1 or is_coherent(kind):
+        kind = None if len(set(hosts)) == 1 else self._shared.find_incoherent_file_system()
+        if kind is None:
             return divide_work(written.works, self._team.size, item_bytes=item_bytes)
         division = divide_by_hosts(
             written.works, written.target_files, hosts, item_bytes=item_bytes
         )
-        stage.notes.append(
+        self._stage.notes.append(
             "each file is written by one host, because hosts may overwrite each other's bytes "
             f"on {kind}; the largest share is {division.balance:.2f} × the mean"
         )
         return division
-
-    def _store_plan(
-        self, path: Path, spooled: IO[bytes], written: WrittenPlan, division: Division
-    ) -> str:
-        """Write the plan with its division to a file, and return the file's SHA-256."""
-        finish_plan(spooled, written, division)
-        spooled.seek(0)
-        if is_remote(path):
-            return put_file(path, spooled)
-        with translate_os_errors(str(path), doing="write"), path.open("wb") as file:
-            shutil.copyfileobj(spooled, file)
-        return file_digest(path)
 
     def join(self, done: Sequence[ShareResult]) -> None:
         """Join the workers' ledgers, and write everything that is not a tensor.
@@ -340,13 +330,7 @@ class _Lead:
             digest=job.digest,
             on_array=None if literals is None else literals.array_done,
         )
-        if not isinstance(stage, Stage):
-            # Arrays whose bytes were not summed will be read again: keep them until then.
-            for number in {n for share in done for n in share.state.unsummed_arrays}:
-                stage.store.hold(
-                    places.file_of(number), places.offset_of(number), places.bytes_of(number)
-                )
-            join_shares(stage.store, [share.sent for share in done if share.sent is not None])
+        stage.take_shares(done, places)
         for share in done:
             ledger.join(share.state)
         if not ledger.is_complete:
@@ -391,14 +375,13 @@ class _Lead:
         self._comparison = comparison
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
             written = write_plan(comparison, prepared.source.store, spooled)
-            path = stage.stage_dir / "plan-to-verify"
             division = divide_work(
                 written.works, self._team.size, item_bytes=self._sizes.item_bytes
             )
-            digest = self._store_plan(path, spooled, written, division)
-        return replace(
-            self._order(path, digest, threads=comparison.threads), target=store.root.absolute()
-        )
+            order = self._order(
+                "plan-to-verify", spooled, written, division, threads=comparison.threads
+            )
+        return replace(order, target=store.root.absolute())
 
     def finish_verifying(self, done: Sequence[ShareResult]) -> None:
         """Add up the bytes that were compared.

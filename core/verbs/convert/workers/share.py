@@ -1,48 +1,33 @@
-"""Copy one worker's share of a plan into a staging directory that several workers write to.
+"""Copy one worker's share of a plan into a stage that several workers fill.
 
-::
-
-    .out.ckpt-stage/
-    ├── data/            the files, created by the lead, filled by all: every byte has one owner
-    ├── plan             the division of work (core.verbs.convert.stored_plan.file); its hash is
-    checked ├── journal.jsonl    finished items of the lead; journal-1.jsonl for worker 1 … └──
-    workers.lock     held by all that may still write (core.publish.stage.workers_lock)
-
-A worker opens the plan, the source and the staging directory that the lead's order names, and
-checks that they are the lead's: the staging directory by the lock's token, the plan by its hash,
-the source's files by size and modification time. It copies its share, syncs its files to the disk,
-and returns its checksums. No worker reads bytes of another before that one has finished.
+A worker opens the plan, the source and the stage that the lead's order names, and checks that they
+are the lead's: the stage by its lock's token (``core.publish.stage.shared``), the plan by its hash,
+the source's files by size and modification time. It copies its share, waits until it is stored, and
+returns its checksums. No worker reads bytes of another before that one has finished.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from core.engine.copy.ledger import LedgerState
 from core.engine.copy.options import CopyOptions
 from core.engine.copy.run import execute
 from core.engine.device.device import Device
 from core.engine.plan.items import ITEM_BYTES
 from core.engine.team.protocol import Figures, Team, is_lead
-from core.errors import CheckpointingException, StorageError, UsageError
-from core.files.remote_path import is_remote
+from core.errors import CheckpointingException, UsageError
 from core.files.source_store import open_joined
 from core.files.store import TargetStore
-from core.publish.stage.bucket.shared import SentShare, SharedUploads, local_copy, send_share
-from core.publish.stage.files import StageStore
-from core.publish.stage.journal import BATCH_BYTES, FileJournal, journal_path, journals_in
-from core.publish.stage.workers_lock import join_stage
+from core.publish.stage.journal import FileJournal
+from core.publish.stage.protocol import SharedStage, ShareResult
 from core.values import dataclass
 from core.verbs.convert.stored_plan.file import StoredPlan
 
-DATA = "data"
 PATIENCE_SECONDS = 5.0
 """Time that a worker waits for the lead's files, which appear late on network file systems."""
 _PAUSE_SECONDS = 0.2
@@ -54,59 +39,32 @@ class WorkOrder:
     """The lead's order to all workers.
 
     Args:
-        stage_dir: the staging directory.
+        stage: the stage.
         plan: path of the plan's file.
         digest: SHA-256 of the plan's file.
-        token: token of the run (``core.publish.stage.workers_lock``).
-        journal_identity: identity that journals must have; None if nothing is written.
         written: path of the destination before it is published.
         source: directory of the source.
         other_sources: directories of the other sources of a merge.
         target: directory whose files are compared; None if files are written.
-        uploads: the uploads of the destination in an object store; None for a directory.
         threads: number of copying threads.
         memory_bytes: memory that the engine may use in each worker.
         crc, crc_digest: compute CRC-32s, and content digests.
-        fsync: wait until the bytes are on the disk.
-        batch_bytes: work that a killed worker may lose.
         item_bytes, buffer_bytes: as for ``core.engine.copy.options.CopyOptions``.
     """
 
-    stage_dir: Path
+    stage: SharedStage
     plan: Path
     digest: str
-    token: str
-    journal_identity: str | None
     written: Path
     source: Path
     other_sources: tuple[Path, ...] = ()
     target: Path | None = None
-    uploads: SharedUploads | None = None
     threads: int
     memory_bytes: int
     crc: bool = True
     crc_digest: bool = True
-    fsync: bool = True
-    batch_bytes: int = BATCH_BYTES
     item_bytes: int = ITEM_BYTES
     buffer_bytes: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ShareResult:
-    """The result of a worker's share.
-
-    Args:
-        state: state of the worker's ledger.
-        figures: figures for the report.
-        resumed_bytes: bytes of the target that an earlier run had written.
-        sent: what the worker has sent to an object store; None for a directory.
-    """
-
-    state: LedgerState
-    figures: Figures
-    resumed_bytes: int
-    sent: SentShare | None = None
 
 
 class WorkerShare:
@@ -137,22 +95,16 @@ class WorkerShare:
         self._team = team
         self._patience_s = patience_s
         self._closing = ExitStack()
-        self._journal: FileJournal | None = None
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            path = self._order.plan
             for folder in (self._order.source, *self._order.other_sources):
                 self._wait_for(folder, "the source")
-            if is_remote(path):
-                path = stack.enter_context(local_copy(path))
-            else:
-                self._wait_for(self._order.stage_dir / DATA, "the unfinished destination")
-                # Hold the lock, so that no other run takes over while this worker may still write.
-                if not is_lead(self._team):
-                    stack.callback(join_stage(self._order.stage_dir, self._order.token).close)
+            opened = self._order.stage.open_plan(
+                self._order.plan, is_lead=is_lead(self._team), wait_for=self._wait_for
+            )
             plan = StoredPlan(
-                path,
+                stack.enter_context(opened),
                 self._order.digest,
                 rank=self._team.rank,
                 threads=self._order.threads,
@@ -176,67 +128,19 @@ class WorkerShare:
         self._closing.close()
 
     def copy(self) -> ShareResult:
-        """Copy the share into the staging directory.
+        """Copy the share into the stage.
 
         Raises:
             CheckpointingException: as for ``core.engine.copy.run.execute``, and StoppedError.
         """
-        order = self._order
-        if order.uploads is not None:
-            return self._send(order.uploads)
-        assert order.journal_identity is not None
-        store = StageStore(order.stage_dir / DATA, is_durable=order.fsync)
+        order, plan = self._order, self._plan
 
-        def sync(files: Iterable[str]) -> None:
-            for file in files if order.fsync else ():
-                store.sync(file)
+        def copy(store: TargetStore, journal: FileJournal | None) -> ShareResult:
+            return self._execute(store, crc=order.crc, digest=order.crc_digest, journal=journal)
 
-        try:
-            # The journal lists an item only after its bytes are on the disk.
-            journal = FileJournal(
-                journal_path(order.stage_dir, self._team.rank),
-                order.journal_identity,
-                sync=sync,
-                batch_bytes=order.batch_bytes,
-                others=journals_in(order.stage_dir),
-                keys=self._plan.numbers,
-            )
-            try:
-                result = self._execute(
-                    store, crc=order.crc, digest=order.crc_digest, journal=journal
-                )
-                journal.flush()
-            except BaseException:
-                with suppress(CheckpointingException):
-                    journal.flush()
-                raise
-            finally:
-                journal.close()
-            if order.fsync:
-                store.sync_files()
-        except BaseException:
-            with suppress(StorageError):  # report the first error, not one of closing after it
-                store.close()
-            raise
-        store.close()  # a network file system may report a failed write only here
-        return result
-
-    def _send(self, uploads: SharedUploads) -> ShareResult:
-        """Copy the share into uploads of an object store."""
-        order, places = self._order, self._plan.places
-        store = uploads.open()
-        try:
-            result = self._execute(store, crc=order.crc, digest=order.crc_digest, journal=None)
-            # Arrays that others complete need not be read back here.
-            for number, part in result.state.open.items():
-                if not part.n_unsummed:
-                    store.release(
-                        places.file_of(number), places.offset_of(number), places.bytes_of(number)
-                    )
-            sent = send_share(store, order.stage_dir / f"leftovers-{self._team.rank}")  # type: ignore[arg-type]
-            return replace(result, sent=sent, resumed_bytes=store.resumed_bytes)
-        finally:
-            store.close()
+        return order.stage.copy_share(
+            copy, rank=self._team.rank, places=plan.places, tensors=plan.numbers
+        )
 
     def compare(self, target: TargetStore) -> ShareResult:
         """Compare the share with the written files.

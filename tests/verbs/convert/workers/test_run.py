@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from core.engine.team.protocol import Team, is_final, summarize_figures
 from core.errors import CorruptError, SourceChangedError, StorageError, UsageError, WorkerError
 from core.progress import bytes_only
+from core.publish.stage.shared import SharedDirectory
 from core.verbs.convert.run import Job, TopologyChange, run
 from core.verbs.convert.workers.run import WorkSizes, run_shared
 from core.verbs.convert.workers.share import WorkerShare, WorkOrder
@@ -282,11 +283,11 @@ def test_a_source_that_changes_is_not_taken_for_another_host_s(
 
 def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
     order = WorkOrder(
-        stage_dir=tmp_path / ".out.ckpt-stage",
+        stage=SharedDirectory(
+            tmp_path / ".out.ckpt-stage", "0" * 32, "identity", fsync=False, batch_bytes=1
+        ),
         plan=tmp_path / "plan",
         digest="0" * 64,
-        token="0" * 32,
-        journal_identity=None,
         written=tmp_path / ".out.ckpt-stage" / "data",
         source=tmp_path,
         threads=1,

@@ -1,0 +1,97 @@
+"""``ckpt demo``: write the small checkpoints on which the examples of the documentation run.
+
+They lie in ``playground.tar.xz`` beside this module; ``scripts/make_playground`` packs them.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckpt_cli.screen.blocks import bytes_text
+from ckpt_cli.screen.failure import Terminated
+from ckpt_cli.screen.terminal import escaped, screen_of
+from core.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_cli.options.demo import DemoOptions
+
+ARCHIVE = Path(__file__).with_name("playground.tar.xz")
+TO_TRY = (
+    "ckpt inspect runs/llama",
+    "ckpt reshard runs/llama runs/llama-tp2 --tp-new 2 --pp-new 2",
+    "ckpt validate runs/damaged --deep",
+)
+"""Commands that are proposed; they run in the directory."""
+
+
+def demo(options: DemoOptions) -> int:
+    """Run ``ckpt demo`` and return the exit code.
+
+    Raises:
+        UsageError: the directory is not empty, or is a file.
+        OSError: it cannot be written.
+    """
+    target_dir = options.dir
+    is_new = not target_dir.exists()
+    if not is_new and (not target_dir.is_dir() or any(target_dir.iterdir())):
+        state = "is not empty" if target_dir.is_dir() else "is a file"
+        raise UsageError(
+            f"{target_dir} {state}", hint="name a directory that does not exist: ckpt demo DIR"
+        )
+    try:
+        n_bytes = unpack_playground(target_dir)
+    except BaseException as err:
+        # What is there would keep the next attempt from beginning.
+        for path in target_dir.iterdir() if target_dir.is_dir() else ():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        if is_new and target_dir.is_dir():
+            target_dir.rmdir()
+        if isinstance(err, Terminated):
+            err.remaining = "nothing was written"
+        raise
+    screen = screen_of(sys.stdout)
+    mark = screen.plain(screen.styled("✓", "green"))
+    names = [path for folder in ("runs", "models") for path in (target_dir / folder).iterdir()]
+    size = f"{len(names)} checkpoints, {bytes_text(n_bytes)}"
+    print(f"{mark} wrote {escaped(str(target_dir))}: {size}")
+    print("Megatron-LM, PyTorch, DeepSpeed, transformers, Lightning and Orbax made them. Try:")
+    for command in (f"cd {shlex.quote(str(target_dir))}", *TO_TRY):
+        print(f"  {escaped(command)}")
+    return 0
+
+
+def unpack_playground(
+    target_dir: Path, *, is_wanted: Callable[[str], bool] = lambda name: True
+) -> int:
+    """Write the checkpoints into a directory, dated now, and return their bytes.
+
+    Args:
+        target_dir: is made if it does not exist.
+        is_wanted: called with the name of each file (``runs/llama/iter_0000010/…``).
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    n_bytes = 0
+    target_dir.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(ARCHIVE) as archive:
+        for member in archive:
+            if not is_wanted(member.name):
+                continue
+            path = target_dir / member.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            data = archive.extractfile(member)
+            if data is None:  # the directory of a missing file
+                path.mkdir()
+            else:
+                n_bytes += path.write_bytes(data.read())
+    return n_bytes
