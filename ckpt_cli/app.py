@@ -31,6 +31,7 @@ from core.errors import UsageError
 if TYPE_CHECKING:
     from ckpt_cli.options.demo import DemoOptions
     from ckpt_cli.options.diff import DiffOptions
+    from ckpt_cli.options.explain import ExplainOptions
     from ckpt_cli.options.explore import ExploreOptions
     from ckpt_cli.options.inspect import InspectOptions
     from ckpt_cli.options.launch import LaunchOptions
@@ -258,6 +259,21 @@ def _diff(options: DiffOptions) -> Work:
     return partial(run_diff, options)
 
 
+@app.command(
+    "explain", cls=Command, short_help="Say what an error or a finding means, and what to do."
+)
+@accepts("explain.ExplainOptions")
+def _explain(options: ExplainOptions) -> Work:
+    """Say what an error message or a finding means, how it comes about, and what to do.
+
+    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are known by their
+    words. Of a checkpoint, the metadata are checked, and the findings explained.
+    """
+    from ckpt_cli.commands.explain import explain
+
+    return partial(explain, options)
+
+
 @app.command("prune", cls=Command, short_help="Remove old iterations of a training run.")
 @accepts("prune.PruneOptions")
 def _prune(options: PruneOptions) -> Work:
@@ -336,6 +352,8 @@ def parse_command(arguments: Sequence[str]) -> Work | int:
         Exception: the command line is invalid; ``failure_of`` translates the error.
     """
     word = arguments[0].lower().replace("_", "-") if arguments else "--help"
+    if word == "help":
+        return _parse_help(arguments[1:])
     try:
         work = _group_for(word)(list(arguments), prog_name="ckpt", standalone_mode=False)
     except Exception as err:
@@ -344,6 +362,23 @@ def parse_command(arguments: Sequence[str]) -> Work | int:
             raise
         work = _group_for("ckpt")(list(arguments), prog_name="ckpt", standalone_mode=False)
     return work if callable(work) else int(work or 0)
+
+
+def _parse_help(words: Sequence[str]) -> Work | int:
+    """Parse the words after ``ckpt help``: none, a command, or a topic."""
+    if not words:
+        from ckpt_cli.commands.help import topic_sections
+        from ckpt_cli.screen.help_page import sections_text
+
+        code = parse_command(["--help"])
+        print(f"\n{sections_text(topic_sections(), screen_of(sys.stdout))}")
+        return code
+    names = [command.name for command in app.registered_commands]
+    if words[0].startswith("-") or words[0].lower().replace("_", "-") in names:
+        return parse_command([*words, "--help"])
+    from ckpt_cli.commands.help import show_topic
+
+    return partial(show_topic, words[0])
 
 
 def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | None = None) -> int:

@@ -237,12 +237,13 @@ def _report_lines(
         from ckpt_cli.findings.github import github_lines
 
         return github_lines(verdicts)
-    from ckpt_cli.findings.text import text_lines
+    from ckpt_cli.findings.text import explain_lines, text_lines
 
     return chain(
         text_lines(screen, verdicts, limit=options.limit, is_quiet=options.quiet),
         () if options.quiet else _grids_with_missing_ranks(screen, verdicts),
         () if options.quiet else _checkpoints_below(screen, verdicts, limit=options.limit),
+        explain_lines(screen, verdicts, is_quiet=options.quiet),
     )
 
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _WIDTH = 100
 """Maximum width of a place and its message, and of a place, in files and pipes."""
+_EXPLAINED = 3
+"""Maximum number of codes in the command that explains them."""
 LIMIT = 8
 """Default maximum number of places that are shown for a code."""
 
@@ -75,6 +77,22 @@ def _page(
         n_bad = sum(not verdict.judgement.is_valid for verdict in verdicts)
         text, color = (f"{n_bad} with errors", "red") if n_bad else ("none with errors", "green")
         yield screen.plain(f"{n_text(len(verdicts), 'checkpoint')}: {screen.styled(text, color)}")
+
+
+def explain_lines(screen: Screen, verdicts: Sequence[Verdict], *, is_quiet: bool) -> Iterator[str]:
+    """Yield the command that explains the worst codes; nothing if only notes are shown.
+
+    Args:
+        is_quiet: checkpoints without errors are not shown.
+    """
+    shown = [verdict for verdict in verdicts if not (is_quiet and verdict.judgement.is_valid)]
+    findings = [finding for verdict in shown for finding in verdict.judgement.counted]
+    worst = sorted(findings, key=lambda finding: -finding.severity)
+    names = dict.fromkeys(item.code for item in worst if item.severity != Severity.NOTE)
+    if names:
+        yield ""
+        text = f"→ ckpt explain {' '.join([*names][:_EXPLAINED])}"
+        yield screen.plain(screen.styled(text, "dim"))
 
 
 def _verdict_lines(screen: Screen, verdict: Verdict, limit: int) -> Iterator[str]:

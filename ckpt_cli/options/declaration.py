@@ -39,7 +39,7 @@ _DECLARED = "declared"
 _ANNOTATED: Any = Annotated
 """``Any`` for the type checker: the annotations below are built at run time."""
 _CHECKPOINTS = frozenset(
-    {"src", "path", "paths", "a", "b", "against", "dst", "output", "add_delta", "lora", "root"}
+    "src dst path paths subject a b against output add_delta lora root".split()
 )
 """Fields whose paths may be URLs: they name checkpoints."""
 

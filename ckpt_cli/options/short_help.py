@@ -21,7 +21,7 @@ class ShortHelp:
     Args:
         examples: (what it does, command line) pairs.
         options: long names of the options to show, in this order.
-        guide: page about the command in ``docs``, without its suffix.
+        guide: page about the command in ``docs``, without its suffix; "" for their list.
     """
 
     examples: tuple[tuple[str, str], ...]
@@ -38,7 +38,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             ("is every byte intact?", "ckpt validate run-tp4 --deep"),
         ),
         options=("--version", "--install-completion"),
-        guide="guide/first-steps",
+        guide="",
     ),
     "inspect": ShortHelp(
         examples=(
@@ -216,6 +216,15 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         ),
         guide="guide/compare",
     ),
+    "explain": ShortHelp(
+        examples=(
+            ("a code of ckpt validate", "ckpt explain CK508"),
+            ("a line that a program printed", "ckpt explain 'Missing key(s) in state_dict'"),
+            ("what stands in the way of a checkpoint", "ckpt explain run/iter_0010000"),
+        ),
+        options=("--no-pager", "--storage-option"),
+        guide="troubleshooting",
+    ),
     "prune": ShortHelp(
         examples=(
             (
@@ -275,10 +284,10 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
 
 
 def documentation_of(command: str) -> str:
-    """Return where the documentation of a command is: an address, or a file of the repository.
+    """Return where the documentation of a command is: an address, or the command that shows it.
 
     The address is the ``Documentation`` of pyproject.toml's ``[project.urls]``: a site built with
-    mkdocs.yml. Without one, the page is named by its path in the repository.
+    mkdocs.yml. Without one, ``ckpt help`` shows the page.
     """
     guide = SHORT_HELP[command].guide
     # importlib.metadata takes as long to import as the rest of a help page takes.
@@ -291,4 +300,4 @@ def documentation_of(command: str) -> str:
         label, _, address = line.removeprefix("Project-URL:").partition(",")
         if line.startswith("Project-URL:") and label.strip().lower() == "documentation":
             return f"{address.strip().rstrip('/')}/{guide}/"
-    return f"docs/{guide}.md"
+    return f"ckpt help {guide}".rstrip()

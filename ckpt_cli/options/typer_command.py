@@ -89,12 +89,6 @@ class Command(_Pages, TyperCommand):
 class Group(_Pages, TyperGroup):
     """The root command ``ckpt``."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the program's own options; ``help COMMAND`` is the same as ``COMMAND --help``."""
-        if args[:1] == ["help"]:
-            args = [*args[1:], "--help"]
-        return super().parse_args(ctx, args)
-
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """Return name, command and arguments of the command that the first word names.
 
@@ -132,7 +126,11 @@ def short_page(command: Any, ctx: Any) -> HelpPage:
         short_help.examples,
         sections,
         (),
-        (("All options", every_option), ("Documentation", documentation_of(name))),
+        (
+            *([("Errors", "ckpt explain CODE, 'TEXT' or PATH")] if name == "ckpt" else ()),
+            ("All options", every_option),
+            ("Documentation", documentation_of(name)),
+        ),
     )
 
 

@@ -163,8 +163,7 @@ def header_facts(summary: Summary, checkpoint: Checkpoint) -> list[tuple[str, Ce
         pairs.append(("objects", f"{summary.n_objects:,}, listed by --flat"))
     pairs += _attribute_facts(summary)
     # What can be done with it, what no conversion takes along, and notes.
-    for number, capability in enumerate(summary.capabilities):
-        pairs.append(("" if number else "can", _capability_cell(capability)))
+    pairs += capability_facts(summary)
     if checkpoint.catalog.dropped:
         from core.verbs.convert.report.dropped import group_by_reason
 
@@ -202,6 +201,12 @@ def _parallel_text(summary: Summary) -> str:
     if summary.n_ranks:
         texts.append(f"written by {n_text(summary.n_ranks, 'rank')}")
     return " · ".join(texts)
+
+
+def capability_facts(summary: Summary) -> Iterator[tuple[str, Cell | str]]:
+    """Yield what can be done with a checkpoint, and why not, a fact for each."""
+    for number, capability in enumerate(summary.capabilities):
+        yield "" if number else "can", _capability_cell(capability)
 
 
 def _capability_cell(capability: Capability) -> Cell:

@@ -1,10 +1,11 @@
 """Translates an exception into what the user reads, a JSON object and an exit code.
 
-On the screen an error takes up to three lines, however wide the terminal is::
+On the screen an error takes up to four lines, however wide the terminal is::
 
-    error: the file ends early
-      at: file model-00002.safetensors, tensor lm_head.weight, bytes 81920–98304
-      hint: copy it again
+    error: the rank's file is missing
+      at: file iter_0000020/mp_rank_03/model_optim_rng.pt
+      hint: copy the checkpoint again, with all its files
+      more: ckpt explain ranks-missing
 
 With ``--quiet``, in logs of workers and in JSON an error is one line of text. An interruption is
 one line that tells what remains::
@@ -15,7 +16,7 @@ one line that tells what remains::
  code    meaning
 ======  ===============================================================
  0       success
- 1       findings (``validate``, ``diff``); no valid iteration (``prune``)
+ 1       findings (``validate``, ``diff``); nothing valid (``prune``), nothing known (``explain``)
  2       usage: invalid request
  3       the checkpoint is corrupt or incomplete
  4       unsupported format, layout or feature
@@ -86,7 +87,7 @@ class Failure:
         return f"{self.message}{where}{f'; {self.hint}' if self.hint else ''}"
 
     def text(self, screen: Screen, *, is_one_line: bool = False) -> str:
-        """Return the text to print: up to three lines, or one."""
+        """Return the text to print: up to four lines, or one."""
         label = screen.styled(f"{self.label}:", "bold", "red")
         if is_one_line:
             return f"{label} {self.line}"
@@ -94,10 +95,19 @@ class Failure:
         parts = [
             ("at", self.place),
             ("hint", self.hint.replace("\n", "\n" + " " * len("  hint: "))),
+            ("more", _explain_command(self.message)),
         ]
         return "\n".join(
             [f"{label} {self.message}", *(f"  {name}: {text}" for name, text in parts if text)]
         )
+
+
+def _explain_command(message: str) -> str:
+    """Return the command that explains a refusal of ckpt; "" if nothing more is known."""
+    from core.verbs.explain.messages import match_messages
+
+    matches = match_messages(message, printed_by="ckpt")
+    return f"ckpt explain {matches[0].name}" if matches else ""
 
 
 class Terminated(KeyboardInterrupt):

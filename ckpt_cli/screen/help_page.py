@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt_cli.screen.terminal import Screen, columns_of, padded
 from core.values import dataclass
@@ -57,7 +57,7 @@ class HelpPage:
 
     def text(self, screen: Screen) -> str:
         """Return the page as one text, as wide as the terminal and at most 100 columns."""
-        width = min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
+        width = _page_width()
         blocks = [
             self._usage_lines(screen, width),
             *([*_wrapped(text, width, indent=2)] for text in self.paragraphs),
@@ -87,6 +87,17 @@ class HelpPage:
         for purpose, command in self.examples:
             yield f"  {screen.styled(f'# {purpose}', 'dim')}"
             yield f"  {command}"
+
+
+def sections_text(sections: Iterable[Section], screen: Screen) -> str:
+    """Return sections as one text, as wide as a page."""
+    blocks = (_section_lines(section, screen, _page_width()) for section in sections)
+    return screen.plain("\n\n".join("\n".join(lines) for lines in blocks))
+
+
+def _page_width() -> int:
+    """Return the columns of a page on this terminal."""
+    return min(max(shutil.get_terminal_size().columns, _NARROWEST), _WIDEST)
 
 
 def _section_lines(section: Section, screen: Screen, width: int) -> Iterator[str]:

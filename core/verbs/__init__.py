@@ -2,5 +2,5 @@
 
 Start at ``convert``, which ``reshard`` is a case of and ``merge`` computes tensors for. ``inspect``
 and ``pictures`` describe, ``checks`` look for damage and ``validate`` runs them, ``diff`` compares,
-``forecast`` says what a job will take and ``prune`` removes.
+``forecast`` says what a job will take, ``prune`` removes, and ``explain`` knows what messages mean.
 """

@@ -37,7 +37,7 @@ DECLARATIONS = re.compile(r"(^|/)(options/[a-z_]+|other_tools)\.py$")
 """Where names of options are declared, ours and those of other programs that are answered."""
 OPTION = re.compile(r"(?<![\w/.-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]*\*)")
 COMMAND = re.compile(rf"\bckpt ([a-z][a-z-]*|{HOLE})((?: [^,;:()\"`{HOLE}]*)?)")
-PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command", "needs", "as"})
+PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command", "needs", "as", "report"})
 """Words that follow the program's name in sentences about it."""
 FOREIGN: Mapping[str, str] = {
     "no-load-rng": "Megatron-LM",
@@ -142,7 +142,7 @@ def params_of() -> dict[str, dict[str, Any]]:
     """Return the options of each command: name without dashes → typer's parameter."""
     group = get_command(app)
     assert isinstance(group, Group)
-    return {
+    return {"help": {}} | {
         name: {
             option.lstrip("-"): param
             for param in command.params

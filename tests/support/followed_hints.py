@@ -51,7 +51,7 @@ class CommandEnd:
 
     @property
     def hint(self) -> str:
-        return self.err.partition("\n  hint: ")[2].strip()
+        return self.err.partition("\n  hint: ")[2].partition("\n  more: ")[0].strip()
 
     @property
     def key(self) -> str | None:

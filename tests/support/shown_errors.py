@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-_FORM = re.compile(r"error: [^\n]+\n(  at: [^\n]+\n)?(  hint: [^\n]+\n(        [^\n]+\n)*)?")
+_FORM = re.compile(
+    r"error: [^\n]+\n(  at: [^\n]+\n)?(  hint: [^\n]+\n(        [^\n]+\n)*)?(  more: [^\n]+\n)?"
+)
 
 
 def is_one_error(text: str) -> bool:

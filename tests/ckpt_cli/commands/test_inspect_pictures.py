@@ -86,7 +86,7 @@ def test_validate_draws_the_grid_where_a_rank_is_missing(
     assert main(["validate", str(path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "pp 1  1, 3    84.9 KiB   missing  final_layernorm, output_layer" in lines
-    assert lines[-1] == "missing: tp 1 pp 1, with layers 1, 3"
+    assert lines[-3:] == ["missing: tp 1 pp 1, with layers 1, 3", "", "→ ckpt explain CK160"]
     # Reports for other programs have no picture, and --quiet has none either.
     assert main(["validate", str(path), "--json"]) == 1
     json.loads(capsys.readouterr().out)

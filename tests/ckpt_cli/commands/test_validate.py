@@ -80,7 +80,7 @@ def test_every_finding_has_a_code_of_the_table_and_says_what_to_do(bad: Path, ru
 def test_several_paths_have_a_report_each(good: Path, bad: Path, run: Run) -> None:
     code, out, _ = run(good, bad)
     assert code == 1
-    assert out.endswith("2 checkpoints: 1 with errors\n")
+    assert out.endswith("2 checkpoints: 1 with errors\n\n→ ckpt explain CK101\n")
     assert [checkpoint["valid"] for checkpoint in shown(run, good, bad)["checkpoints"]] == [
         True,
         False,

@@ -1,0 +1,151 @@
+"""``ckpt explain`` and ``ckpt help TOPIC``."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt_cli.app import main
+from ckpt_cli.commands.help import find_pages
+
+
+def shown(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
+    """Run ``ckpt`` and return what it prints on stdout."""
+    assert main([str(word) for word in words]) == code
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_a_code_is_explained_with_its_cause_and_its_commands(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shown(capsys, "explain", "ck508", "CK101")
+    assert out.startswith("CK508  a rank's file is a copy of another rank's\n")
+    assert "  cause  " in out and "ckpt validate PATH --headers" in out
+    assert "\nCK101  a file is missing\n" in out
+
+
+def test_a_pasted_finding_is_explained_by_its_code(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "explain", "  error CK701 checksum mismatch")
+    assert out.startswith("CK701  checksum mismatch\n")
+
+
+def test_an_unknown_code_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "CK999"]) == 2
+    assert "no code CK999" in capsys.readouterr().err
+
+
+def test_words_need_no_quotes_and_the_likeliest_message_is_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shown(capsys, "explain", "Missing", "key", "in", "checkpoint", "state_dict:", "a.b")
+    assert out.startswith("Missing key in checkpoint state_dict: …\n  printed by  PyTorch (DCP)\n")
+
+
+def test_a_message_is_also_found_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys, "explain", "destination-exists").startswith("the destination exists\n")
+
+
+def test_a_log_is_read_from_stdin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = "step 1\nRuntimeError: PytorchStreamReader failed reading zip archive: failed\nfinding"
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{log} central directory\n"))
+    assert "CK120" in shown(capsys, "explain", "-")
+
+
+def test_a_text_of_which_nothing_is_known_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "explain", "the moon is full", code=1)
+    assert out.startswith("nothing is known about this text\n")
+    assert "ckpt inspect PATH" in out and "ckpt validate PATH" in out
+
+
+def test_a_misspelt_path_is_answered_with_the_nearest(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(golden / "torch_dcp/fsdp2_dp2", tmp_path / "titan")
+    assert main(["explain", str(tmp_path / "titn")]) == 2
+    assert "did you mean" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_opens_lists_what_can_be_made_of_it(
+    golden: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capsys, "explain", golden / "mcore_legacy/dense_gqa/tp2_pp1")
+    assert "✓ no findings" in out
+    assert "can  ✓ convert to" in out and "✓ reshard" in out
+
+
+def test_the_findings_of_a_checkpoint_are_explained_with_its_path(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", tmp_path / "run")
+    iteration = tmp_path / "run/iter_0000010"
+    shutil.rmtree(iteration / "mp_rank_01")
+    out = shown(capsys, "explain", tmp_path / "run")
+    assert "error CK160" in out and "\nCK160  a rank's files are missing\n" in out
+    assert f"ckpt validate {iteration} --headers" in out
+    assert "what can be read of it: ckpt inspect" in out
+
+
+def test_findings_end_with_the_command_that_explains_them_once(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run/iter_0000010/mp_rank_01")
+    out = shown(capsys, "validate", tmp_path / "run", golden / "torch_dcp/tp2_only", code=1)
+    assert out.count("→ ckpt explain CK160") == 1
+    assert "ckpt explain" not in shown(capsys, "validate", golden / "torch_dcp/tp2_only")
+
+
+def test_a_refusal_of_the_table_names_its_entry(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = golden / "torch_dcp/fsdp2_dp2"
+    assert main(["convert", str(source), str(tmp_path / "x"), "--to", "hf"]) == 4
+    assert capsys.readouterr().err.endswith("\n  more: ckpt explain names-unknown\n")
+    assert main(["convert", str(source), str(tmp_path), "--to", "torch"]) == 2
+    assert "more: ckpt explain destination-exists" in capsys.readouterr().err
+
+
+def test_help_lists_the_topics_below_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    program = shown(capsys, "--help")
+    out = shown(capsys, "help")
+    assert out.startswith(program)
+    listed = out.removeprefix(program)
+    for name in find_pages():
+        assert (name.removeprefix("tasks/") if name.startswith("tasks/") else name) in listed
+
+
+def test_every_topic_is_shown_as_it_stands_without_its_comments(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stems = [name.rpartition("/")[2] for name in find_pages()]
+    assert len(set(stems)) == len(stems) > 30
+    for name, path in find_pages().items():
+        out = shown(capsys, "help", name)
+        assert out.splitlines()[0] == path.read_text("utf-8").splitlines()[0]
+        assert "<!--" not in out
+    assert shown(capsys, "help", "merge-lora") == shown(capsys, "help", "tasks/merge-lora")
+
+
+def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "deepsped"]) == 2
+    assert "did you mean deepspeed?" in capsys.readouterr().err
+
+
+def test_a_topic_is_drawn_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("CKPT_PAGER", "")
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["help", "merge-lora"]) == 0
+    out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
+    assert "Merge a LoRA adapter into its base" in out
+    assert "```" not in out and max(map(len, out.splitlines())) <= 80
