@@ -257,7 +257,7 @@ def test_damage_that_stays_is_an_error(strict: StrictS3) -> None:
     upload = upload_client(path).begin(path, 2, 2)
     strict.n_damaged = 99
     with pytest.raises(
-        StorageError, match=r"received other bytes than were sent \(400 BadDigest\)"
+        StorageError, match=r"received different bytes than were sent \(400 BadDigest\)"
     ):
         upload.send(1, memoryview(b"ab"))
 
