@@ -2,7 +2,8 @@
 
 The library has the common name ``core``, which other projects use as well. So that a ``core``
 folder in the working directory or on PYTHONPATH cannot take its place, importing this package loads
-the ``core`` that is installed next to it.
+the ``core`` that is installed next to it. A script beside such a folder writes ``from ckpt_cli
+import core as ckpt``.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 
-def _load_core() -> None:
+def _load_core() -> ModuleType:
     """Import the package ``core`` that is installed next to this one, whatever is in ``sys.path``.
 
     Raises:
@@ -25,11 +28,11 @@ def _load_core() -> None:
     if loaded is not None:
         file = getattr(loaded, "__file__", None)
         if file is not None and Path(file).resolve() == path:
-            return
+            return loaded
         where = file or ", ".join(getattr(loaded, "__path__", ["an unknown place"]))
         raise ImportError(
             f"another package named 'core' has been imported ({where}), and ckpt needs its own "
-            f"({path}): import ckpt_cli before it, or run ckpt as a program"
+            f"({path}): in a new process, import ckpt_cli before it, or run ckpt as a program"
         )
     # As the import system does, enter the module in ``sys.modules`` before it runs, because it
     # imports its own submodules, and remove it if it fails.
@@ -42,6 +45,10 @@ def _load_core() -> None:
     except BaseException:
         del sys.modules["core"]
         raise
+    return module
 
 
-_load_core()
+if TYPE_CHECKING:
+    import core as core
+else:
+    core = _load_core()

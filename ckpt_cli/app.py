@@ -74,7 +74,7 @@ _NOT_IN_MERGE = (
 app = Typer(
     name="ckpt",
     cls=Group,
-    help="Inspect, convert, reshard and verify training checkpoints.",
+    help="Inspect, convert, reshard and verify training checkpoints. ckpt PATH inspects one.",
     epilog="Exit codes: 0 success, 1 findings, 2 usage error, 3 corrupt or incomplete, "
     "4 unsupported, 5 unsafe, 6 I/O error, 7 out of memory or disk space, 8 worker failed, "
     "70 internal error, 130 interrupted.",
@@ -345,6 +345,21 @@ def _no_options() -> None:
     pass
 
 
+def _with_command(arguments: list[str]) -> list[str]:
+    """Return the arguments with ``inspect`` before a path, if they begin with one.
+
+    The name of a command is never a path, and a word that names nothing a misspelt command.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        return arguments
+    word = arguments[0]
+    name = word.lower().replace("_", "-")
+    if name == "help" or name in [command.name for command in app.registered_commands]:
+        return arguments
+    is_path = os.sep in word or "://" in word or os.path.lexists(word)
+    return ["inspect", *arguments] if is_path else arguments
+
+
 def parse_command(arguments: Sequence[str]) -> Work | int:
     """Parse a command line; return its work, or the exit code of ``--help`` and ``--version``.
 
@@ -391,7 +406,7 @@ def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | N
     Returns:
         The exit code; ``ckpt_cli.screen.failure`` lists the codes.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = _with_command(list(sys.argv[1:] if argv is None else argv))
     # Signals keep their default while parsing: nothing has to be cleaned up until the work begins.
     # Output is flushed here, while a full disk or closed pipe can still be reported.
     _prepare_streams()

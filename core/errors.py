@@ -13,6 +13,7 @@ The tree (exit codes are the command line's)::
     │   └── UnknownTensorError          4   no layout rule matches a tensor's name
     ├── UnsafeError                     5   refused: names outside the directory, hostile pickles, …
     ├── StorageError                    6   the operating system refused to read or write
+    │   ├── AccessDeniedError           6   an object store does not let these credentials do it
     │   └── SourceChangedError          6   a source file changed while it was read
     ├── CapacityError                   7   does not fit in memory or on the disk
     └── WorkerError                     8   a worker process failed
@@ -107,6 +108,14 @@ class CheckpointingException(Exception):
         """Set the broken rule unless the error has one already, and return the error."""
         self.rule = self.rule or rule
         return self
+
+    def reword(self, spell: Callable[[str], str]) -> None:
+        """Replace message and hint by what a function returns for them."""
+        message = spell(self.message)
+        if self.args == (self.message,):
+            self.args = (message,)
+        self.message = message
+        self.hint = self.hint and spell(self.hint)
 
     @property
     def place(self) -> str:
@@ -244,19 +253,9 @@ class NoEffectError(UsageError):
         if len(options) > 1:
             hint = re.sub(r"\bit\b", "them", hint, count=1)
         super().__init__("", hint=hint)
-        self.args = self.options, self.reason = tuple(options), reason  # what unpickling passes
-        self._name_options(map(flag_of, options))
-
-    def name_arguments(self) -> None:
-        """Name the options as arguments in Python: ``vocab_size``, ``optim=False``."""
-        self._name_options(
-            f"{name.removeprefix('no_')}=False" if name.startswith("no_") else name
-            for name in self.options
-        )
-
-    def _name_options(self, names: Iterable[str]) -> None:
-        verb = "has" if len(self.options) == 1 else "have"
-        self.message = f"{', '.join(names)} {verb} no effect: {self.reason}"
+        self.args = tuple(options), reason  # what unpickling passes
+        verb = "has" if len(options) == 1 else "have"
+        self.message = f"{', '.join(map(flag_of, options))} {verb} no effect: {reason}"
 
 
 class NoEffect(NamedTuple):

@@ -19,6 +19,8 @@ The exit code is 0 if they are the same, and 1 if they differ or could not be co
                                     "first": [int] | null,
                                     "first_a": number | null, "first_b": number | null},
                   "is_cast": bool | null}],
+     "layers": [{"layer": str, "tensors": int, "differing": int, "max_abs": number | null,
+                 "relative": number | null, "worst": str}],
      "entries": [{"path": str, "kind": "changed" | "only_a" | "only_b",
                   "a": str | null, "b": str | null}],
      "layout_entries": [… as entries; not counted as differences],
@@ -26,7 +28,9 @@ The exit code is 0 if they are the same, and 1 if they differ or could not be co
      "entries_compared": int, "bytes_read": int, "seconds": float,
      "map": {"model": MAP, "optimizer": MAP}}
 
-``tensors`` lists those that are not equal, the most important first. A kind is one of the keys of
+``tensors`` lists those that are not equal, the most important first, and ``layers`` the layers with
+different values (of the optimizer, if no layer of the model has any), the most different first:
+``relative`` is that of the ``worst`` tensor. A kind is one of the keys of
 ``counts``: ``close`` tensors are equal only within the tolerance, ``unread`` ones have equal names,
 shapes and dtypes and were not read. ``nan`` counts the elements that are NaN on one side,
 ``relative`` is |A-B| / |A| in the Euclidean norm, ``is_cast`` is true if the narrower of two dtypes
@@ -71,6 +75,7 @@ from core.errors import NoEffect, refuse_without_effect
 from core.opening.open import FILL
 from core.values import changed_fields
 from core.verbs.convert.job import DEFAULT_THREADS
+from core.verbs.diff.layers import rank_layers
 from core.verbs.diff.options import build_diff_job
 from core.verbs.diff.result import KINDS
 from core.verbs.diff.run import DiffJob, diff
@@ -171,6 +176,17 @@ def _as_json(result: Diff) -> dict[str, object]:
             _tensor_json(tensor)
             for tensor in result.tensors
             if tensor.kind not in ("equal", "unread")
+        ],
+        "layers": [
+            {
+                "layer": layer.name,
+                "tensors": layer.n_tensors,
+                "differing": len(layer.differing),
+                "max_abs": _number(layer.max_abs),
+                "relative": _number(layer.relative),
+                "worst": layer.worst.key,
+            }
+            for layer in rank_layers(result.tensors).layers
         ],
         "entries": [asdict(entry) for entry in result.entries],
         "layout_entries": [asdict(entry) for entry in result.of_layout],

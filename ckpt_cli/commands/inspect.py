@@ -18,6 +18,8 @@
      "optimizer": {"format": str, "title": str} | null,
      "can": [{"action": "convert" | "reshard", "possible": bool,
               "to": [format], "why": str | null}],
+     "iterations": [{"path": str, "format": str | null, "title": str | null, "iteration": int,
+                     "files": int | null, "bytes": int | null, "modified": str}],
      "is_unsharded": bool, "notes": [str], "dropped": [str],
      "attributes": {path: {name: any}},
      "problems": [{"code": str, "message": str, "file": str, "key": str, "rank": str, "hint": str,
@@ -66,6 +68,8 @@ its length in the file, if the metadata contain it. ``beside`` lists the files t
 copies along (configurations, tokenizers), ``dropped`` the entries that no conversion carries over,
 each with the reason. ``attributes`` are what the checkpoint says about its containers (metadata of
 a file or an index, of a group; "" is the root) and, where there are any, about a tensor.
+``iterations`` lists the newest ten of the training root that PATH is, if it has several; its fields
+are those of a directory with checkpoints, below.
 
 A damaged checkpoint is shown as far as it can be read; ``problems``, whose fields other than
 ``code`` and ``message`` are present where they are known, says what is missing, and the exit code

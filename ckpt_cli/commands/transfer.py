@@ -156,7 +156,7 @@ def transfer(job: Job, options: TransferOptions) -> int:
     if options.dry_run:
         return broadcast_result(workers, lambda: _plan(job, options))
     # All workers do the work; the lead prints the report.
-    report = _run(job, workers, form=_form_of(options))
+    report = _run(job, workers, options)
     if not is_lead(workers):
         return 0
     if options.json:
@@ -251,11 +251,8 @@ def _command_without_dry_run(options: TransferOptions, expected: Forecast) -> st
     Args:
         expected: tells what exists at the destination.
     """
-    # Below ``launch``, the words are only those of the inner command.
-    if not options.words or RESULTS_VARIABLE in os.environ:
+    if _command_again(options) is None:
         return None
-    if options.storage_option:
-        return None  # it may hold secrets, which are never printed
     # Nobody should paste a --force that he has not asked for.
     existing = expected.existing
     if existing is not None and (existing.refusal is not None or not options.force):
@@ -268,6 +265,14 @@ def _command_without_dry_run(options: TransferOptions, expected: Forecast) -> st
         elif name in ("--rank", "--report"):
             del words[at : at + 2]
     return shlex.join(words)
+
+
+def _command_again(options: TransferOptions) -> str | None:
+    """Return the command line to paste; None if it is not known, or may hold secrets."""
+    # Below ``launch``, the words are only those of the inner command.
+    if not options.words or RESULTS_VARIABLE in os.environ or options.storage_option:
+        return None
+    return shlex.join(options.words)
 
 
 def _form_of(options: TransferOptions) -> str:
@@ -284,11 +289,8 @@ def _prepare(job: Job, options: TransferOptions) -> Iterator[Prepared]:
         yield prepared
 
 
-def _run(job: Job, workers: Team, *, form: str) -> Report:
+def _run(job: Job, workers: Team, options: TransferOptions) -> Report:
     """Run the job, in this process alone or together with the other workers.
-
-    Args:
-        form: the form in which progress is shown.
 
     Raises:
         UsageError: the two tensors of ``--tie`` are not identical.
@@ -298,14 +300,16 @@ def _run(job: Job, workers: Team, *, form: str) -> Report:
     # Every launch keeps its staging directory, even with one worker, so a restart can continue.
     is_launched = RESULTS_VARIABLE in os.environ
     job = replace(job, resume=job.resume or is_launched)
-    destination = InterruptedOutput(job.dst, keeps_partial=job.resume or workers.size > 1)
+    destination = InterruptedOutput(
+        job.dst, keeps_partial=job.resume or workers.size > 1, command=_command_again(options)
+    )
 
     def note_publication(report: Report, inode: int) -> None:
         destination.path, destination.inode = location_of(report.dst), inode
         remember_report(report, inode)
 
     try:
-        with show_progress(form) as progress:
+        with show_progress(_form_of(options)) as progress:
             report = _published_report(workers)
             if report is not None:
                 return report

@@ -17,8 +17,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual import on
@@ -28,8 +30,10 @@ from textual.containers import Horizontal, Vertical
 from textual.widgets import Footer, Static, Tree
 
 from ckpt_cli.explore.cancellation import Cancellation, Cancelled
+from ckpt_cli.explore.checkpoint_list import CheckpointList
 from ckpt_cli.explore.detail_pane import DetailPane
 from ckpt_cli.explore.drawn_text import label_of
+from ckpt_cli.explore.key_help import KeyHelp
 from ckpt_cli.explore.name_tree import NameTree
 from ckpt_cli.explore.names import Entry
 from ckpt_cli.explore.path_prompt import PathPrompt
@@ -37,14 +41,30 @@ from ckpt_cli.explore.report_screen import ReportScreen
 from ckpt_cli.explore.search import SearchPanel
 from ckpt_cli.explore.source import CheckpointSource, SourceOptions, open_source
 from ckpt_cli.screen.blocks import Block, bytes_text, n_text
+from core.errors import CheckpointingException, UnsupportedError
 from core.files.remote_path import location_of
 from core.files.requests.ending import allow_requests, end_requests
 from core.files.store import override
+from core.opening.iterations import CHECKPOINTS_BELOW
 from core.pickle.noted import gc_paused
 from core.progress import OnProgress
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from core.opening.listing import Listing
+
 _OF_FIRST_SCREEN = frozenset(
-    {"search", "compare", "validate", "statistics", "stop_reading", "widen", "app.focus_next"}
+    {
+        "search",
+        "compare",
+        "validate",
+        "statistics",
+        "stop_reading",
+        "widen",
+        "app.focus_next",
+        "help",
+    }
 )
 _DIFF_ROWS = 40
 """Most lines of each list of a comparison."""
@@ -67,6 +87,7 @@ class ExplorerApp(App[int]):
         Binding("s", "statistics", "Statistics"),
         Binding("w", "widen", "Wide"),
         Binding("tab", "app.focus_next", "Pane", key_display="tab"),
+        Binding("question_mark", "help", "Help", key_display="?"),
         Binding("q", "quit", "Quit"),
         Binding("escape", "stop_reading", "Stop reading", show=False),
         Binding("ctrl+c", "quit", "Quit", show=False, priority=True),
@@ -123,6 +144,10 @@ class ExplorerApp(App[int]):
         """Leave."""
         self._opening.cancel()
         self.exit(0)
+
+    def action_help(self) -> None:
+        """Show the keys."""
+        self.push_screen(KeyHelp())
 
     def action_search(self) -> None:
         """Show the search in place of the tree."""
@@ -260,12 +285,40 @@ class ExplorerApp(App[int]):
         except Cancelled:
             return
         except BaseException as err:
-            self.call_later(self._fail, err)
+            listing = self._list_checkpoints(err)
+            if listing is None:
+                self.call_later(self._fail, err)
+            else:
+                self.call_later(self._ask_for_checkpoint, listing)
             return
         if self._opening.is_cancelled():
             source.close()
             return
         self.call_later(self._show_source, source)
+
+    def _list_checkpoints(self, err: BaseException) -> Listing | None:
+        """Return the checkpoints in the directory, if it is only none itself; else None."""
+        is_folder = isinstance(err, UnsupportedError) and err.rule == CHECKPOINTS_BELOW
+        if not is_folder or self._options.iteration is not None:
+            return None
+        from core.opening.listing import list_checkpoints
+
+        with suppress(CheckpointingException):
+            listing = list_checkpoints(self._options.path)
+            return listing if listing.checkpoints else None
+        return None
+
+    def _ask_for_checkpoint(self, listing: Listing) -> None:
+        """Let the user choose a checkpoint, and open it."""
+
+        def begin(path: Path | None) -> None:
+            if path is None:
+                self.exit(0)
+                return
+            self._options = replace(self._options, path=path)
+            self.run_worker(self._open, thread=True, exit_on_error=False)
+
+        self.push_screen(CheckpointList(self._options.path, listing), begin)
 
     def _show_opening(self) -> None:
         """Show how many files were opened, until all are."""

@@ -32,7 +32,7 @@ _PAUSE_S = 0.12
 
 @dataclass(frozen=True, slots=True)
 class SearchMatches:
-    """The names that contain a text.
+    """The names that match a search.
 
     Args:
         names: the first ``MOST_MATCHES``.
@@ -44,19 +44,23 @@ class SearchMatches:
 
 
 def search_names(names: Sequence[str], text: str) -> SearchMatches:
-    """Return the names with a text, or those that a pattern with ``*`` or ``[0-3]`` selects.
+    """Return the names with every word of a text, or those that a pattern selects.
 
-    Case does not matter in a text without pattern.
+    A pattern has ``*``, ``?`` or ``[0-3]``; alone it selects whole names, among other words parts
+    of names. Case does not matter in a word without them.
 
     Raises:
         UsageError: not a valid pattern.
     """
-    if _WILD.isdisjoint(text):
-        part = text.lower()
-        matches = [name for name in names if part in name.lower()]
-    else:
-        is_match = matcher(text)
-        matches = [name for name in names if is_match(name)]
+    words = text.split()
+    matches = list(names)
+    for word in words:
+        if _WILD.isdisjoint(word):
+            part = word.lower()
+            matches = [name for name in matches if part in name.lower()]
+        else:
+            is_match = matcher(word if len(words) == 1 else f"*{word}*")
+            matches = [name for name in matches if is_match(name)]
     return SearchMatches(tuple(matches[:MOST_MATCHES]), len(matches))
 
 
@@ -92,7 +96,7 @@ class SearchPanel(Vertical):
 
     def compose(self) -> ComposeResult:
         """Return the widgets."""
-        yield Input(placeholder="part of a name, or a pattern", compact=True)
+        yield Input(placeholder="words of a name, or a pattern", compact=True)
         yield Label("", markup=False)
         yield OptionList(markup=False, compact=True)
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ckpt_cli.html_report.heat_table import heat_tables
+from ckpt_cli.html_report.heat_table import heat_blocks
 from ckpt_cli.html_report.page import ReportSection, render
-from ckpt_cli.pages.diff_page import COLUMNS, count_table, diff_facts, entry_rows, verdict_line
+from ckpt_cli.pages.diff_page import (
+    COLUMNS,
+    count_table,
+    diff_facts,
+    entry_rows,
+    layer_blocks,
+    verdict_line,
+)
 from ckpt_cli.pages.diff_rows import VALUES_HEAD, Row, values_row
 from ckpt_cli.screen.blocks import (
     Block,
@@ -34,11 +41,10 @@ MAX_ENTRIES = 300
 def diff_html(result: Diff) -> str:
     """Return the report of a comparison."""
     facts = Facts([*fact_list("note", result.warnings, "yellow"), *diff_facts(result)])
-    heats = heat_tables(heat_maps(result.tensors))
-    legend = "Relative difference |A−B| / |A| of each layer and module; = is equal."
+    tables = [count_table(result), *layer_blocks(result, limit=0)]
     sections = [
-        ReportSection("summary", "Summary", [facts, count_table(result)]),
-        ReportSection("heat", "Heat map", [legend, *heats] if heats else []),
+        ReportSection("summary", "Summary", [facts, *tables]),
+        ReportSection("heat", "Heat map", heat_blocks(heat_maps(result.tensors))),
         ReportSection("worst", "Worst tensors first", list(_tensor_blocks(result))),
         ReportSection("entries", "Other entries that differ", list(_entry_blocks(result))),
     ]

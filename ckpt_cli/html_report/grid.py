@@ -50,3 +50,15 @@ class Grid:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, tuple[GridCell | None, ...]], ...]
     is_cut: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Legend:
+    """What the colours of grids mean.
+
+    Args:
+        items: class and meaning of each colour.
+    """
+
+    title: str
+    items: tuple[tuple[str, str], ...]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import isfinite, log10
+from collections.abc import Iterable, Sequence
 
-from ckpt_cli.html_report.grid import Grid, GridCell
+from ckpt_cli.html_report.grid import Grid, GridCell, Legend
 from ckpt_cli.html_report.names import shown_name
 from ckpt_cli.screen.blocks import n_text
-from core.verbs.pictures.heat import HeatCell, HeatMap, most_different
+from core.verbs.pictures.heat import (
+    N_LEVELS,
+    HeatCell,
+    HeatMap,
+    HeatScale,
+    most_different,
+    scale_heat,
+)
 
 MAX_ROWS, MAX_COLUMNS = 128, 32
 """Most layers and modules; of more, those with the greatest differences are shown."""
-_LEAST_EXPONENT = -7
-"""Relative differences up to 1e-7 have the palest colour."""
 _KIND_TEXTS = {
     "only_a": "only A",
     "only_b": "only B",
@@ -26,16 +30,32 @@ _KIND_TEXTS = {
 }
 
 
-def heat_tables(maps: Iterable[HeatMap]) -> list[Grid]:
-    """Return the tables of each part: that of its layers, and that of what is outside layers."""
+def heat_blocks(maps: Sequence[HeatMap]) -> list[Legend | Grid]:
+    """Return the legend and the tables of each part: its layers, and what is outside layers."""
+    scale = scale_heat(maps)
     tables = []
     for heat in maps:
-        tables += [_layer_table(heat)] if heat.layers else []
-        tables += [_outside_table(heat)] if heat.outside else []
-    return tables
+        tables += [_layer_table(heat, scale)] if heat.layers else []
+        tables += [_outside_table(heat, scale)] if heat.outside else []
+    return [_legend(tables, scale), *tables] if tables else []
 
 
-def _layer_table(heat: HeatMap) -> Grid:
+def _legend(tables: Iterable[Grid], scale: HeatScale) -> Legend:
+    """Return what the colours mean that the tables use."""
+    styles = {cell.style for table in tables for _, cells in table.rows for cell in cells if cell}
+    levels = [
+        (f"r{level}", f"{scale.difference(level):.2g}{' or less' * (level == 0)}")
+        for level in range(N_LEVELS)
+    ]
+    others = [("equal", "equal"), ("close", "within the tolerance"), ("unread", "not read")]
+    others.append(("kind", "other dtype or shape, missing, NaN"))
+    return Legend(
+        "Relative difference |A−B| / |A| of each layer and module, about:",
+        tuple(item for item in (*levels, *others) if item[0] in styles),
+    )
+
+
+def _layer_table(heat: HeatMap, scale: HeatScale) -> Grid:
     """Arrange the differences inside layers by layer and module."""
     columns = most_different(list(map(list, zip(*heat.cells, strict=True))), MAX_COLUMNS)
     rows = most_different([list(row) for row in heat.cells], MAX_ROWS)
@@ -54,7 +74,7 @@ def _layer_table(heat: HeatMap) -> Grid:
             (
                 labels[row],
                 tuple(
-                    _grid_cell(heat.cells[row][column], f"{labels[row]}, {modules[column]}")
+                    _grid_cell(heat.cells[row][column], scale, f"{labels[row]}, {modules[column]}")
                     for column in columns
                 ),
             )
@@ -64,7 +84,7 @@ def _layer_table(heat: HeatMap) -> Grid:
     )
 
 
-def _outside_table(heat: HeatMap) -> Grid:
+def _outside_table(heat: HeatMap, scale: HeatScale) -> Grid:
     """List the differences of the tensors outside layers, the greatest first."""
     cells = heat.outside[:MAX_ROWS]
     n_more = len(heat.outside) - len(cells)
@@ -74,12 +94,15 @@ def _outside_table(heat: HeatMap) -> Grid:
         f"{heat.part.capitalize()}, outside layers",
         "tensor",
         ("difference",),
-        tuple((name, (_grid_cell(cell, name),)) for name, cell in zip(names, cells, strict=True)),
+        tuple(
+            (name, (_grid_cell(cell, scale, name),))
+            for name, cell in zip(names, cells, strict=True)
+        ),
         f"{n_text(n_more, 'tensor')} with smaller differences left out." if n_more else "",
     )
 
 
-def _grid_cell(cell: HeatCell | None, title: str) -> GridCell | None:
+def _grid_cell(cell: HeatCell | None, scale: HeatScale, title: str) -> GridCell | None:
     """Return one cell with its colour: by relative difference, or by kind without one.
 
     Args:
@@ -98,9 +121,9 @@ def _grid_cell(cell: HeatCell | None, title: str) -> GridCell | None:
     if cell.n_nan:
         return GridCell(f"{cell.n_nan:,} NaN", "kind", tip)
     if cell.kind == "unread":
-        return GridCell("–", "unread", tip)
-    if cell.kind == "equal" or not cell.relative:
-        return GridCell(_KIND_TEXTS[cell.kind], "r0", tip)
-    # 1 up to 1e-7, then one for each power of ten.
-    step = int(log10(cell.relative) - _LEAST_EXPONENT) + 1 if isfinite(cell.relative) else 7
-    return GridCell(f"{cell.relative:.0e}", f"r{min(max(step, 1), 7)}", tip)
+        return GridCell("–", cell.kind, tip)
+    if cell.kind in ("close", "equal"):
+        return GridCell(_KIND_TEXTS[cell.kind], cell.kind, tip)
+    if cell.relative is None:
+        return GridCell(_KIND_TEXTS[cell.kind], "kind", tip)
+    return GridCell(f"{cell.relative:.2g}", f"r{scale.level(cell.relative)}", tip)

@@ -210,6 +210,8 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             "--no-optim",
             "--iteration",
             "--iteration-b",
+            "--map",
+            "--report",
             "--limit",
             "--json",
             "--quiet",

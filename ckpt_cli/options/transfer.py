@@ -97,7 +97,7 @@ class TransferOptions:
     )
     force: bool = OUTPUT.flag("-f, --force", "Replace DST after the new checkpoint is complete.")
     resume: bool = OUTPUT.flag(
-        "--resume", "Keep partial output if interrupted; rerun the same command to continue."
+        "--resume", "Keep partial output after any failure; the same command continues."
     )
     dry_run: bool = OUTPUT.flag(
         "-n, --dry-run", "Print the plan: bytes, files, free space, expected time; write nothing."

@@ -17,6 +17,7 @@ from ckpt_cli.pages.diff_rows import (
     RowCells,
     dtype_row,
     folded_rows,
+    layer_row,
     only_row,
     shape_row,
     values_row,
@@ -33,6 +34,7 @@ from ckpt_cli.screen.blocks import (
     make_cell,
     n_text,
     seconds_text,
+    stacked,
     table,
     table_width,
     title_cell,
@@ -40,6 +42,7 @@ from ckpt_cli.screen.blocks import (
 from ckpt_cli.screen.terminal import Screen, escaped
 from core.engine.catalog.key_patterns import folded
 from core.verbs.diff.entries import EntryDiff
+from core.verbs.diff.layers import rank_layers
 from core.verbs.diff.result import Diff, TensorDiff
 from core.verbs.diff.sides import Side
 from core.verbs.inspect.summary import ROLE_TITLES, ROLES
@@ -56,6 +59,8 @@ COLUMNS = {
     "only_b": "only in B",
 }
 """Kind of tensor → title of its column."""
+_MAX_LAYERS = 5
+"""Maximum number of layers that are ranked, unless all lines are wanted."""
 _MAX_NOTES = 6
 """Maximum number of notes on the page."""
 
@@ -75,6 +80,9 @@ def diff_blocks(
     yield Facts(list(diff_facts(result)), indent=2)
     if any(not tensor.is_same for tensor in result.tensors) or result.of_kind("close"):
         yield from ("", count_table(result))
+    layers = list(layer_blocks(result, limit=min(limit, _MAX_LAYERS)))
+    if layers:
+        yield from ("", *layers)
     if has_map:
         yield from ("", partial(heat_lines, maps=heat_maps(result.tensors), folds=limit > 0))
     # The lists, the most important first; those without members print nothing.
@@ -165,7 +173,8 @@ def _draw_rows(
 ) -> Iterator[str]:
     """Yield aligned columns.
 
-    If they are too wide for the screen, names get lines of their own.
+    If they are too wide for the screen, names get lines of their own; if that is not enough, the
+    other cells are written below them.
     """
     # With a head, the columns between the name and the first difference contain numbers.
     n_columns = max(map(len, rows))
@@ -184,6 +193,9 @@ def _draw_rows(
     if head and table_width(below, align=align, indent=2) > width:
         for row in below:
             row[-1] = dim_cell(row[-1].text.partition(": ")[0])
+    if table_width(below, align=align, indent=2) > width:
+        yield from stacked(screen, rows, head=head, indent=2)
+        return
     for row, line in zip(cells, table(screen, below, align=align, indent=2), strict=True):
         if row[0].text:
             yield screen.plain(f"  {row[0].text}")
@@ -337,6 +349,25 @@ def count_table(result: Diff) -> Table:
         rows.append(row)
     head = ("", *(COLUMNS[kind] for kind in kinds))
     return Table(rows, align="<" + ">" * len(kinds), head=head, indent=2)
+
+
+def layer_blocks(result: Diff, *, limit: int = _MAX_LAYERS) -> Iterator[Block]:
+    """Yield the layers that differ most; nothing if none does, or there is only one.
+
+    Args:
+        limit: maximum number of rows; 0 for all.
+    """
+    ranked = rank_layers(result.tensors)
+    n_differing = len(ranked.layers)
+    if not n_differing or ranked.n_layers < 2:
+        return
+    share = "all" if n_differing == ranked.n_layers else f"{n_differing:,} of"
+    yield title_cell(f"most different layers ({share} {ranked.n_layers:,} differ)")
+    rows = list(map(layer_row, ranked.layers[: limit or None]))
+    head = ("", "tensors", "max |Δ|", "|Δ|/|A|", "most in")
+    yield Table(rows, align="<>>><", head=head, indent=2, fits=True)
+    if n_differing > len(rows):
+        yield dim_cell(f"  … {n_text(n_differing - len(rows), 'more layer')}; --limit 0 shows all")
 
 
 def _missing_groups(result: Diff, missing: Sequence[TensorDiff]) -> list[str]:

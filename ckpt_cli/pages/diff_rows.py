@@ -10,6 +10,7 @@ from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, shape_text
 from ckpt_cli.screen.terminal import escaped
 from core.engine.catalog.key_patterns import folded, split_numbers
 from core.values import dataclass
+from core.verbs.diff.layers import LayerDifference
 from core.verbs.diff.result import TensorDiff
 
 _SPAN = r"\d{1,18}(?:-\d{1,18}(?::[1-9]\d{0,17})?)?"
@@ -136,6 +137,18 @@ def values_row(row: Row) -> list[Cell | str]:
         Cell(_number_text(relative), ("yellow",)),
         Cell(_cosine_text(min(cosines, default=None))),
         Cell(_first_difference(row), ("dim",)),
+    ]
+
+
+def layer_row(layer: LayerDifference) -> list[Cell | str]:
+    """Return the name of a layer with the figures of its tensors, and its worst tensor."""
+    maximum = f"{layer.n_nan:,} NaN" if layer.n_nan else _number_text(layer.max_abs)
+    return [
+        escaped(layer.name),
+        f"{len(layer.differing):,} of {layer.n_tensors:,}",
+        Cell(maximum, ("red",) if layer.n_nan else ()),
+        Cell(_number_text(layer.relative), ("yellow",)),
+        Cell(escaped(layer.worst.key[len(layer.name) :].lstrip(".")), ("dim",)),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ckpt_cli.pages.inspect_listing import listed_json
 from ckpt_cli.pages.inspect_object import object_json, plain_json
 from ckpt_cli.pages.inspect_page import choose_catalog, map_of
 from ckpt_cli.pages.inspect_stats import stats_json
@@ -77,6 +78,10 @@ def inspect_json(
         "can": [
             {"action": v.action, "possible": v.is_possible, "to": list(v.targets), "why": v.why}
             for v in summary.capabilities
+        ],
+        "iterations": [
+            listed_json(item)
+            for item in (summary.iterations.checkpoints if summary.iterations else ())
         ],
         "is_unsharded": summary.is_unsharded,
         "notes": list(summary.notes),

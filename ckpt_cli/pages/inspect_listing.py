@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ckpt_cli.screen.blocks import Cell, bytes_text, n_text, table, table_width
+from ckpt_cli.screen.blocks import Cell, bytes_text, date_text, n_text, table, table_width
 from ckpt_cli.screen.terminal import Screen, escaped
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from core.opening.listing import Listing
+    from core.opening.listing import ListedCheckpoint, Listing
 
 
 def listing_lines(
@@ -40,16 +40,15 @@ def listing_lines(
     heads = ("modified", "size", "iteration", "format")
     rows: list[list[Cell | str]] = [[Cell(text, ("dim",)) for text in heads]]
     shown = checkpoints[:limit] if limit else checkpoints
-    for item in shown:
-        modified = datetime.fromtimestamp(item.modified).strftime("%Y-%m-%d %H:%M")
-        rows.append(
-            [
-                Cell(modified, ("dim",)),
-                "" if item.n_bytes is None else bytes_text(item.n_bytes),
-                "" if item.iteration is None else str(item.iteration),
-                Cell("?" if item.format is None else item.format.name, ("cyan",)),
-            ]
-        )
+    rows += [
+        [
+            Cell(date_text(item.modified), ("dim",)),
+            "" if item.n_bytes is None else bytes_text(item.n_bytes),
+            "" if item.iteration is None else str(item.iteration),
+            Cell("?" if item.format is None else item.format.name, ("cyan",)),
+        ]
+        for item in shown
+    ]
     commands = ["", *(escaped(f"{command} {shlex.quote(str(item.path))}") for item in shown)]
     wide = [[*row, text] for row, text in zip(rows, commands, strict=True)]
     if screen.width is None or table_width(wide, align="<>><<", indent=2) <= screen.width:
@@ -72,19 +71,20 @@ def listing_json(root: Path, listing: Listing) -> dict[str, object]:
     return {
         "schema": "ckpt.inspect-list/1",
         "path": str(root),
-        "checkpoints": [
-            {
-                "path": str(item.path),
-                "format": item.format and item.format.name,
-                "title": item.format and item.format.title,
-                "iteration": item.iteration,
-                "files": item.n_files,
-                "bytes": item.n_bytes,
-                "modified": datetime.fromtimestamp(item.modified, UTC).isoformat(
-                    timespec="seconds"
-                ),
-            }
-            for item in listing.checkpoints
-        ],
+        "checkpoints": list(map(listed_json, listing.checkpoints)),
         "rest": listing.rest,
+    }
+
+
+def listed_json(item: ListedCheckpoint) -> dict[str, object]:
+    """Return the object of one checkpoint of a listing."""
+    modified = datetime.fromtimestamp(item.modified, UTC)
+    return {
+        "path": str(item.path),
+        "format": item.format and item.format.name,
+        "title": item.format and item.format.title,
+        "iteration": item.iteration,
+        "files": item.n_files,
+        "bytes": item.n_bytes,
+        "modified": modified.isoformat(timespec="seconds"),
     }

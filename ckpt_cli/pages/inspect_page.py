@@ -14,6 +14,8 @@ from ckpt_cli.screen.blocks import (
     Table,
     bytes_text,
     count_text,
+    date_text,
+    dim_cell,
     draw_text,
     fact_list,
     first_lines,
@@ -25,8 +27,11 @@ from core.engine.catalog.attributes import PATHS_ENTRY, ROOT
 from core.verbs.inspect.summary import ROLE_TITLES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from core.engine.catalog.catalog import Catalog
     from core.engine.catalog.tensor import Tensor
+    from core.opening.listing import Listing
     from core.opening.open import Checkpoint
     from core.verbs.inspect.capability import Capability
     from core.verbs.inspect.model_description import ModelDescription
@@ -118,6 +123,35 @@ def header_blocks(summary: Summary, checkpoint: Checkpoint) -> Iterator[Block]:
         title = ROLE_TITLES.get(group.name, group.name)
         rows.append([title, *figures, Cell(", ".join(group.dtypes), ("cyan",))])
     yield Table(rows, align="<>>><", head=("", "tensors", "elements", "bytes"), fits=True)
+    if summary.iterations is not None:
+        yield ""
+        yield _iteration_table(summary.iterations, shown=checkpoint.path)
+        if summary.iterations.rest is not None:
+            yield dim_cell(f"… and {summary.iterations.rest}")
+
+
+def _iteration_table(iterations: Listing, *, shown: Path) -> Table:
+    """Return the iterations of a training root by date and size, which reads no metadata.
+
+    Args:
+        shown: the checkpoint whose page this is, in one of them.
+    """
+    rows: list[list[Cell | str]] = []
+    for item in iterations.checkpoints:
+        remark = Cell("← this one", ("bold",)) if shown.is_relative_to(item.path) else Cell("")
+        if item.format is None:
+            remark = Cell("incomplete, or not a checkpoint", ("red",))
+        n_bytes, n_files = item.n_bytes, item.n_files
+        rows.append(
+            [
+                str(item.iteration),
+                Cell(date_text(item.modified) if item.modified else "", ("dim",)),
+                "" if n_bytes is None else bytes_text(n_bytes),
+                "" if n_files is None else f"{n_files:,}",
+                remark,
+            ]
+        )
+    return Table(rows, align="><>><", head=("iteration", "modified", "size", "files"))
 
 
 def optimizer_facts(states: OptimizerStates) -> Facts:

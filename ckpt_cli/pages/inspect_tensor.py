@@ -73,7 +73,7 @@ def tensor_blocks(
     columns = [i for i in range(len(head)) if any(row[i].text for row in rows)]
     align = "".join(_COLUMNS[head[i]] for i in columns)
     cells = [[row[i] for i in columns] for row in rows]
-    yield Table(cells, align=align, head=[head[i] for i in columns])
+    yield Table(cells, align=align, head=[head[i] for i in columns], stacks=True)
     # The first values, as many as were requested.
     if values is not None:
         yield ""

@@ -10,12 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.arrays.box import Box
+from core.values import bytes_text as bytes_text
+from core.values import count_text as count_text
 from core.values import dataclass
+from core.values import n_text as n_text
+from core.values import seconds_text as seconds_text
 
 if TYPE_CHECKING:
     from core.verbs.inspect.tree import Node
@@ -33,57 +38,14 @@ _LEAST_WRAPPED = 12
 """Least columns in which the last cell of a row is wrapped."""
 
 
-def bytes_text(n_bytes: int) -> str:
-    """Format a size with three digits: ``512 B``, ``1.21 KiB``, ``3.05 GiB``."""
-    if n_bytes < 1024:
-        return f"{n_bytes} B"
-    # 999.5 KiB would be rounded to four digits, "1000 KiB": it is 0.98 MiB.
-    value = float(n_bytes)
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        value /= 1024
-        if value < 999.5 or unit == "PiB":
-            break
-    return f"{_three_digits(value)} {unit}"
-
-
-def count_text(count: int) -> str:
-    """Format a count with three digits and powers of a thousand: ``950``, ``187 K``, ``1.24 B``."""
-    if count < 10_000:
-        return str(count)
-    value = float(count)
-    for unit in ("K", "M", "B", "T"):
-        value /= 1000
-        if value < 999.5 or unit == "T":
-            break
-    return f"{_three_digits(value)} {unit}"
-
-
 def elements_text(count: int) -> str:
     """Format a number of elements: ``1 element``, ``187 K elements``."""
     return f"{count_text(count)} {'element' if count == 1 else 'elements'}"
 
 
-def _three_digits(value: float) -> str:
-    """Format a value below 1000; the limits are those where rounding adds a digit."""
-    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{digits}f}"
-
-
-def seconds_text(seconds: float) -> str:
-    """Format a duration: ``0.42 s``, ``38 s``, ``4 min 10 s``, ``2 h 05 min``."""
-    if seconds < 10:
-        return f"{seconds:.2f} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    minutes, remainder = divmod(round(seconds), 60)
-    if minutes < 100:
-        return f"{minutes} min {remainder:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def n_text(count: int, noun: str, plural: str | None = None) -> str:
-    """Format a count with its noun: ``1 tensor``, ``12,345 tensors``, ``2 boxes``."""
-    return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
+def date_text(seconds: float) -> str:
+    """Format a time, in seconds since 1970, as local date and minute: ``2026-11-30 02:17``."""
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
 
 
 def shape_text(shape: Iterable[int]) -> str:
@@ -129,6 +91,7 @@ class Table:
 
     Args:
         head: titles of the columns; () for none.
+        stacks: where the terminal is too narrow, write the cells of a row below its first one.
         filter: of a report in HTML: what the field above the table, which filters rows, asks for.
     """
 
@@ -138,6 +101,7 @@ class Table:
     indent: int = 0
     fits: bool = False
     keeps_names: bool = False
+    stacks: bool = False
     filter: str = ""
 
 
@@ -153,9 +117,13 @@ def draw_text(screen: Screen, blocks: Iterable[Block]) -> Iterator[str]:
         if isinstance(block, Facts):
             yield from facts(screen, block.pairs, indent=block.indent)
         elif isinstance(block, Table):
+            rows = [list(map(dim_cell, block.head)), *block.rows] if block.head else block.rows
+            if block.stacks and is_too_wide(screen, rows, align=block.align, indent=block.indent):
+                yield from stacked(screen, block.rows, head=block.head, indent=block.indent)
+                continue
             yield from table(
                 screen,
-                [list(map(dim_cell, block.head)), *block.rows] if block.head else block.rows,
+                rows,
                 align=block.align,
                 indent=block.indent,
                 fits=block.fits,
@@ -298,6 +266,40 @@ def table_width(rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int
     """Return the columns that the longest line of a table takes in a terminal."""
     lines = table(Screen(), rows, align=align, indent=indent)
     return max(map(columns_of, lines), default=0)
+
+
+def is_too_wide(
+    screen: Screen, rows: Sequence[Sequence[Cell | str]], *, align: str, indent: int = 0
+) -> bool:
+    """Return whether a table does not fit into the terminal."""
+    return screen.width is not None and table_width(rows, align=align, indent=indent) > screen.width
+
+
+def stacked(
+    screen: Screen,
+    rows: Sequence[Sequence[Cell | str]],
+    *,
+    head: Sequence[str],
+    indent: int = 0,
+) -> Iterator[str]:
+    """Yield each row as its first cell and, below it, the others with their titles, wrapped.
+
+    Args:
+        head: titles of the columns; () for none.
+    """
+    room = max((screen.width or 0) - indent - 2, _LEAST_WRAPPED)
+    for row in rows:
+        name, *others = map(make_cell, row)
+        if name.text:
+            yield screen.plain(" " * indent + screen.styled(name.text, *name.styles))
+        titles = head[1:] or [""] * len(others)
+        items = [
+            f"{title} {cell.text}".strip()
+            for title, cell in zip(titles, others, strict=False)
+            if cell.text
+        ]
+        for line in wrapped(" · ".join(items), room):
+            yield screen.plain(" " * (indent + 2) + line.rstrip())
 
 
 def facts(

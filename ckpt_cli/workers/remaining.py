@@ -14,20 +14,23 @@ class InterruptedOutput:
 
     Args:
         path: the path that was given; None if the command chooses one.
-        keeps_partial: the staging directory is kept if the command is interrupted.
+        keeps_partial: the staging directory is kept if the command is interrupted, however little
+            is done.
+        command: the command line, which continues if it is run again; None if it must not be shown.
         inode: inode that the destination gets when it is published, 0 in an object store; None
             before that.
     """
 
     path: Path | None
     keeps_partial: bool
+    command: str | None = None
     inode: int | None = None
 
     def remaining(self) -> str:
         """Return what remains, and how to continue."""
         if self.path is not None:
             return choose_destination(self.path).describe_remains(
-                inode=self.inode, keeps_partial=self.keeps_partial
+                inode=self.inode, keeps_partial=self.keeps_partial, command=self.command
             )
         if self.keeps_partial:
             return "partial output, if any, is kept (rerun the same command to continue)"

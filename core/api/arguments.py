@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial, wraps
 from inspect import Parameter, cleandoc, signature
 from typing import ParamSpec, TypeVar
 
-from core.errors import NoEffectError
+from core.api.spelling import spell, spell_result
+from core.errors import CheckpointingException
 from core.verbs.convert.job import SIZES, Job
 from core.verbs.convert.job_options import OPTIONS, PARSERS
 
@@ -39,8 +41,23 @@ _TYPES = {"account": "bool | None", "pipeline": "str | None", "memory": "str | i
 """First word of an option that is no field of a job → its type; the others are numbers."""
 
 
-def takes_former_names(verb: Callable[P, Result]) -> Callable[P, Result]:
-    """Decorate a verb to take former names of arguments, and to name arguments in refusals."""
+VERBS: dict[str, Mapping[str, Parameter]] = {}
+"""Verb → its arguments by name; each enters itself by its decorator."""
+
+
+@contextmanager
+def naming_arguments(verb: str = "convert") -> Iterator[None]:
+    """Name options in errors as arguments of a verb. Also a decorator."""
+    try:
+        yield
+    except CheckpointingException as err:
+        err.reword(partial(spell, verbs=VERBS, verb=verb))
+        raise
+
+
+def as_verb(verb: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a verb to take former names of arguments, and to name arguments in messages."""
+    VERBS[verb.__name__] = signature(verb).parameters
 
     former_names = _FORMER_NAMES | (_FORMER_SIZES if verb.__name__ == "reshard" else {})
     names = {
@@ -60,11 +77,9 @@ def takes_former_names(verb: Callable[P, Result]) -> Callable[P, Result]:
                 raise TypeError(f"{verb.__name__}() got both {name} and its former name {former}")
             options.setdefault(name, value)
         signature(verb).bind(*args, **options)  # a TypeError for names that do not exist
-        try:
-            return verb(*args, **options)
-        except NoEffectError as err:
-            err.name_arguments()
-            raise
+        with naming_arguments(verb.__name__):
+            result = verb(*args, **options)
+        return spell_result(result, VERBS, verb=verb.__name__)
 
     return call
 

@@ -21,6 +21,8 @@ from threading import Event
 from types import TracebackType
 from typing import Self
 
+import core.api.verbs  # noqa: F401 # whose arguments messages name
+from core.api.arguments import naming_arguments
 from core.api.tensor import LazyTensor
 from core.arrays.box import full_box
 from core.engine.catalog.catalog import Catalog
@@ -38,6 +40,7 @@ from core.megatron.rules.tables import load_rules
 from core.opening.canonical import canonical
 from core.opening.open import Checkpoint, open_checkpoint
 from core.opening.source_files import config_of_source
+from core.values import Brief, bytes_text, list_facts, shown_briefly
 from core.verbs.inspect.summary import parallel_sizes
 
 RANKS = ("global", "local")
@@ -46,6 +49,7 @@ _MAX_COMPARED = 10_000
 """Maximum number of names to look through for similar ones, which takes 10 µs each."""
 
 
+@naming_arguments()
 def open(
     path: str | os.PathLike[str],
     *,
@@ -91,6 +95,7 @@ def open(
         raise
 
 
+@shown_briefly
 class OpenCheckpoint(Mapping[str, LazyTensor]):
     """The tensors of an opened checkpoint by name; a context manager that closes its files.
 
@@ -127,6 +132,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             self.args = {name: _plain(value) for name, value in fields_of(catalog.args).items()}
         self.notes = tuple(dict.fromkeys(notes))
 
+    @naming_arguments()
     def named(
         self,
         names: str,
@@ -195,8 +201,17 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<{self.format} checkpoint {self.path}: {len(self):,} tensors>"
+    def brief(self) -> Brief:
+        """Return what is shown of the checkpoint."""
+        n_bytes = sum(tensor.n_bytes for tensor in self._catalog.tensors.values())
+        facts = [("tensors", f"{len(self):,}, {bytes_text(n_bytes)}")]
+        if self.iteration is not None:
+            facts.append(("iteration", str(self.iteration)))
+        if self.parallel:
+            sizes = " · ".join(f"{name.upper()} {size}" for name, size in self.parallel.items())
+            facts.append(("parallel", sizes))
+        facts += [*list_facts("names", self), *list_facts("note", self.notes)]
+        return Brief(f"{self.format} checkpoint {self.path}", facts)
 
     def __len__(self) -> int:
         return len(self._catalog.tensors)

@@ -10,6 +10,7 @@ from mmap import mmap
 from operator import index as as_index
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
+from core.api.arguments import naming_arguments
 from core.arrays.box import Box, Shape
 from core.arrays.dtypes import DTYPES, itemsize, numpy_dtype
 from core.engine.catalog.catalog import Catalog
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     import numpy as np
     import torch
+    from numpy.typing import DTypeLike
 
     Index = SupportsIndex | slice | EllipsisType
 
@@ -155,8 +157,12 @@ class LazyTensor:
         self._read(memoryview(data))
         return bytes(data)
 
-    def numpy(self) -> np.ndarray[Any, Any]:
+    def numpy(self, dtype: DTypeLike = None) -> np.ndarray[Any, Any]:
         """Read the elements into a new numpy array; ``bfloat16`` and float8 have ml_dtypes' types.
+
+        Args:
+            dtype: convert the elements to this type, such as ``"float32"`` for programs that plot
+                and do not know ml_dtypes; None keeps the type.
 
         Raises:
             UnsupportedError: numpy has no such element type.
@@ -168,13 +174,13 @@ class LazyTensor:
             raise UnsupportedError(
                 f"numpy has no {self.dtype}", key=self.key, hint="read it with torch()"
             )
-        dtype = numpy_dtype(self.dtype)
+        stored = numpy_dtype(self.dtype)
         data: np.ndarray[Any, Any] = np.empty(
             self.nbytes, np.uint8
         )  # not filled with zeros first: half the time
         self._read(data.data)
-        array: np.ndarray[Any, Any] = data.view(dtype)
-        return array.reshape(self.shape)
+        array: np.ndarray[Any, Any] = data.view(stored).reshape(self.shape)
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def torch(self) -> torch.Tensor:
         """Read the elements into a new tensor of PyTorch, on the CPU.
@@ -189,6 +195,7 @@ class LazyTensor:
         self._read(data.numpy().data)
         return data.view(getattr(torch, self.dtype)).reshape(self.shape)
 
+    @naming_arguments()
     def _read(self, buffer: memoryview) -> None:
         """Fill a buffer of ``nbytes`` bytes with the elements."""
         reader = self.open_reader()
@@ -206,5 +213,4 @@ class LazyTensor:
         """
         if copy is False:
             raise ValueError("a lazy tensor is read from files, so its array is always a copy")
-        array = self.numpy()
-        return array if dtype is None else array.astype(dtype, copy=False)
+        return self.numpy(dtype)

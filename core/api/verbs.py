@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from core.api.arguments import takes_former_names, takes_options
+from core.api.arguments import as_verb, takes_options
 from core.errors import NoEffect, UsageError, refuse_without_effect
 from core.files.remote_path import location_of
 from core.progress import bytes_only
@@ -65,7 +65,7 @@ def _parse_memory(memory: str | int | None) -> int:
     return DEFAULT_MEMORY_BYTES if memory is None else parse_size(memory)
 
 
-@takes_former_names
+@as_verb
 def inspect(
     path: AnyPath,
     *,
@@ -98,7 +98,7 @@ def inspect(
             checkpoint.store.close()
 
 
-@takes_former_names
+@as_verb
 @takes_options()
 def convert(
     src: AnyPath, dst: AnyPath | None = None, *, progress: Progress | None = None, **options: Any
@@ -122,7 +122,7 @@ def convert(
     return run(_build_job(src, dst, options), progress=bytes_only(progress))
 
 
-@takes_former_names
+@as_verb
 @takes_options()
 def reshard(
     src: AnyPath, dst: AnyPath | None = None, *, progress: Progress | None = None, **options: Any
@@ -148,7 +148,7 @@ def reshard(
     return run(job, progress=bytes_only(progress))
 
 
-@takes_former_names
+@as_verb
 @takes_options(without=_NOT_IN_MERGE)
 def merge(
     sources: Sequence[AnyPath],
@@ -212,7 +212,7 @@ def merge(
     return run(job, progress=bytes_only(progress))
 
 
-@takes_former_names
+@as_verb
 def validate(
     path: AnyPath,
     *,
@@ -275,7 +275,7 @@ def validate(
     )
 
 
-@takes_former_names
+@as_verb
 def diff(
     a: AnyPath,
     b: AnyPath,
@@ -350,7 +350,7 @@ def diff(
     return compare(job, progress=bytes_only(progress))
 
 
-@takes_former_names
+@as_verb
 def prune(
     root: AnyPath,
     *,

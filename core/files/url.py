@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from shlex import quote
 from urllib.parse import unquote
 
 from core.errors import UsageError
@@ -67,7 +68,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
     if scheme == "file":
         plain = unquote("/" + location.removeprefix("localhost/"))
         raise UsageError(
-            f"file:///{location} is a URL, not a path", hint=f"give the plain path: {plain}"
+            f"file:///{location} is a URL, not a path", hint=f"give the plain path: {quote(plain)}"
         )
     readable = "s3://, gs://, az:// and https://"
     if is_known_scheme(scheme):

@@ -29,6 +29,7 @@ from __future__ import annotations
 import tarfile
 from dataclasses import replace
 from io import RawIOBase
+from shlex import quote
 from typing import TYPE_CHECKING, cast
 
 from core.engine.catalog.catalog import Catalog
@@ -92,7 +93,7 @@ def read(store: ReadStore) -> Catalog:
         raise UnsupportedError(
             "the archive is compressed, so its weights cannot be read in place",
             file=file,
-            hint=f"decompress it: gzip -dc {file} > plain{SUFFIX}",
+            hint=f"decompress it: gzip -dc {quote(file)} > plain{SUFFIX}",
         )
     files = members(store, file)
     weights = files.get(WEIGHTS)

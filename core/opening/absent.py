@@ -6,6 +6,7 @@ import os
 import re
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 
 from core.errors import UsageError, most_similar
 from core.files.url import hub_download
@@ -41,4 +42,4 @@ def _similar_path(path: Path) -> str | None:
     if similar is None:
         return None
     near, rest = missing.parent / similar, path.relative_to(missing)
-    return f"did you mean {near / rest if os.path.lexists(near / rest) else near}?"
+    return f"did you mean {quote(str(near / rest if os.path.lexists(near / rest) else near))}?"

@@ -17,6 +17,7 @@ ITERATION_DIR = re.compile(
 )
 CHECKPOINTS_BELOW = "opening.below"
 """Rule of the error for a directory that is no checkpoint, but contains some."""
+MOST_PATHS = 4
 """Maximum number of paths in a message."""
 _ORBAX_STEP = "_CHECKPOINT_METADATA"
 """File in the directories of Orbax's CheckpointManager, whose names are bare numbers."""

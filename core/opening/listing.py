@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from core.opening.locate import NAMING_TRACKERS, locate_checkpoint, store_of_fil
 from core.opening.unrecognised import loose_files, search_below
 from core.values import dataclass
 
+_MOST_BESIDE = 10
+"""Maximum number of iterations that are described beside one that is opened."""
+_MOST_FILES_BESIDE = 20_000
+"""Maximum number of their files whose sizes are looked at."""
 _MOST_FILES = 200_000
 """Maximum number of files whose sizes are looked at; checkpoints after that have no size."""
 
@@ -49,7 +54,8 @@ class Listing:
 
     Args:
         checkpoints: the newest first.
-        rest: where the search stopped, a clause for people; None if it looked everywhere.
+        rest: what is not listed, a clause for people: where the search stopped, or how many older
+            iterations there are; None if everything is.
     """
 
     checkpoints: tuple[ListedCheckpoint, ...]
@@ -88,6 +94,34 @@ def list_checkpoints(root: Path) -> Listing:
         listed.append(item)
     listed.sort(key=lambda item: (-int(item.modified), -(item.iteration or 0), str(item.path)))
     return Listing(tuple(listed), search.rest)
+
+
+def list_iterations(passed: Sequence[Path]) -> Listing | None:
+    """Describe the iterations of the training root from which a checkpoint was reached.
+
+    Args:
+        passed: the directories that were descended through, the outermost first.
+
+    Returns:
+        The newest iterations, that with the highest number first; None unless there are several.
+
+    Raises:
+        StorageError: a directory cannot be read.
+    """
+    for root in passed:
+        with closing(open_store(root)) as store:
+            names = iteration_dirs(store)
+        if len(names) < 2:
+            continue
+        listed = []
+        n_left = _MOST_FILES_BESIDE
+        for number in sorted(names, reverse=True)[:_MOST_BESIDE]:
+            item, _ = _describe(root / names[number], n_left)
+            n_left = 0 if item.n_files is None else n_left - item.n_files
+            listed.append(replace(item, iteration=number))
+        n_more = len(names) - len(listed)
+        return Listing(tuple(listed), f"{n_more:,} older ones" if n_more else None)
+    return None
 
 
 def _has_format(store: SourceStore) -> bool:

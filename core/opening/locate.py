@@ -39,6 +39,7 @@ import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.errors import (
@@ -57,7 +58,7 @@ from core.formats.dcp.folders import DIST_CKPT
 from core.formats.format import NEMO_FOLDERS, Format
 from core.formats.registry import sniffed
 from core.opening.config_beside import HUGGING_FACE
-from core.opening.iterations import ITERATION_DIR, iteration_dirs
+from core.opening.iterations import ITERATION_DIR, MOST_PATHS, iteration_dirs
 from core.opening.other_software import refuse_other_software
 from core.values import dataclass
 
@@ -336,9 +337,9 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
     """
     file = str(store.root / tracker)
     # Not --iteration: of two checkpoints, one has no such option.
-    newest = [iterations[number] for number in sorted(iterations, reverse=True)]
+    newest = [store.root / iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"point at one of the iterations: {list_some(newest)}"
+        f"point at one of the iterations: {list_some(map(quote, map(str, newest)), MOST_PATHS)}"
         if iterations
         else "point at the checkpoint's own directory"
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.engine.catalog.catalog import Catalog
@@ -31,7 +32,7 @@ from core.opening.config_beside import with_description
 from core.opening.iterations import list_other_iterations
 from core.opening.locate import RELEASE, Located, locate_checkpoint
 from core.pickle.noted import gc_paused, noting_uses
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.pickle.uses import Use
@@ -71,6 +72,10 @@ class Checkpoint:
     below: tuple[str, ...] = ()
     passed: tuple[Path, ...] = ()
     problems: tuple[CheckpointingException, ...] = ()
+
+    def __repr__(self) -> str:
+        n_tensors = n_text(len(self.catalog.tensors), "tensor")
+        return f"<{self.format.name} checkpoint {self.path}: {n_tensors}>"
 
     @property
     def is_release(self) -> bool:
@@ -234,7 +239,7 @@ def _with_intact_iteration(hint: str | None, location: Located) -> str | None:
                     continue
                 other.format.read(other.store)
                 if not list_dangerous_names(uses):
-                    advice = f"use {path}, which can be read"
+                    advice = f"use {quote(str(path))}, which can be read"
                     return f"{hint}; or {advice}" if hint else advice
     return hint
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from shlex import quote
 
 from core.errors import CheckpointingException, TruncatedError, UnsupportedError, list_some
 from core.files.source_store import SourceStore, open_store
@@ -12,7 +13,7 @@ from core.files.substitute import substitute_in
 from core.files.walk import MAX_DEPTH
 from core.formats.safetensors.files import INDEX_SUFFIX, SUFFIX
 from core.formats.torch.stream import SUFFIXES, stream_kind
-from core.opening.iterations import CHECKPOINTS_BELOW
+from core.opening.iterations import CHECKPOINTS_BELOW, MOST_PATHS
 from core.opening.other_software import explain_unrecognised
 from core.values import dataclass
 
@@ -41,11 +42,11 @@ def build_unrecognised_error(
     # Checkpoints in the directory come first: the user probably means one of them.
     files = store.files()
     loose = loose_files(store, files)
-    places = [*loose, *below.paths]
+    paths = [quote(str(store.root / place)) for place in (*loose, *below.paths)]
     hint = (
-        f"point at {store.root / places[0]}"
-        if len(places) == 1
-        else f"point at one of them: {list_some(places)}"
+        f"point at {paths[0]}"
+        if len(paths) == 1
+        else f"point at one of them: {list_some(paths, MOST_PATHS)}"
     )
     if loose:
         if sum(name.endswith(SUFFIX) for name in loose) > 1:

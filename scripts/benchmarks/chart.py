@@ -15,24 +15,26 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-_ROW, _BAR, _WIDTH, _NAMES, _END = 26, 16, 900, 380, 70
+_ROW, _BAR, _WIDTH, _NAMES, _END, _MARGIN = 26, 16, 940, 400, 90, 20
 _STYLE = """
 text { font-family: system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
-text { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; }
+.card { fill: #ffffff; stroke: #d8dfe7; } .row { fill: #f2f5f8; }
+.quiet { fill: #57606a; font-size: 12px; }
 .bar { fill: #2f6fab; } .other { fill: #b0602c; } .one { stroke: #57606a; stroke-dasharray: 4 3; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; stroke: #0d1117; } .one { stroke: #9198a1; }
+  text { fill: #e6edf3; } .card { fill: #0d1117; stroke: #303b47; } .row { fill: #171e26; }
+  .quiet { fill: #9198a1; } .one { stroke: #9198a1; }
   .bar { fill: #6cb0f0; } .other { fill: #e0a070; }
 }
 """
 _MEMORY = ": memory"
 """End of the names of rows that compare memory."""
 GROUPS = {
-    ("× copy", False): ("bar", "Time of ckpt, in times that cp takes for the same bytes"),
-    ("× ours", False): ("other", "Time of other tools for the same work, in times of ckpt"),
-    ("× ours", True): ("other", "Memory of other tools for the same work, in that of ckpt"),
+    ("× copy", False): ("bar", "Time of ckpt, in times that cp takes for the same bytes", "cp"),
+    ("× ours", False): ("other", "Time of other tools for the same work, in times of ckpt", "ckpt"),
+    ("× ours", True): ("other", "Memory of other tools for the same work, in that of ckpt", "ckpt"),
 }
-"""Unit and whether it is of memory → class of the bars, and the heading above them."""
+"""Unit and whether it is of memory → class of the bars, the heading above, and what 1 is."""
 
 
 def group_of(case: Any) -> tuple[str, bool]:
@@ -49,41 +51,56 @@ def chart_of(cases: Sequence[Any]) -> str:
         f"{case['name']}: {case['result']:.3g} {case['unit']}" for case in cases
     )
     ElementTree.SubElement(svg, "style").text = _STYLE
-    y = 0
-    for group, (kind, heading) in GROUPS.items():
+    card = ElementTree.SubElement(svg, "rect", {"class": "card", "x": "0.5", "y": "0.5", "rx": "8"})
+    y = _MARGIN // 2
+    for group, (kind, heading, unit) in GROUPS.items():
         rows = [case for case in cases if group_of(case) == group]
         if not rows:
             continue
         y += _ROW
-        _text(svg, 0, y, heading, anchor="start", weight="bold")
+        _text(svg, _MARGIN, y, heading, anchor="start", weight="bold")
         scale = (_WIDTH - _NAMES - _END) / max(1.0, *(case["result"] for case in rows))
         # A line at 1, the thing compared with.
-        x = f"{_NAMES + scale:.1f}"
-        line = {
-            "class": "one",
-            "x1": x,
-            "x2": x,
-            "y1": f"{y + 8}",
-            "y2": f"{y + 8 + len(rows) * _ROW}",
-        }
-        ElementTree.SubElement(svg, "line", line)
-        for case in rows:
+        one = _NAMES + scale
+        y += _ROW
+        _text(svg, one, y, f"1 × = {unit}", anchor="middle", kind="quiet")
+        top = y
+        for number, case in enumerate(rows):
             y += _ROW
+            if number % 2 == 0:
+                _rect(svg, "row", _MARGIN // 2, y - 18, _WIDTH - _MARGIN, _ROW)
             _text(svg, _NAMES - 10, y, case["name"].removesuffix(_MEMORY), anchor="end")
             width = case["result"] * scale
-            box = {"x": f"{_NAMES}", "y": f"{y - 13}", "width": f"{width:.1f}", "height": f"{_BAR}"}
-            ElementTree.SubElement(svg, "rect", {"class": kind, **box})
-            _text(svg, _NAMES + width + 6, y, f"{case['result']:.3g} ×", anchor="start")
+            _rect(svg, kind, _NAMES, y - 13, width, _BAR)
+            _text(svg, _NAMES + width + 8, y, f"{case['result']:.3g} ×", anchor="start")
+        x, y1, y2 = f"{one:.1f}", f"{top + 5}", f"{y + 8}"
+        ElementTree.SubElement(svg, "line", {"class": "one", "x1": x, "x2": x, "y1": y1, "y2": y2})
         y += _ROW // 2
-    svg.set("viewBox", f"0 0 {_WIDTH} {y + 4}")
+    card.attrib |= {"width": f"{_WIDTH - 1}", "height": f"{y + 7}"}
+    svg.set("viewBox", f"0 0 {_WIDTH} {y + 8}")
     ElementTree.indent(svg)
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 
 
+def _rect(
+    svg: ElementTree.Element, kind: str, x: float, y: float, width: float, height: float
+) -> None:
+    box = {"x": f"{x}", "y": f"{y}", "width": f"{width:.1f}", "height": f"{height}", "rx": "3"}
+    ElementTree.SubElement(svg, "rect", {"class": kind, **box})
+
+
 def _text(
-    svg: ElementTree.Element, x: float, y: float, text: str, *, anchor: str, weight: str = "normal"
+    svg: ElementTree.Element,
+    x: float,
+    y: float,
+    text: str,
+    *,
+    anchor: str,
+    weight: str = "normal",
+    kind: str = "",
 ) -> None:
     place = {"x": f"{x:.1f}", "y": f"{y}", "text-anchor": anchor, "font-weight": weight}
+    place |= {"class": kind} if kind else {}
     ElementTree.SubElement(svg, "text", place).text = text
 
 

@@ -56,6 +56,14 @@ def test_a_slice_is_the_slice_of_numpy(data: st.DataObject, file: Path) -> None:
             assert np.array_equal(tensor[1:].numpy(), expected[1:])
 
 
+def test_bfloat16_and_float8_are_read_as_a_type_that_every_program_plots(file: Path) -> None:
+    with core.open(file) as checkpoint:
+        for name in ("scalar", "float8"):
+            array = checkpoint[name].numpy("float32")
+            assert array.dtype == np.float32
+            assert np.array_equal(array, checkpoint[name].torch().float().numpy())
+
+
 def test_scalars_empty_and_unusual_types(file: Path) -> None:
     with core.open(file) as checkpoint:
         assert (checkpoint["scalar"].shape, checkpoint["scalar"].torch().item()) == ((), 3.5)

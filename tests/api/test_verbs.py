@@ -79,10 +79,13 @@ def test_wrong_arguments(golden: Path, tmp_path: Path) -> None:
             "layer_axis has no effect: no layers are stacked or unstacked",
         ),
         (lambda run: core.diff(run, run, rtol=0.1, stat_only=True), "rtol has no effect"),
-        (lambda run: core.validate(run, headers=True, deep=True), "headers has no effect: deep"),
+        (
+            lambda run: core.validate(run, headers=True, deep=True),
+            "headers=True has no effect",
+        ),
         (
             lambda run: core.merge([run, run], run / "out", average=True, scale=2.0),
-            "scale has no effect: only --add-delta is scaled",
+            "scale has no effect: only add_delta is scaled",
         ),
     ],
 )
@@ -95,7 +98,9 @@ def test_an_option_without_effect_is_refused_under_its_name_in_python(
 
 def test_a_switch_is_named_as_it_is_written_in_python(golden: Path, tmp_path: Path) -> None:
     source = golden / "mcore_torch_dist/dense_gqa/tp2_pp2"
-    with pytest.raises(UsageError, match="^optim=False, verify have no effect: --metadata-only"):
+    with pytest.raises(
+        UsageError, match="^optim=False, verify=True have no effect: metadata_only=True"
+    ):
         core.convert(source, tmp_path / "out", metadata_only=True, optim=False, verify=True)
 
 
@@ -230,7 +235,7 @@ def test_values_may_be_texts_pairs_or_what_they_stand_for(golden: Path, tmp_path
         core.convert(source, tmp_path / "x.pt", threads="x")
     with pytest.raises(UsageError, match="needs at least two checkpoints"):
         core.merge(source, tmp_path / "x.pt", average=True)  # one path, not its letters
-    with pytest.raises(UsageError, match="--rules: file not found"):
+    with pytest.raises(UsageError, match="rules: file not found"):
         core.validate(source, rules=tmp_path / "none.toml")
 
 

@@ -42,7 +42,7 @@ def test_help_imports_nothing_heavy_and_no_command(arguments: tuple[str, ...]) -
         {
             "core.verbs.convert.run",
             "core.opening.open",
-            "core.formats",
+            "core.formats.torch",
             "ckpt_cli.commands.inspect",
             "ckpt_cli.completion",
         }
@@ -85,7 +85,7 @@ def test_python_m_is_the_same_program() -> None:
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number ≥ 1",
         ),
-        (["convert", "a", "b"], "choose one of: dcp, "),
+        (["convert", "a", "b"], "choose one of: megatron, "),
         (
             ["convert", "a", "b", "--to"],
             "option '--to' requires an argument\n  hint: see ckpt convert --help",
@@ -145,6 +145,28 @@ def test_no_command_shows_the_help_and_is_a_usage_error(capsys: pytest.CaptureFi
     out, err = capsys.readouterr()
     assert out == ""
     assert "Commands:" in err
+
+
+def test_a_path_alone_is_inspected(
+    golden: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    case = golden / "torch_dcp/tp2_only"
+    for folder in ("run", "diff"):
+        (tmp_path / folder).symlink_to(case)
+    monkeypatch.chdir(tmp_path)
+    pages = []
+    for words in (["run"], ["inspect", "run"]):
+        assert main([*words, "--json"]) == 0
+        pages.append(capsys.readouterr().out)
+    assert pages[0] == pages[1]
+    # A path need not exist, and is never taken for a command; a command is never a path.
+    assert main(["./rum"]) == 2
+    assert "no such file or directory" in capsys.readouterr().err
+    assert main(["diff"]) == 2
+    assert "missing argument" in capsys.readouterr().err
 
 
 def test_every_command_is_offered_and_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,14 @@ def test_another_core_that_was_imported_first_is_named(project: Path) -> None:
     assert message.endswith("import ckpt_cli before it, or run ckpt as a program")
 
 
+def test_the_python_interface_is_imported_from_ckpt_cli_beside_another_core(project: Path) -> None:
+    code = "from ckpt_cli import core as ckpt; print(ckpt.open.__module__, ckpt.__file__)"
+    root = Path(__file__).resolve().parents[2]
+    result = run(sys.executable, "-c", code, cwd=project, python_path=root)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split() == ["core.api.checkpoint", str(root / "core/__init__.py")]
+
+
 def test_importing_ckpt_cli_first_gives_its_own_core(project: Path) -> None:
     code = "import ckpt_cli, core, core.errors; print(core.__file__)"
     result = run(sys.executable, "-c", code, cwd=project)

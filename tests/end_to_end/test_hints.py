@@ -76,6 +76,7 @@ WORKER = frozenset(OPTION.findall(USAGE))
 
 
 OTHER_PROGRAMS = (
+    "core/version.py",
     "ckpt_cli/worker.py",
     "ckpt_cli/workers/device.py",
     "ckpt_cli/completion/shell.py",

@@ -6,6 +6,7 @@ import io
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import pytest
@@ -129,7 +130,8 @@ def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> Non
         UnsupportedError, match=f"contains {len(names)} torch or safetensors files"
     ) as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == f"point at one of them: {', '.join(names)}"
+    paths = ", ".join(quote(f"{tmp_path}/{name}") for name in names)
+    assert refusal.value.hint == f"point at one of them: {paths}"
 
 
 def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
@@ -173,8 +175,8 @@ def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(
     with pytest.raises(UnsupportedError, match="contains checkpoints") as refusal:
         open_checkpoint(tmp_path)
     assert (
-        refusal.value.hint
-        == "point at one of them: runs/one, lightning_logs/version_0/checkpoints/last.ckpt"
+        refusal.value.hint == f"point at one of them: {tmp_path}/runs/one, "
+        f"{tmp_path}/lightning_logs/version_0/checkpoints/last.ckpt"
     )
 
 

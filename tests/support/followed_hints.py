@@ -28,7 +28,7 @@ _MORE_VALUES = re.compile(r"(?:,| or|, or) (\w+)(?=[,;.]| or|$)")
 _COMMAND = re.compile(r"\bckpt (convert|reshard) SRC DST")
 _OMITTED = re.compile(rf"\b(?:drop|omit|without) {_OPTION}")
 _SIZES = re.compile(r"\b([TPE])P sizes that work: ([\d, ]*\d)")
-_POINT_AT = re.compile(r"point at (?:one of (?:them|the iterations): )?([^,;]+)")
+_POINT_AT = re.compile(r"point at (?:one of (?:them|the iterations): )?('?/[^,;]+)")
 _LEAVING_OUT = ("no-optim", "drop-missing", "exclude")
 
 
@@ -168,10 +168,7 @@ def list_advised_lines(line: Sequence[str], ended: CommandEnd) -> list[list[str]
             _with(line, [(f"{axis.lower()}p-new", size)], options) for size in sizes.split(", ")
         ]
     for match in _POINT_AT.finditer(hint):
-        name = match[1].strip()
-        if name != "a checkpoint":
-            place = name if name.startswith("/") else f"{line[1]}/{name}"
-            lines.append([line[0], place, *line[2:]])
+        lines.append([line[0], *shlex.split(match[1])[:1], *line[2:]])
     return [other for number, other in enumerate(lines) if other not in lines[:number]]
 
 

@@ -5,32 +5,34 @@
     model: 4 layers, 3 modules
 
     layers  1  2  3
-    0       .  .  4
-    1-3     2  .  S
+    0       .  .  7
+    1-3     9  .  S
 
      1  mlp.weight    2  norm.weight    3  self_attention.weight
 
-A digit is the negated exponent of the relative difference: 2 stands for 1e-2. Other characters
-stand for results without a number (``_MARKS``), so the picture can be read without colours. Where
-columns of this width do not fit, modules that are equal in every layer are left out; where the
-others do not fit either, columns are one character wide, in groups of five.
+    |A-B|/|A| is about   9 0.031   7 0.0078   . equal   S other shape
+
+A digit is a level of ``HeatScale``: the larger, the greater the relative difference. Other
+characters stand for results without a number (``_MARKS``), so the picture can be read without
+colours. Where columns of this width do not fit, modules that are equal in every layer are left out;
+where the others do not fit either, columns are one character wide, in groups of five.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-from math import isfinite, log10
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from ckpt_cli.screen.blocks import n_text, wrapped
 from ckpt_cli.screen.terminal import Screen, columns_of, escaped, padded, shortened
 from core.engine.catalog.key_patterns import ranges
 from core.values import dataclass
-from core.verbs.pictures.heat import most_different
+from core.verbs.pictures.heat import most_different, scale_heat
 
 if TYPE_CHECKING:
-    from core.verbs.pictures.heat import HeatCell, HeatMap
+    from core.verbs.pictures.heat import HeatCell, HeatMap, HeatScale
 
 _MARKS = {
     "equal": (".", "equal"),
@@ -44,13 +46,12 @@ _MARKS = {
 """Kind of result → its character, and what the legend says about it."""
 _NAN = ("N", "NaN in A or B only")
 _NO_NUMBER = ("x", "differs, without numbers")
-_DIGITS = "digit n: |A-B|/|A| is about 1e-n (9: or less)"
 _STYLES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(".?", ("dim",)),
-    **dict.fromkeys("~6789", ("cyan",)),
+    **dict.fromkeys("~0123", ("cyan",)),
     **dict.fromkeys("45", ("green",)),
-    **dict.fromkeys("23", ("yellow",)),
-    **dict.fromkeys("01x", ("red",)),
+    **dict.fromkeys("67", ("yellow",)),
+    **dict.fromkeys("89x", ("red",)),
     **dict.fromkeys("NDSAB", ("red", "bold")),
 }
 """Character → colour, from the smallest differences to the greatest."""
@@ -85,30 +86,45 @@ def heat_lines(screen: Screen, maps: Iterable[HeatMap], *, folds: bool = True) -
         folds: fold equal layers if there are many, and show only the greatest differences if there
             are still too many.
     """
+    maps = list(maps)
+    scale = scale_heat(maps)
     marks: set[str] = set()
     for number, heat in enumerate(maps):
         if number:
             yield ""
-        marks.update(mark_of(cell) for row in (*heat.cells, heat.outside) for cell in row if cell)
-        yield from _map_lines(screen, heat, folds=folds)
-    # What the characters mean, if they occur.
+        cells = (cell for row in (*heat.cells, heat.outside) for cell in row if cell)
+        marks.update(mark_of(cell, scale) for cell in cells)
+        yield from _map_lines(screen, heat, scale, folds=folds)
     yield ""
-    texts = [_DIGITS] if marks & set("0123456789") else []
-    texts += [
-        f"{mark} {text}" for mark, text in (*_MARKS.values(), _NAN, _NO_NUMBER) if mark in marks
+    yield from _legend_lines(screen, marks, scale)
+
+
+def _legend_lines(screen: Screen, marks: set[str], scale: HeatScale) -> Iterator[str]:
+    """Yield what the characters that occur mean, each in its colour."""
+    items = [
+        (digit, f"{scale.difference(int(digit)):.2g}{' or less' * (digit == '0')}")
+        for digit in "9876543210"
+        if digit in marks
     ]
-    lines = [""]
-    for text in texts:
-        longer = f"{lines[-1]}   {text}".strip()
-        if columns_of(longer) > (screen.width or _UNLIMITED):
-            lines.append(text)
+    if items:
+        items.insert(0, ("", "|A-B|/|A| is about"))
+    items += [item for item in (*_MARKS.values(), _NAN, _NO_NUMBER) if item[0] in marks]
+    lines: list[str] = []
+    columns = 0
+    for mark, text in items:
+        item = f"{mark} {text}".strip()
+        drawn = screen.styled(mark, *_STYLES[mark]) + " " if mark else ""
+        drawn += screen.styled(text, "dim")
+        columns += 3 + columns_of(item)
+        if lines and columns <= (screen.width or _UNLIMITED):
+            lines[-1] += f"   {drawn}"
         else:
-            lines[-1] = longer
-    for line in lines:
-        yield from _dim_lines(screen, line)
+            lines.append(drawn)
+            columns = columns_of(item)
+    yield from map(screen.plain, lines)
 
 
-def mark_of(cell: HeatCell | None) -> str:
+def mark_of(cell: HeatCell | None, scale: HeatScale) -> str:
     """Return the character of a cell; a space for none."""
     if cell is None:
         return " "
@@ -118,12 +134,10 @@ def mark_of(cell: HeatCell | None) -> str:
         return _MARKS[cell.kind][0]
     if cell.relative is None:
         return _NO_NUMBER[0]
-    if not isfinite(cell.relative):
-        return "0"
-    return str(min(max(round(-log10(cell.relative)), 0), 9)) if cell.relative else "9"
+    return str(scale.level(cell.relative))
 
 
-def _map_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]:
+def _map_lines(screen: Screen, heat: HeatMap, scale: HeatScale, *, folds: bool) -> Iterator[str]:
     """Yield one map: layers × modules, the names of the modules, what is outside the layers."""
     counts = [n_text(len(heat.layers), "layer"), n_text(len(heat.modules), "module")]
     parts = counts if heat.layers else []
@@ -132,19 +146,23 @@ def _map_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]:
     yield screen.styled(heat.part, "bold") + first.removeprefix(heat.part)
     yield from more
     if heat.layers:
-        yield from _layer_lines(screen, heat, folds=folds)
+        yield from _layer_lines(screen, heat, scale, folds=folds)
     if heat.outside:
         yield ""
-        yield from _outside_lines(screen, heat.outside, folds=folds)
+        yield from _outside_lines(screen, heat.outside, scale, folds=folds)
 
 
-def _layer_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]:
+def _layer_lines(screen: Screen, heat: HeatMap, scale: HeatScale, *, folds: bool) -> Iterator[str]:
     """Yield layers × modules, and the names of the modules."""
     # All modules if they fit; otherwise those that are not equal everywhere.
     columns = list(range(len(heat.modules)))
     room = (screen.width or _UNLIMITED) - _LABEL_COLUMNS
     if folds and _WIDE * len(columns) > room:
-        columns = [at for at in columns if any(mark_of(row[at]) not in " ." for row in heat.cells)]
+        columns = [
+            at
+            for at in columns
+            if any((cell := row[at]) and cell.kind != "equal" for row in heat.cells)
+        ]
         lines = [[row[at] for row in heat.cells] for at in columns]
         columns = [columns[position] for position in most_different(lines, _MOST_LINES)]
         if not columns:
@@ -152,7 +170,7 @@ def _layer_lines(screen: Screen, heat: HeatMap, *, folds: bool) -> Iterator[str]
             return
     # All layers if they are few; otherwise equal ones are folded.
     rows = [
-        _HeatRow((layer,), "".join(mark_of(row[at]) for at in columns))
+        _HeatRow((layer,), "".join(mark_of(row[at], scale) for at in columns))
         for layer, row in zip(heat.layers, heat.cells, strict=True)
     ]
     if folds and len(rows) > _MOST_UNFOLDED:
@@ -234,18 +252,21 @@ def _module_lines(screen: Screen, modules: Sequence[str]) -> Iterator[str]:
         ).rstrip()
 
 
-def _outside_lines(screen: Screen, cells: Sequence[HeatCell], *, folds: bool) -> Iterator[str]:
+def _outside_lines(
+    screen: Screen, cells: Sequence[HeatCell], scale: HeatScale, *, folds: bool
+) -> Iterator[str]:
     """Yield the tensors outside layers, the greatest difference first."""
     shown = cells[:_MOST_OUTSIDE] if folds else cells
     yield screen.styled("outside layers", "dim")
     room = (screen.width or _UNLIMITED) - _NUMBER_COLUMNS
     for cell in shown:
-        mark = mark_of(cell)
+        mark = mark_of(cell, scale)
         name = shortened(escaped(cell.keys[0]), room, ellipsis=screen.plain("…"))
         yield f"{screen.styled(f'  {mark}', *_STYLES[mark])}  {name}"
     n_more = len(cells) - len(shown)
     if n_more:
-        remark = "equal" if mark_of(cells[-1]) == mark_of(shown[-1]) == "." else "that differ less"
+        all_equal = cells[-1].kind == shown[-1].kind == "equal"
+        remark = "equal" if all_equal else "that differ less"
         yield screen.plain(screen.styled(f"  … {n_more:,} more {remark}", "dim"))
 
 

@@ -17,7 +17,7 @@ from core.engine.catalog.facets import RankFacts, WriteOptions
 from core.engine.catalog.stored import AnyArray, ArrayT, ArrayT_co, Coords, PlannedArray
 from core.engine.catalog.tensor import Fragment, TargetTensor, Tensor, find_ties, tensors_of
 from core.errors import UnsupportedError
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.engine.catalog.dropped import Dropped
@@ -137,6 +137,10 @@ class Catalog(Generic[ArrayT_co]):
         sort = partial(_sort_by_entry, self.tensors)
         object.__setattr__(self, "_by_entry", lru_cache(maxsize=64)(sort))
         object.__setattr__(self, "_find_ties", cache(partial(find_ties, self.tensors)))
+
+    def __repr__(self) -> str:
+        n_tensors = n_text(len(self.tensors), "tensor")
+        return f"<{self.format} catalog: {n_tensors}, {n_text(len(self.objects), 'object')}>"
 
     def fragments(self, key: str) -> Sequence[Fragment[ArrayT_co]]:
         """Return the fragments of one tensor, replicas included, in a stable order."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import MegatronModel, TorchDistFacts
@@ -121,7 +122,7 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
             raise UsageError(
                 f"--strip-prefix: without {prefix!r} the key begins with a dot",
                 key=dotted,
-                hint=f"include the dot: --strip-prefix {prefix}.",
+                hint=f"include the dot: --strip-prefix {quote(prefix + '.')}",
             )
         new_of = {
             key: new[len(prefix) :] if key in prefixed else new for key, new in new_of.items()

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain
+from shlex import quote
 from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
@@ -277,7 +278,8 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
                     raise UnsupportedError(
                         f"PyTorch's DCP cannot load elements of type {dtype.name}",
                         key=key,
-                        hint=f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
+                        hint=f"cast it (--dtype {quote(f'{key}=float32')}) or skip it "
+                        f"(--exclude {quote(key)})",
                     )
                 plan = plans[stored.dtype, box.shape] = plan_chunk(stored.dtype, box.shape)
             items.append(Item(key, plan.size, box, stored.coords, plan, stored))

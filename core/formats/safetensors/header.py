@@ -30,6 +30,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from math import prod
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
@@ -347,7 +348,7 @@ def file_image(
                 raise UnsupportedError(
                     "a tensor with two elements per byte needs at least one axis",
                     key=name,
-                    hint=f"exclude the tensor: --exclude {name!r}",
+                    hint=f"exclude the tensor: --exclude {quote(name)}",
                 )
             shape = (*shape[:-1], 2 * shape[-1])
         ends.append(ends[-1] + array.n_bytes)
@@ -406,7 +407,7 @@ def _dtype_name(name: str, array: PlannedArray) -> str:
         raise UnsupportedError(
             f"safetensors has no dtype {array.dtype}",
             key=name,
-            hint=f"exclude the tensor: --exclude {name!r}",
+            hint=f"exclude the tensor: --exclude {quote(name)}",
         )
     if name == METADATA:
         raise UnsupportedError(

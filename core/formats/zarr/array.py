@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from math import prod
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
@@ -240,9 +241,9 @@ def v3_spelling(dtype: str, *, key: str) -> str:
         raise UnsupportedError(
             f"zarr has no element type for {dtype}",
             key=key,
-            hint=f"skip it (--exclude '{key}')"
+            hint=f"skip it (--exclude {quote(key)})"
             if DTYPES[dtype].kind == "bits"
-            else f"cast it (--dtype '{key}=float32') or skip it (--exclude '{key}')",
+            else f"cast it (--dtype {quote(f'{key}=float32')}) or skip it (--exclude {quote(key)})",
         )
     return dtype
 

@@ -18,6 +18,7 @@ import bz2
 import zlib
 from functools import partial
 from math import prod
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from core.arrays.box import Shape, c_strides, is_c_contiguous
@@ -97,7 +98,7 @@ class ChunkCoding:
                     f"the codec {name!r} is not supported",
                     key=key,
                     file=file,
-                    hint=f"skip the tensor with --exclude '{key}'; supported codecs: "
+                    hint=f"skip the tensor with --exclude {quote(key)}; supported codecs: "
                     f"{', '.join(_DECODERS)}, crc32c",
                 )
 

@@ -6,6 +6,7 @@ The comparison itself is in ``core.hf.proof.comparison``; ``ckpt validate`` uses
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from shlex import quote
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import is_optimizer_key
@@ -139,7 +140,7 @@ def _prefix_error(
 
     model_type = str(config.get("model_type"))[:80]
     remaining = find_differences(_without(weights, prefix), config, files=files)
-    options = f"--strip-prefix {prefix}"
+    options = f"--strip-prefix {quote(prefix)}"
     if states:
         carrying = carrying_option(states) if takes_optimizer else None
         options += " --no-optim" if carrying is None else f" {carrying}"

@@ -30,10 +30,9 @@ from functools import lru_cache
 
 from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key
 
+NUMBERED = "megatron_float16"
 TITLES = {
-    "megatron_float16": (
-        "fp32 master weights and moments, numbered, per TP/PP rank (Float16Optimizer)"
-    ),
+    NUMBERED: ("fp32 master weights and moments, numbered, per TP/PP rank (Float16Optimizer)"),
     "megatron_distributed": "distributed optimizer, flat buffers in distrib_optim.pt",
     "per_parameter": "fp32 master weights and moments by parameter",
     "fully_reshardable": "distributed optimizer, fully_reshardable",

@@ -162,13 +162,22 @@ def is_journal_of(path: Path, identity: str) -> bool:
     return _read(path, identity, ())[1] > 0
 
 
-def recorded_bytes(stage_dir: Path, identity: str) -> int:
+def recorded_bytes(stage_dir: Path, identity: str | None = None) -> int:
     """Return the bytes of the destination that the journals of a plan list as written.
 
     Args:
-        identity: identity of the plan and of the data directory (``Stage.journal_identity``).
+        identity: identity of the plan and of the data directory (``Stage.journal_identity``); None
+            for that of the first journal.
     """
     done: dict[ItemNumber, list[object]] = {}
+    if identity is None:
+        with (
+            suppress(OSError, ValueError, KeyError, TypeError),
+            (stage_dir / _FIRST).open("rb") as lines,
+        ):
+            identity = json.loads(lines.readline())["plan"]
+    if not isinstance(identity, str):
+        return 0
     for path in journals_in(stage_dir):
         done.update(_read(path, identity, None)[0])
     records = filter(None, map(_decode, done.values()))

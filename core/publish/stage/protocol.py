@@ -44,6 +44,9 @@ class StageRequest:
         is_file: the output is a single file, whose manifest is next to it.
         resume: keep what was written if the run fails, and continue what a run of the same plan has
             kept.
+        keeps_after: with ``resume``, keep it only after an interruption (Ctrl-C, SIGTERM), and only
+            if the work has taken so many seconds or continues an earlier run's; None keeps it
+            after any failure.
         force: replace what is at the destination, at the end.
         fsync: wait for the disk.
         verify: the output is read back before it is published.
@@ -59,6 +62,7 @@ class StageRequest:
     n_bytes: int = 0
     is_file: bool = False
     resume: bool = False
+    keeps_after: float | None = None
     force: bool = False
     fsync: bool = True
     verify: bool = False
@@ -127,12 +131,16 @@ class OutputDestination(Protocol):
     def open_stage(self, request: StageRequest) -> DestinationStage:
         """Return the stage of a run; nothing is touched until it is entered."""
 
-    def describe_remains(self, *, inode: int | None, keeps_partial: bool) -> str:
+    def describe_remains(
+        self, *, inode: int | None, keeps_partial: bool, command: str | None
+    ) -> str:
         """Return what an interrupted command has left, and how to continue.
 
         Args:
             inode: that of the stage, if the run was about to publish it, or has; else None.
-            keeps_partial: an interrupted run keeps what it has written.
+            keeps_partial: an interrupted run keeps what it has written, however little.
+            command: the command line, which continues if it is run again; None if it must not be
+                shown.
         """
 
     def finish_publication(self) -> None:

@@ -12,8 +12,11 @@ So a process that is killed between two renames leaves everything that ``undo_re
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from core.errors import UsageError
@@ -21,6 +24,20 @@ from core.files.syscalls import exchange, rename_new
 from core.publish.manifest.of_copy import manifest_name
 
 _OLD = "old"
+
+
+def is_vacant(dst: Path, *, is_file: bool) -> bool:
+    """Return whether the output can get its name without replacing anything.
+
+    Nothing has the name, or an empty directory, which the rename of a directory replaces in one
+    step. A mount point cannot be renamed over, and neither should the directory in which the user
+    works: it would be another one afterwards.
+    """
+    if not os.path.lexists(dst):
+        return True
+    if is_file or dst.is_symlink() or not dst.is_dir() or os.path.ismount(dst):
+        return False
+    return not os.listdir(dst) and not os.path.samefile(dst, os.curdir)
 
 
 def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
@@ -73,7 +90,7 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
         data_dir: the directory, in the staging directory; with ``force`` the old destination may be
             there afterwards.
         dst: the final name.
-        force: replace a directory that has this name.
+        force: replace a directory that has this name; an empty one is replaced in any case.
 
     Raises:
         FileExistsError: the name is taken, and ``force`` is not given.
@@ -81,11 +98,27 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
     """
     if not os.path.lexists(dst):
         rename_new(data_dir, dst)
+    elif is_vacant(dst, is_file=False):
+        _replace_empty(data_dir, dst)
     elif not force:
         raise FileExistsError
     elif not exchange(data_dir, dst):
         _set_aside(dst, data_dir.parent)
         rename_new(data_dir, dst)
+
+
+def _replace_empty(data_dir: Path, dst: Path) -> None:
+    """Rename a directory over an empty one, and keep the permissions and the group of that."""
+    status = os.stat(dst)
+    with suppress(PermissionError):  # a group that the user is not in
+        os.chown(data_dir, -1, status.st_gid)
+    os.chmod(data_dir, stat.S_IMODE(status.st_mode))
+    try:
+        os.rename(data_dir, dst)
+    except OSError as err:
+        if err.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise FileExistsError from err
+        raise
 
 
 def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:

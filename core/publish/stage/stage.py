@@ -20,10 +20,12 @@ it and adds a note. Before that it restores what a replacement had moved aside
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -63,6 +65,7 @@ from core.publish.stage.protocol import (
 )
 from core.publish.stage.replacement import (
     check_may_replace,
+    is_vacant,
     replace_dir,
     replace_file,
     undo_replacement,
@@ -131,7 +134,9 @@ class LocalDestination(OutputDestination):
         return Space(stage.free_bytes(), n_resumed, shortage, nearest_folder(self.dst.parent))
 
     @override
-    def describe_remains(self, *, inode: int | None, keeps_partial: bool) -> str:
+    def describe_remains(
+        self, *, inode: int | None, keeps_partial: bool, command: str | None
+    ) -> str:
         dst = self.dst
         # The disk decides: a signal may arrive right before or after the rename.
         with suppress(OSError):
@@ -141,10 +146,13 @@ class LocalDestination(OutputDestination):
         has_stage = os.path.lexists(stage_dir)
         # Without --force there was no destination, or the command would have refused it.
         unchanged = f", {dst} is unchanged" if os.path.lexists(dst) else ""
-        if keeps_partial and has_stage:
+        n_bytes = recorded_bytes(stage_dir) if has_stage else 0
+        if has_stage and (n_bytes or keeps_partial):
+            done = f"{n_bytes / _MIB:,.1f} MiB of" if n_bytes else "the beginning of"
+            again = " with the same command" if command is None else f": {command}"
             return (
-                f"partial output is kept in {stage_dir}{unchanged} "
-                "(rerun the same command to continue)"
+                f"{done} the output is kept in {stage_dir}{unchanged}; continue{again} "
+                f"(or remove it: rm -r {quote(str(stage_dir))})"
             )
         if keeps_partial:
             return f"nothing was written{unchanged} (rerun the same command)"
@@ -163,7 +171,8 @@ class Stage(DestinationStage):
     """An unfinished destination in the file system; a context manager.
 
     Args:
-        dst: the destination; its parent directories are created if they are missing.
+        dst: the destination, which may be an empty directory; its parent directories are created
+            if they are missing.
         request: what is written.
 
     Attributes:
@@ -183,6 +192,7 @@ class Stage(DestinationStage):
         self.published = None
         self._request = request
         self._resume = request.resume
+        self._begun = time.monotonic()
         self._force = request.force
         self._fsync = request.fsync
         self._identity = request.identify() if request.resume else ""
@@ -225,7 +235,7 @@ class Stage(DestinationStage):
                 self._check_destination()
 
         # Another process may have published the destination before this one got the lock.
-        if not self._force and os.path.lexists(self.dst):
+        if not (self._force or is_vacant(self.dst, is_file=self.is_file)):
             raise UsageError(_APPEARED, file=str(self.dst))
         if has_earlier_work:
             journals = self._continue_or_clear(journals)
@@ -287,7 +297,7 @@ class Stage(DestinationStage):
             UsageError: the destination exists, or replacing it would remove a path that must be
                 kept.
         """
-        if not os.path.lexists(self.dst):
+        if is_vacant(self.dst, is_file=self.is_file):
             return
         if not self._force:
             hint = "choose another one"
@@ -464,7 +474,16 @@ class Stage(DestinationStage):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._leave(keep=self._resume and kind is not None and not self._is_committed)
+        self._leave(keep=self._is_to_be_kept(kind) and not self._is_committed)
+
+    def _is_to_be_kept(self, kind: type[BaseException] | None) -> bool:
+        """Return whether the next run can continue what this one has done, and is meant to."""
+        if not self._resume or kind is None:
+            return False
+        keeps_after = self._request.keeps_after
+        if keeps_after is None or self._keeps_earlier_work:
+            return True
+        return issubclass(kind, KeyboardInterrupt) and time.monotonic() - self._begun >= keeps_after
 
     def _leave(self, *, keep: bool) -> None:
         """Close everything and remove the staging directory, even if Ctrl-C is pressed again."""

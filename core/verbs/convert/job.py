@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from core.files.syscalls import default_memory_bytes
-from core.values import changed_fields
+from core.values import (
+    Brief,
+    bytes_text,
+    changed_fields,
+    list_facts,
+    n_text,
+    seconds_text,
+    shown_briefly,
+)
 
 if TYPE_CHECKING:
     from core.engine.device.device import Device
@@ -240,6 +248,7 @@ class Job:
         return self.memory_bytes - self.beside_bytes
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Result of a finished job.
@@ -286,6 +295,19 @@ class Report:
     dropped_reasons: tuple[DroppedReason, ...] = ()
     next: str = ""
     workers: tuple[Figures, ...] = ()
+
+    def brief(self) -> Brief:
+        """Return what is shown of the report."""
+        size = f"{n_text(len(self.files), 'file')}, {bytes_text(self.bytes_written)}"
+        verified = f", {bytes_text(self.bytes_verified)} read back" if self.bytes_verified else ""
+        facts = [
+            ("format", f"{self.format}, {size}"),
+            ("tensors", f"{self.n_tensors:,}"),
+            ("time", f"{seconds_text(self.seconds)}{verified}"),
+            *list_facts("not carried", self.dropped_reasons),
+            *list_facts("note", self.notes),
+        ]
+        return Brief(f"wrote {self.dst}", [*facts, ("next", self.next)] if self.next else facts)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Self:

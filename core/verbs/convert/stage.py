@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from core.verbs.convert.prepared import Prepared
 
 
+RESUMED_BYTES = 1 << 30
+"""Bytes of a destination from which a run can be continued without ``resume``.
+
+A journal loses up to 512 MiB (``core.publish.stage.journal``), and costs nothing beside so many.
+"""
+KEPT_SECONDS = 60
+"""Seconds of work that an interruption keeps without ``resume``."""
+
+
 def request_stage(
     prepared: Prepared,
     *,
@@ -41,6 +50,8 @@ def request_stage(
         batch_bytes: with ``resume``, how many bytes a killed run may lose.
     """
     job = prepared.job
+    # In an object store, parts that nobody asked to keep would cost money.
+    is_large = prepared.plan.file_bytes >= RESUMED_BYTES and prepared.destination.is_on_disk
 
     def identify() -> str:
         if identity is not None:
@@ -53,7 +64,8 @@ def request_stage(
         images=prepared.images,
         n_bytes=prepared.plan.file_bytes,
         is_file=prepared.is_file,
-        resume=job.resume,
+        resume=job.resume or is_large,
+        keeps_after=None if job.resume else KEPT_SECONDS,
         force=job.force,
         fsync=job.fsync,
         verify=job.verify,

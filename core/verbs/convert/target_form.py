@@ -419,5 +419,5 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
         key=path or None,
         file=file,
         hint="write a torch file, which keeps such keys (--to torch), drop the entries "
-        f"(--exclude '{path or '<*'}'), or save the dict under other keys",
+        f"(--exclude {quoted_word(path or '<*')}), or save the dict under other keys",
     )

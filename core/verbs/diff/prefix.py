@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from shlex import quote
 
 from core.engine.changes.rename import rename_entries
 from core.errors import UsageError
@@ -68,7 +69,7 @@ def prefix_hint(a: Collection[str], b: Collection[str]) -> str | None:
             if n * 2 > n_fewer:
                 return (
                     f"the keys of {n} tensors begin with {prefix!r} in {name}, but not in {other}; "
-                    f"to compare them, pass --strip-prefix {prefix}"
+                    f"to compare them, pass --strip-prefix {quote(prefix)}"
                 )
     return None
 

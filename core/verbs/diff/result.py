@@ -7,7 +7,15 @@ from core.engine.catalog.tensor import Tensor
 from core.engine.numbers.difference import Tolerance, ValueDifference
 from core.engine.team.protocol import Figures
 from core.megatron.optimizer.form import role_of
-from core.values import dataclass
+from core.values import (
+    Brief,
+    bytes_text,
+    dataclass,
+    list_facts,
+    n_text,
+    seconds_text,
+    shown_briefly,
+)
 from core.verbs.diff.entries import EntryDiff
 from core.verbs.diff.sides import Side
 
@@ -85,6 +93,7 @@ class TensorDiff:
         )
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diff:
     """The comparison of two checkpoints.
@@ -135,6 +144,37 @@ class Diff:
     def n_by_fingerprint(self) -> int:
         """Number of tensors that are equal according to both manifests."""
         return sum(tensor.is_by_fingerprint for tensor in self.tensors)
+
+    def brief(self) -> Brief:
+        """Return what is shown of the comparison."""
+        n_differing = sum(not tensor.is_same for tensor in self.tensors)
+        parts = [f"{n_differing:,} of {n_text(len(self.tensors), 'tensor')}"] if n_differing else []
+        if self.entries:
+            parts.append(n_text(len(self.entries), "other entry", "other entries"))
+        if parts:
+            title = f"different: {' and '.join(parts)}"
+        elif self.left_out:
+            title = "no difference, but not everything could be compared"
+        else:
+            title = f"the same: {n_text(len(self.tensors), 'tensor')}"
+        names = {"only_a": "only in A", "only_b": "only in B"}
+        kinds = [
+            f"{len(members):,} {names.get(kind, kind)}"
+            for kind in KINDS
+            if (members := self.of_kind(kind))
+        ]
+        read = f"{bytes_text(self.read_bytes)} in {seconds_text(self.seconds)}"
+        facts = [
+            ("A", self.a.title),
+            ("B", self.b.title),
+            ("tensors", ", ".join(kinds)),
+            ("read", read if self.is_read else "names, shapes and dtypes"),
+            *list_facts("differ", (item.key for item in self.tensors if not item.is_same)),
+            *list_facts("entries", (f"{item.path}: {item.a} → {item.b}" for item in self.entries)),
+            *list_facts("not compared", self.left_out),
+            *list_facts("note", (*self.warnings, *self.notes)),
+        ]
+        return Brief(title, facts)
 
     def of_kind(self, kind: str) -> list[TensorDiff]:
         """Return the tensors of a kind, in order."""

@@ -68,6 +68,19 @@ class Side:
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        return repr(self.source)
+
+    @property
+    def title(self) -> str:
+        """The path, with format, parallel sizes and iteration."""
+        parts = [self.source.format.name]
+        if self.topology is not None:
+            parts.append(str(self.topology))
+        if self.source.iteration is not None:
+            parts.append(f"iteration {self.source.iteration}")
+        return f"{self.source.path}  ({', '.join(parts)})"
+
     @property
     def topology(self) -> Topology | None:
         """Parallel sizes of a checkpoint in Megatron's layout, or None for other layouts."""

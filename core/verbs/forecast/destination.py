@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from core.errors import UsageError
 from core.publish.stage.existing import check_replaceable
+from core.publish.stage.replacement import is_vacant
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
 
@@ -23,6 +24,8 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
     """Return what exists at the destination of a job; None if nothing does."""
     dst = prepared.dst
     if not (dst.exists() or dst.is_symlink()):
+        return None
+    if prepared.destination.is_on_disk and is_vacant(dst, is_file=prepared.is_file):
         return None
     try:
         check_replaceable(prepared.dst, [image.path for image in prepared.images])

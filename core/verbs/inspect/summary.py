@@ -17,18 +17,19 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.attributes import collect_attributes
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
+from core.engine.catalog.optimizer_keys import split_state_key
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.schemes import quantized_weights
-from core.errors import CheckpointingException, list_some
+from core.errors import CheckpointingException
 from core.files.store import list_files_below
-from core.megatron.optimizer.form import TITLES, optim_format_of, role_of
+from core.megatron.optimizer.form import NUMBERED, TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
 from core.opening.iterations import list_other_iterations
 from core.opening.objects import load_attributes, loaded
 from core.opening.source_files import config_of_source
 from core.pickle.inert import Global, attributes
 from core.pickle.noted import gc_paused
-from core.values import dataclass
+from core.values import Brief, bytes_text, count_text, dataclass, list_facts, n_text, shown_briefly
 from core.verbs.inspect.capability import (
     Capability,
     ModelTraits,
@@ -40,6 +41,7 @@ from core.verbs.inspect.tree import components
 
 if TYPE_CHECKING:
     from core.engine.catalog.attributes import AttributesByPath
+    from core.opening.listing import Listing
     from core.opening.open import Checkpoint
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
@@ -61,6 +63,8 @@ _MODEL_ARGS = (
     "use_distributed_optimizer", "transformer_impl",
 )  # fmt: skip
 ROLES = ("model", "moments", "masters", "other")
+_MOST_NAMED = 100_000
+"""Maximum number of optimizer entries of ranks that are named: more would take seconds."""
 ROLE_TITLES = {"moments": "optimizer moments", "masters": "master weights"}
 """The roles whose name for users is another."""
 
@@ -82,6 +86,7 @@ class TensorGroup:
     dtypes: Mapping[str, int]
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
     """A summary of a checkpoint.
@@ -105,6 +110,8 @@ class Summary:
         n_unopened: number of files that were not opened because they resemble others.
         attributes: path of a container or key of a tensor → what the checkpoint says about it
             (``core.engine.catalog.attributes``), also in entries of a state dict.
+        iterations: those of the training root from which the checkpoint was reached, if it has
+            several; else None.
     """
 
     path: str
@@ -127,6 +134,7 @@ class Summary:
     n_objects: int = 0
     n_unopened: int = 0
     attributes: AttributesByPath = field(default_factory=dict)
+    iterations: Listing | None = None
 
     @property
     def total(self) -> TensorGroup:
@@ -144,11 +152,36 @@ class Summary:
         """Description of the optimizer's form; None without an optimizer."""
         return None if self.optimizer is None else TITLES[self.optimizer]
 
+    def brief(self) -> Brief:
+        """Return what is shown of the summary."""
+        model = self.description
+        facts = [("format", self.title)]
+        if self.iteration is not None:
+            facts.append(("iteration", str(self.iteration)))
+        if self.parallel:
+            sizes = " · ".join(f"{name.upper()} {size}" for name, size in self.parallel.items())
+            facts.append(("parallel", sizes))
+        if model.n_parameters is not None:
+            family = f" ({model.family})" if model.family else ""
+            facts.append(("parameters", f"{count_text(model.n_parameters)}{family}"))
+        for group in self.groups:
+            size = f"{n_text(group.n_tensors, 'tensor')}, {bytes_text(group.n_bytes)}"
+            dtypes = ", ".join(group.dtypes)
+            facts.append((ROLE_TITLES.get(group.name, group.name), f"{size}, {dtypes}"))
+        facts.append(("files", f"{n_text(self.n_files, 'file')}, {bytes_text(self.file_bytes)}"))
+        possible = [
+            f"{item.action} to {', '.join(item.targets)}" if item.targets else item.action
+            for item in self.capabilities
+            if item.is_possible
+        ]
+        facts += [*list_facts("can", possible), *list_facts("note", self.notes)]
+        return Brief(f"{self.format} checkpoint {self.path}", facts)
+
 
 @gc_paused()
 def global_view_of(checkpoint: Checkpoint) -> Catalog:
     """Return the catalog that ``Summary.view`` is, without the rest of the summary."""
-    return _global_view(_unshard(checkpoint).catalog, checkpoint.catalog)
+    return _global_view(_unshard(checkpoint).catalog, checkpoint)
 
 
 @gc_paused()
@@ -165,7 +198,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     # Convert the model to its global form if the layout can be determined.
     catalog = checkpoint.catalog
     unsharded = _unshard(checkpoint)
-    view = _global_view(unsharded.catalog, catalog)
+    view = _global_view(unsharded.catalog, checkpoint)
     # Count files and ranks, and recognise the optimizer by the keys without their ranks.
     n_files, file_bytes, n_writers = _count_files(checkpoint)
     ranks = catalog.facet(RankFacts)
@@ -184,10 +217,6 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             f"opened {n_files - n_unopened:,} of {n_files:,} files (one per pipeline stage and"
             " file size); --all opens them all"
         )
-    others = list_other_iterations(checkpoint.passed, checkpoint.path)
-    if others:
-        count = "one other iteration" if len(others) == 1 else f"{len(others):,} other iterations"
-        notes.append(f"{count} beside it: {list_some([path.name for path in others])}")
     notes += warn_of_pickles(checkpoint.store, catalog, checkpoint.uses)
 
     # Plan the conversions to find out which are possible; nothing converts a damaged checkpoint.
@@ -239,7 +268,17 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
         n_objects=len(catalog.objects),
         n_unopened=n_unopened,
         attributes=_load_attributes(checkpoint),
+        iterations=_list_iterations(checkpoint),
     )
+
+
+def _list_iterations(checkpoint: Checkpoint) -> Listing | None:
+    """Return the iterations beside a checkpoint, and its own; None unless there are several."""
+    if not list_other_iterations(checkpoint.passed, checkpoint.path):
+        return None
+    from core.opening.listing import list_iterations
+
+    return list_iterations(checkpoint.passed)
 
 
 def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:
@@ -387,16 +426,19 @@ def _unshard_hf(catalog: Catalog, config: Mapping[str, object]) -> _Unsharded:
 
 @dataclass(frozen=True, slots=True)
 class _RankKeys:
-    """The facet of a global view whose optimizer keys still begin with rank directories."""
+    """The facet of a global view some of whose keys still begin with rank directories."""
 
 
-def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
-    """Return the catalog to show: the global model, then the optimizer entries of the ranks.
+def _global_view(unsharded: Catalog | None, checkpoint: Checkpoint) -> Catalog:
+    """Return the catalog to show: the global model, then the optimizer.
+
+    Numbered states have the names of their parameters where these are proven, as in a conversion;
+    other entries of the optimizer are those of the ranks.
 
     Args:
         unsharded: the global form of the model; None if there is none.
-        ranks: the catalog of the files.
     """
+    ranks = checkpoint.catalog
     if unsharded is None or not ranks.is_rank_local:
         return ranks
     local = {
@@ -404,12 +446,43 @@ def _global_view(unsharded: Catalog | None, ranks: Catalog) -> Catalog:
         for key, tensor in ranks.tensors.items()
         if role_of(bare_key(key, ranks)) in ("moments", "masters")
     }
-
+    states = _named_states(checkpoint, local)
     return replace(
         unsharded,
-        tensors={**unsharded.tensors, **local},
+        tensors={**unsharded.tensors, **(states or local)},
         objects=ranks.objects,
     ).with_facet(_RankKeys())
+
+
+def _named_states(checkpoint: Checkpoint, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the states of a numbered optimizer by the names of their parameters.
+
+    Args:
+        local: the entries of the optimizer in the files of the ranks.
+
+    Returns:
+        State key → tensor; {} if the numbers are not proven to belong to parameters, not all files
+        were opened, or the optimizer is stored in another form.
+    """
+    catalog = checkpoint.catalog
+    ranks = catalog.facet(RankFacts)
+    form = optim_format_of(dict.fromkeys(bare_key(key, catalog) for key in local), {})
+    if form != NUMBERED or checkpoint.problems or (ranks is not None and ranks.n_unopened):
+        return {}
+    if len(local) > _MOST_NAMED:
+        return {}
+    from core.megatron.reshard.unshard import unshard
+    from core.megatron.rules.tables import load_rules
+
+    try:
+        carried = unshard(
+            catalog, rules=load_rules(), keep_padded_vocab=True, store=checkpoint.store
+        )
+    except CheckpointingException:
+        return {}
+    return {
+        key: tensor for key, tensor in carried.tensors.items() if split_state_key(key) is not None
+    }
 
 
 def _n_ranks(catalog: Catalog, n_writers: int | None) -> int | None:

@@ -12,6 +12,7 @@ The first number of a key is the row, the rest of the key is the column::
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import isfinite, log
 from typing import Literal
 
 from core.engine.catalog.key_patterns import ranges, split_numbers
@@ -21,6 +22,10 @@ from core.verbs.inspect.optimizer_states import is_state
 from core.verbs.inspect.tree import MIN_SUFFIXED
 
 Part = Literal["model", "optimizer"]
+N_LEVELS = 10
+"""Number of levels of a scale, 0 for the smallest differences."""
+_STEPS = (2, 4, 10)
+"""Factors between neighbouring levels; the smallest with which all differences fit is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,33 @@ class HeatMap:
 
 
 @dataclass(frozen=True, slots=True)
+class HeatScale:
+    """A logarithmic scale of relative differences, which ends at the largest of some maps.
+
+    So neither the largest nor, within nine powers of ten, the smallest differences look all alike.
+
+    Args:
+        largest: the difference of level 9.
+        step: factor between a level and the one below it.
+    """
+
+    largest: float
+    step: int
+
+    def level(self, relative: float) -> int:
+        """Return the level of a difference, from 0 to 9."""
+        if relative == 0:
+            return 0
+        if not isfinite(relative):
+            return N_LEVELS - 1
+        return max(N_LEVELS - 1 - round(log(self.largest / relative, self.step)), 0)
+
+    def difference(self, level: int) -> float:
+        """Return the relative difference that a level stands for."""
+        return self.largest / float(self.step) ** (N_LEVELS - 1 - level)
+
+
+@dataclass(frozen=True, slots=True)
 class _Column:
     """The key of a column.
 
@@ -94,6 +126,25 @@ def heat_maps(tensors: Iterable[TensorDiff]) -> list[HeatMap]:
     for tensor in tensors:
         parts["optimizer" if is_state(tensor.key) else "model"].append(tensor)
     return [_heat_map(part, members) for part, members in parts.items() if members]
+
+
+def scale_heat(maps: Iterable[HeatMap]) -> HeatScale:
+    """Return the scale for maps that are shown together."""
+    cells = (cell for heat in maps for row in (*heat.cells, heat.outside) for cell in row)
+    differences = [
+        cell.relative
+        for cell in cells
+        if cell is not None
+        and cell.kind == "values"
+        and cell.relative is not None
+        and cell.relative > 0
+        and isfinite(cell.relative)
+    ]
+    largest, smallest = max(differences, default=1.0), min(differences, default=1.0)
+    step = next(
+        (step for step in _STEPS if round(log(largest / smallest, step)) < N_LEVELS), _STEPS[-1]
+    )
+    return HeatScale(largest, step)
 
 
 def most_different(lines: Sequence[Sequence[HeatCell | None]], limit: int) -> list[int]:

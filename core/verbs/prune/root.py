@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
+from shlex import quote
 
 from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
@@ -170,5 +171,5 @@ def _without_iterations(root: Path) -> UsageError:
         "the like"
     )
     if runs:
-        hint = f"pass one of the runs in it, such as {runs[0]}"
+        hint = f"pass one of the runs in it, such as {quote(str(runs[0]))}"
     return UsageError("no iterations found", file=str(root), hint=hint)

@@ -14,7 +14,7 @@ from core.opening.iterations import iteration_dirs
 from core.opening.locate import locate_checkpoint
 from core.progress import OnProgress, Phase, begin_phase, count_steps
 from core.publish.stage.folder_lock import lock_folder
-from core.values import dataclass
+from core.values import Brief, bytes_text, dataclass, list_facts, n_text, shown_briefly
 from core.verbs.checks.check import Level, Severity
 from core.verbs.convert.job import DEFAULT_MEMORY_BYTES
 from core.verbs.prune.contents import Contents, freed_bytes, read_contents
@@ -64,6 +64,7 @@ class PrunedIteration:
     n_bytes: int
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True)
 class Pruning:
     """The result of examining a training root.
@@ -102,6 +103,20 @@ class Pruning:
     def removed(self) -> tuple[PrunedIteration, ...]:
         """The iterations that are to be removed, the newest first."""
         return tuple(iteration for iteration in self.iterations if not iteration.reasons)
+
+    def brief(self) -> Brief:
+        """Return what is shown of the decision."""
+        facts = [
+            *list_facts(
+                "keep",
+                (f"{', '.join(item.names)} ({'; '.join(item.reasons)})" for item in self.kept),
+            ),
+            *list_facts("remove", (", ".join(item.names) for item in self.removed)),
+            ("frees", bytes_text(self.freed_bytes)),
+            *list_facts("note", self.notes),
+        ]
+        kept = n_text(len(self.kept), "iteration")
+        return Brief(f"{self.root}: {kept} to keep, {len(self.removed):,} to remove", facts)
 
     def require_proven(self) -> None:
         """Raise if iterations are to be removed, and the one that stays may hold damaged data.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 from core.engine.team.protocol import ALONE, Team, broadcast_result
 from core.errors import CheckpointingException, UsageError
@@ -111,7 +112,8 @@ def iteration_paths(root: Path) -> list[Path]:
             " or the like"
         )
         if runs:
-            hint = f"pass one of the runs in it, such as {runs[0]} (with the newest iteration)"
+            run = quote(str(runs[0]))
+            hint = f"pass one of the runs in it, such as {run} (with the newest iteration)"
         raise UsageError("no iterations found", file=str(root), hint=hint)
     return [path for _, path in iterations]
 

@@ -26,7 +26,15 @@ from core.opening.locate import Located, locate_checkpoint
 from core.opening.open import FILL
 from core.pickle.noted import gc_paused
 from core.progress import OnProgress, Phase, count_steps
-from core.values import dataclass
+from core.values import (
+    Brief,
+    bytes_text,
+    dataclass,
+    list_facts,
+    n_text,
+    seconds_text,
+    shown_briefly,
+)
 from core.verbs.checks.check import HOSTILE, Check, Finding, Level, Severity
 from core.verbs.checks.registry import checks
 from core.verbs.checks.subject import Subject
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
     from core.verbs.checks.plan_request import PlanRequest
 
 
+@shown_briefly
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Validation:
     """The result of validating one checkpoint.
@@ -82,6 +91,27 @@ class Validation:
     def worst(self) -> Severity | None:
         """The severity of the worst finding; None without findings."""
         return max((finding.severity for finding in self.findings), default=None)
+
+    def brief(self) -> Brief:
+        """Return what is shown of the result."""
+        counts = [
+            n_text(n, severity.label)
+            for severity in sorted(Severity, reverse=True)
+            if (n := sum(finding.severity == severity for finding in self.findings))
+        ]
+        size = f"{n_text(self.n_files, 'file')}, {bytes_text(self.n_bytes)}"
+        facts = [
+            ("format", self.format or "not recognised"),
+            ("size", f"{size}, {n_text(self.n_tensors, 'tensor')}"),
+            ("read", f"{self.level.name.lower()}, in {seconds_text(self.seconds)}"),
+            *list_facts(
+                "findings",
+                (f"{item.code} {item.message} ({item.file or item.key})" for item in self.findings),
+            ),
+            *list_facts("unchecked", self.unchecked),
+            *list_facts("note", self.notes),
+        ]
+        return Brief(f"{', '.join(counts) or 'no findings'} in {self.path}", facts)
 
 
 def validate(

@@ -20,7 +20,7 @@ def test_what_it_writes_is_dated_now_and_its_proposals_run(
     begun = time.time() - 10  # clocks of file systems are coarse
     assert main(["demo"]) == 0
     head, _, change_directory, *commands = capsys.readouterr().out.splitlines()
-    assert head == "✓ wrote playground: 17 checkpoints, 15.9 MiB"
+    assert head == "✓ wrote playground: 20 checkpoints, 16.4 MiB"
     assert change_directory == "  cd playground"
     playground = tmp_path / "playground"
     assert min(path.stat().st_mtime for path in playground.rglob("*")) >= begun

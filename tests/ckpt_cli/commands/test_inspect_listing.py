@@ -121,7 +121,7 @@ def test_options_for_iterations_name_the_runs(
     assert main(["validate", "--newest-valid", "-q", str(runs)]) == 1
     assert "--newest-valid" not in capsys.readouterr().err
     assert main(["validate", "--all-iterations", str(runs)]) == 2
-    assert f"such as {runs}/a (with the newest iteration)" in capsys.readouterr().err
+    assert f"such as '{runs}/a' (with the newest iteration)" in capsys.readouterr().err
 
 
 def test_checkpoints_are_found_at_any_depth(
@@ -157,6 +157,29 @@ def test_a_search_that_stops_says_where(
     shutil.rmtree(tmp_path / "disk/a")
     assert main(["inspect", str(tmp_path / "disk")]) == 4
     assert "none was found below; the search stopped after " in capsys.readouterr().err
+
+
+def test_a_training_root_shows_its_iterations(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (runs / "a/iter_0000030").mkdir()
+    assert main(["inspect", str(runs / "a"), "--iteration", "10"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(at for at, line in enumerate(lines) if line.startswith("iteration  modified"))
+    rows = lines[at + 1 : at + 4]
+    assert [row.split()[0] for row in rows] == ["30", "20", "10"]
+    assert rows[0].endswith("0 B      0  incomplete, or not a checkpoint")
+    assert rows[2].endswith("4  ← this one")
+    assert main(["inspect", str(runs / "a"), "--iteration", "10", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["iterations"]
+    assert [(item["iteration"], item["format"], item["files"]) for item in listed] == [
+        (30, None, 0),
+        (20, "megatron", 4),
+        (10, "megatron", 4),
+    ]
+    # One iteration needs no list.
+    assert main(["inspect", str(runs / "a/iter_0000010"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["iterations"] == []
 
 
 def test_a_directory_without_any_is_an_error(

@@ -186,7 +186,7 @@ def test_an_interruption_tells_what_remains(
     out, err = capfd.readouterr()
     assert out == "" and err.startswith("interrupted: ") and err.count("\n") == 1
     # What the line says is on the disk.
-    assert ("partial output is kept in" in err) == stage_dir_of(dst).exists()
+    assert (" the output is kept in" in err) == stage_dir_of(dst).exists()
     assert ("nothing was written" in err) != stage_dir_of(dst).exists()
     assert (f"{dst} is unchanged" in err) == dst.exists()
     assert ("rerun with --resume" in err) == (options != ("--resume",))

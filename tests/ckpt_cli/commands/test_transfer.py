@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -242,8 +243,12 @@ def test_a_dry_run_writes_nothing_and_tells_everything(
     command = f"ckpt reshard {source} {tmp_path / 'out'} --tp-new 2"
     assert out.endswith(f"next  {command}\n")
     assert list(tmp_path.iterdir()) == []
-    # Nobody is told to paste --force; the plan only says what it would do.
+    # An empty directory is as good as none.
     (tmp_path / "out").mkdir()
+    assert run(*arguments)[1].endswith(f"next  {command}\n")
+    assert shown(*arguments, run=run)["dst_exists"] is False
+    # Nobody is told to paste --force; the plan only says what it would do.
+    shutil.copytree(golden / "torch_dcp/tp2_only", tmp_path / "out", dirs_exist_ok=True)
     _, out, _ = run(*arguments)
     assert "already exists" in out and "next  " not in out
     _, out, _ = run(*arguments, "--force")
@@ -410,10 +415,11 @@ def test_an_interrupted_run_with_resume_goes_on(tmp_path: Path, repo_dir: Path, 
     assert process.returncode == 143
     assert out == ""
     stage_dir = tmp_path / ".out.ckpt-stage"
-    assert err == (
-        f"interrupted (SIGTERM): partial output is kept in {stage_dir} "
-        "(rerun the same command to continue)\n"
+    words = shlex.join(map(str, ["ckpt", *arguments]))
+    kept = (
+        f" the output is kept in {stage_dir}; continue: {words} (or remove it: rm -r {stage_dir})"
     )
+    assert err.startswith("interrupted (SIGTERM): ") and err.endswith(f"{kept}\n")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.ckpt-stage", "big.pt"]
     code, out, err = run(*arguments)
     assert (code, err) == (0, "")

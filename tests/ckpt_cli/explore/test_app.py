@@ -110,7 +110,7 @@ def test_a_tensor_shows_shape_places_statistics_and_values(
     monkeypatch.delenv("NO_COLOR", raising=False)
 
     async def steps(pilot: Pilot[int]) -> None:
-        await search(pilot, "0.self_attention.linear_qkv.weight", "1 of 655 names")
+        await search(pilot, "0.self_attention.linear_qkv.weight", "4 of 376 names")
         await until_shown(pilot, "no NaN or Inf")
         assert_screen(pilot.app, SCREENS / "search.txt")
         await pilot.press("enter")
@@ -192,7 +192,12 @@ def test_a_comparison_draws_layers_and_modules(
         await until_shown(pilot, "✗ different", "1  bias")
         lines = [line.split() for line in screen_text(pilot.app).splitlines()]
         at = lines.index(["layers", "1", "2", "3"])
-        assert lines[at + 1 : at + 4] == [["0", ".", "."], ["1", ".", "0"], ["2", "B", ".", "A"]]
+        rows = [line[:4] for line in lines[at + 1 : at + 4]]
+        assert [row[: len(row) - (row[-1] in "▇▆▅▄▃▂▁█")] for row in rows] == [
+            ["0", ".", "."],
+            ["1", ".", "9"],
+            ["2", "B", ".", "A"],
+        ]
 
     explore(Path("a.safetensors"), steps)
 
@@ -337,7 +342,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
 
 def test_objects_are_shown_as_json(in_golden: Path) -> None:
     async def steps(pilot: Pilot[int]) -> None:
-        await search(pilot, "mp_rank_00_000:iteration", "1 of 435 names")
+        await search(pilot, "mp_rank_00_000:iteration", "1 of 342 names")
         await pilot.press("enter")
         await until_shown(pilot, "mp_rank_00_000:iteration  10")
 
@@ -367,6 +372,41 @@ def test_a_search_takes_texts_and_patterns() -> None:
         search_names(names, "[5-3]*")
 
 
+def test_every_word_of_a_search_has_to_match() -> None:
+    names = ("layers.0.mlp.weight", "layers.1.mlp.bias", "layers.10.attn.weight")
+    assert search_names(names, "WEIGHT mlp").names == names[:1]
+    assert search_names(names, " mlp ").names == names[:2]
+    assert search_names(names, "[0-1].m layers").names == names[:2]
+    assert search_names(names, "mlp attn").n_matches == 0
+
+
+def test_a_directory_of_checkpoints_lets_one_be_chosen(golden: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).symlink_to(golden / "torch_dcp/tp2_only")
+
+    async def run() -> ExplorerApp:
+        app = ExplorerApp(SourceOptions(path=tmp_path))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await until_shown(pilot, "2 checkpoints, the newest first", "dcp")
+            await pilot.press("down", "enter")
+            await until(pilot, lambda: app.source is not None)
+        return app
+
+    source = asyncio.run(run()).source
+    assert source is not None
+    assert source.checkpoint.path == tmp_path / "b"
+
+
+def test_a_question_mark_shows_the_keys(in_golden: Path) -> None:
+    async def steps(pilot: Pilot[int]) -> None:
+        await pilot.press("question_mark")
+        await until_shown(pilot, "words of a name in any order", "compare with a second checkpoint")
+        await pilot.press("escape")
+        await until(pilot, lambda: len(pilot.app.screen_stack) == 1)
+
+    explore(RUN, steps)
+
+
 def test_a_search_shows_what_is_wrong_with_a_pattern(in_golden: Path) -> None:
     async def steps(pilot: Pilot[int]) -> None:
         await search(pilot, "[52-31]*", "range of numbers")
@@ -380,7 +420,7 @@ def test_a_search_shows_what_is_wrong_with_a_pattern(in_golden: Path) -> None:
 
 def test_the_explorer_follows_the_size_of_the_terminal(in_golden: Path) -> None:
     async def steps(pilot: Pilot[int]) -> None:
-        await search(pilot, WEIGHT, "1 of 435 names")
+        await search(pilot, WEIGHT, "4 of 342 names")
         await pilot.press("enter")
         await until_shown(pilot, "no NaN or Inf")
         await pilot.resize_terminal(120, 40)

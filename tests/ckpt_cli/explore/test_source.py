@@ -19,6 +19,7 @@ from core.engine.numbers.statistics import ValueStatistics
 from core.errors import UsageError
 from core.progress import Progress
 
+BUFFER = "distrib_optim.0.(torch.bfloat16, torch.float32)"
 RUN = "mcore_legacy/dense_gqa/tp2_pp2_optim"
 OTHER = "mcore_legacy/dense_gqa/tp2_pp1_optim"
 WEIGHT = "decoder.layers.0.self_attention.linear_qkv.weight"
@@ -62,14 +63,23 @@ def test_an_iteration_is_chosen_as_by_inspect(golden: Path) -> None:
     [
         ((), None),
         (("decoder", "layers", "0"), "decoder.layers.0"),
-        (("mp_rank_00_000",), "mp_rank_00_000"),
-        (("mp_rank_00_000", "optimizer"), "mp_rank_00_000:optimizer"),
+        (("mp_rank_00",), "mp_rank_00"),
+        (("mp_rank_00", BUFFER), f"mp_rank_00:{BUFFER}"),
     ],
 )
 def test_the_pattern_of_an_entry_is_spelled_like_its_keys(
     golden: Path, labels: tuple[str, ...], pattern: str | None
 ) -> None:
-    assert find_key_pattern(entry_of(opened(golden / RUN), *labels)) == pattern
+    source = opened(golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt")
+    assert find_key_pattern(entry_of(source, *labels)) == pattern
+
+
+def test_numbered_states_have_the_names_of_their_parameters(golden: Path) -> None:
+    source = opened(golden / RUN)
+    state = f"optimizer.state.exp_avg.{WEIGHT}"
+    assert source.view.tensors[state].shape == source.view.tensors[WEIGHT].shape
+    assert source.placement(state).n_boxes == source.placement(WEIGHT).n_boxes
+    assert len(source.values(state)) == 24
 
 
 def test_a_module_is_compared_across_layouts(golden: Path) -> None:

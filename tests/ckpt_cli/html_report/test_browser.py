@@ -133,8 +133,11 @@ def test_the_filter_selects_single_layers_and_rows_unfold(
         "new Promise((resolve) => { const f = document.getElementById('filter'); f.value = %s;"
         " f.dispatchEvent(new Event('input')); setTimeout(resolve, 200); })"
     )
+    # The weight and its three states in the optimizer.
     tab.run(set_filter % json.dumps("layers.2.mlp fc1"))
-    assert tab.run("document.getElementById('count').textContent").startswith("1 tensor of 217")
+    assert tab.run("document.getElementById('count').textContent").startswith("4 tensors of 124")
+    tab.run("document.getElementById('order').value = 'name'")
+    tab.run("document.getElementById('order').dispatchEvent(new Event('change'))")
     tab.run("document.querySelector('.row-button').click()")
     assert tab.run("document.querySelector('.detail h3').textContent").startswith(
         "decoder.layers.2."

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from ckpt_cli.html_report.grid import CellFindings
-from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_tables
+from ckpt_cli.html_report.grid import CellFindings, Grid, Legend
+from ckpt_cli.html_report.heat_table import MAX_COLUMNS, MAX_ROWS, heat_blocks
 from ckpt_cli.html_report.moves_table import MAX_SIDE, moves_table
 from ckpt_cli.html_report.rank_table import MAX_CELLS, rank_table
 from ckpt_cli.html_report.shard_layouts import MAX_BOXES, ShardLayouts
@@ -86,16 +86,21 @@ def heat(n_layers: int, n_modules: int) -> HeatMap:
 
 
 def test_a_large_heat_map_keeps_the_worst() -> None:
-    (table,) = heat_tables([heat(300, 400)])
+    legend, table = heat_blocks([heat(300, 400)])
+    assert isinstance(legend, Legend) and isinstance(table, Grid)
+    assert legend.items == (("r0", "5e-10 or less"), ("r9", "0.5"))
     assert len(table.rows) == MAX_ROWS and len(table.columns) == MAX_COLUMNS
     assert "172 layers and 368 modules are left out" in table.is_cut
-    assert any(cell and cell.style == "r7" for _, cells in table.rows for cell in cells)
+    assert any(cell and cell.style == "r9" for _, cells in table.rows for cell in cells)
 
 
 def test_kinds_without_numbers_have_words() -> None:
     kinds = ("only_a", "shape", "equal", "unread")
     cells = tuple(HeatCell((kind,), kind, None, 0) for kind in kinds)
-    layers, outside = heat_tables([HeatMap("model", "h", (7,), kinds, (cells,), cells)])
+    maps = [HeatMap("model", "h", (7,), kinds, (cells,), cells)]
+    legend, layers, outside = heat_blocks(maps)
+    assert isinstance(legend, Legend) and isinstance(layers, Grid) and isinstance(outside, Grid)
+    assert [style for style, _ in legend.items] == ["equal", "unread", "kind"]
     assert [cell and cell.text for cell in layers.rows[0][1]] == ["only A", "shape", "=", "–"]
     assert [cell and cell.text for _, (cell,) in outside.rows] == ["only A", "shape", "=", "–"]
     assert (layers.title, layers.rows[0][0]) == ("Model", "h 7")

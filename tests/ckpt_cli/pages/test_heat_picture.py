@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_cli.pages.pictures.heat import heat_lines, maps_json, mark_of
 from ckpt_cli.screen.terminal import Screen, columns_of
-from core.verbs.pictures.heat import HeatCell, HeatMap
+from core.verbs.pictures.heat import HeatCell, HeatMap, HeatScale
 
 EQUAL = HeatCell(("k",), "equal", None, 0)
 
@@ -39,13 +39,12 @@ def heat(
     [
         (None, " "),
         (EQUAL, "."),
-        (cell(1e-3), "3"),
-        (cell(2e-3), "3"),
-        (cell(0.9), "0"),
-        (cell(1e6), "0"),
-        (cell(math.inf), "0"),
-        (cell(1e-30), "9"),
-        (cell(0.0), "9"),
+        (cell(1e-3), "6"),
+        (cell(2e-3), "6"),
+        (cell(0.9), "9"),
+        (cell(math.inf), "9"),
+        (cell(1e-30), "0"),
+        (cell(0.0), "0"),
         (cell(None), "x"),
         (cell(1e-3, n_nan=1), "N"),
         (HeatCell(("k",), "dtype", 1e-3, 4), "D"),
@@ -57,11 +56,11 @@ def heat(
     ],
 )
 def test_every_result_has_a_character(shown: HeatCell | None, mark: str) -> None:
-    assert mark_of(shown) == mark
+    assert mark_of(shown, HeatScale(1.0, 10)) == mark
     outside = () if shown is None else (shown,)
     legend = "\n".join(heat_lines(Screen(80), [heat(0, 0, outside=outside)])).split("\n\n")[-1]
-    assert ("digit n" in legend) == mark.isdigit()
-    assert mark in " 0369" or f"{mark} " in legend
+    assert ("|A-B|/|A| is about" in legend) == mark.isdigit()
+    assert mark in " 069" or f"{mark} " in legend
 
 
 def test_layers_and_modules_are_rows_and_numbered_columns() -> None:
@@ -72,24 +71,24 @@ def test_layers_and_modules_are_rows_and_numbered_columns() -> None:
         "",
         "layers      1  2  3",
         "0           .  .  .",
-        "1           1  .  .",
+        "1           9  .  .",
         "2           .  .",
         "3           .  .  .",
         "",
         "  1  module0    2  module1    3  module2",
         "",
         "outside layers",
-        "  5  k",
+        "  2  k",
         "  .  k",
         "",
-        "digit n: |A-B|/|A| is about 1e-n (9: or less)   . equal",
+        "|A-B|/|A| is about   9 0.1   2 6.1e-06   . equal",
     ]
 
 
 def test_equal_layers_are_folded_if_there_are_many() -> None:
     lines = list(heat_lines(Screen(80), [heat(300, 3, {(200, 1): cell(0.1)})]))
     rows = [line.split() for line in lines[3:6]]
-    assert rows == [["0-199", *"..."], ["200", *".1."], ["201-299", *"..."]]
+    assert rows == [["0-199", *"..."], ["200", *".9."], ["201-299", *"..."]]
     unfolded = list(heat_lines(Screen(80), [heat(300, 3)], folds=False))
     assert len(unfolded) > 300
 
@@ -99,7 +98,7 @@ def test_of_too_many_layers_those_that_differ_most_are_shown() -> None:
     differing[777, 1] = cell(0.1)
     lines = list(heat_lines(Screen(80), [heat(1000, 2, differing)]))
     assert len(lines) < 140
-    assert any(line.split() == ["777", ".", "1"] for line in lines)
+    assert any(line.split() == ["777", ".", "9"] for line in lines)
     assert "not shown: 872 layers that differ less; --limit 0 shows all" in lines
 
 
@@ -107,7 +106,7 @@ def test_modules_that_do_not_fit_are_narrow_and_equal_ones_left_out() -> None:
     differing = {(0, at): cell(0.1) for at in range(40)}
     lines = list(heat_lines(Screen(80), [heat(2, 60, differing)]))
     assert lines[2].split() == ["layers", *map(str, range(1, 41, 5))]
-    assert lines[3].split() == ["0", *["1" * 5] * 8]
+    assert lines[3].split() == ["0", *["9" * 5] * 8]
     assert "not shown: 20 modules that differ less or not at all; --limit 0 shows all" in lines
     # Wider still, there are several blocks of rows.
     differing = {(0, at): cell(0.1) for at in range(100)}
@@ -148,7 +147,8 @@ def test_every_map_fits(size: tuple[int, int], width: int, *, has_unicode: bool)
 def test_colours_repeat_what_the_characters_tell() -> None:
     shown = heat(2, 3, {(0, 0): cell(0.1), (0, 1): HeatCell(("k",), "shape", None, 0)})
     colored = list(heat_lines(Screen(80, has_color=True), [shown]))
-    assert "\x1b[31m1\x1b[0m" in colored[3] and "\x1b[31;1mS\x1b[0m" in colored[3]
+    for line in (colored[3], colored[-1]):
+        assert "\x1b[31m9\x1b[0m" in line and "\x1b[31;1mS\x1b[0m" in line
 
 
 def test_json_has_every_cell() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt_cli.workers.remaining import InterruptedOutput
+from core.engine.copy.ledger import ItemRecord, WrittenRun
 from core.publish.stage.folder_lock import stage_dir_of
+from core.publish.stage.journal import FileJournal, journal_path
 
 
 def test_without_resume_nothing_remains(tmp_path: Path) -> None:
@@ -19,9 +21,27 @@ def test_partial_output_is_named_only_if_there_is_some(tmp_path: Path) -> None:
     path = tmp_path / "out"
     destination = InterruptedOutput(path, keeps_partial=True)
     assert destination.remaining() == "nothing was written (rerun the same command)"
-    stage_dir_of(path).mkdir()
+    stage_dir = stage_dir_of(path)
+    stage_dir.mkdir()
     assert destination.remaining() == (
-        f"partial output is kept in {stage_dir_of(path)} (rerun the same command to continue)"
+        f"the beginning of the output is kept in {stage_dir}; continue with the same command "
+        f"(or remove it: rm -r {stage_dir})"
+    )
+
+
+def test_what_is_done_is_kept_with_the_command_that_continues(tmp_path: Path) -> None:
+    path = tmp_path / "two words"
+    stage_dir = stage_dir_of(path)
+    stage_dir.mkdir()
+    journal = FileJournal(journal_path(stage_dir), "plan", sync=lambda files: None)
+    journal.add((0, 0), ItemRecord((WrittenRun("w", 0, 3 << 20, 0),), ()), ["w"])
+    journal.flush()
+    journal.close()
+    command = "ckpt convert run 'two words' --to dcp"
+    destination = InterruptedOutput(path, keeps_partial=False, command=command)
+    assert destination.remaining() == (
+        f"3.0 MiB of the output is kept in {stage_dir}; continue: {command} "
+        f"(or remove it: rm -r '{stage_dir}')"
     )
 
 

@@ -84,7 +84,9 @@ def test_a_directory_that_was_exchanged_is_not_continued(tmp_path: Path) -> None
 def test_the_stage_of_a_run_that_had_finished_is_cleared_away(tmp_path: Path, name: str) -> None:
     dst = tmp_path / name
     is_file = name.endswith(".pt")
-    dst.write_text("") if is_file else dst.mkdir()
+    if not is_file:
+        dst.mkdir()
+    (dst if is_file else dst / "w").write_text("")
     stage_of(dst, "journal.jsonl", *(["data/manifest"] if is_file else []))
     with pytest.raises(UsageError) as caught, Stage(dst, StageRequest(is_file=is_file)):
         pass
@@ -94,6 +96,7 @@ def test_the_stage_of_a_run_that_had_finished_is_cleared_away(tmp_path: Path, na
 def test_a_stage_with_work_in_it_is_named_where_the_destination_exists(tmp_path: Path) -> None:
     dst = tmp_path / "out"
     dst.mkdir()
+    (dst / "w").write_text("")
     stage_of(dst, "data/w")
     with (
         pytest.raises(

@@ -164,6 +164,37 @@ def test_an_interrupt_or_an_error_keeps_the_stage_with_resume(
     assert tree(dst) == undisturbed
 
 
+@pytest.mark.parametrize(
+    ("error", "keeps_after", "is_kept"),
+    [
+        (KeyboardInterrupt(), 0.0, True),
+        (KeyboardInterrupt(), 1e9, False),
+        (StorageError("broken"), 0.0, False),
+        (StorageError("broken"), None, True),
+    ],
+)
+def test_only_an_interrupt_of_long_work_keeps_the_stage_by_itself(
+    tmp_path: Path, error: BaseException, keeps_after: float | None, *, is_kept: bool
+) -> None:
+    dst = tmp_path / "out"
+    with (
+        pytest.raises(type(error)),
+        Stage(dst, StageRequest(resume=True, keeps_after=keeps_after)),
+    ):
+        raise error
+    assert os.listdir(tmp_path) == [".out.ckpt-stage"] * is_kept
+
+
+def test_a_short_run_that_continues_keeps_the_work_of_the_long_one(tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    for keeps_after, notes in ((0.0, []), (1e9, ["continuing an interrupted run"])):
+        stage = Stage(dst, StageRequest(resume=True, keeps_after=keeps_after))
+        with pytest.raises(KeyboardInterrupt), stage:
+            raise KeyboardInterrupt
+        assert stage.notes == notes
+        assert os.listdir(tmp_path) == [".out.ckpt-stage"]
+
+
 def test_a_file_size_limit_is_found_out_before_data_moves(source_dir: Path, tmp_path: Path) -> None:
     ended = in_process_of_its_own(source_dir, tmp_path / "out", limit=500_000)
     assert ended.returncode == CapacityError.exit_code
@@ -195,6 +226,44 @@ def test_an_existing_destination_is_refused_and_untouched(source_dir: Path, tmp_
     with pytest.raises(UsageError, match="exists"):
         engine_run.run(source_dir, dst, {})
     assert os.listdir(tmp_path) == ["out"] and os.listdir(dst) == ["mine"]
+
+
+def test_an_empty_directory_becomes_the_output_and_keeps_its_permissions(
+    source_dir: Path, undisturbed: dict[str, bytes], tmp_path: Path
+) -> None:
+    dst = tmp_path / "out"
+    dst.mkdir(mode=0o750)
+    engine_run.run(source_dir, dst, {})
+    assert tree(dst) == undisturbed
+    assert dst.stat().st_mode & 0o7777 == 0o750
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_directory_that_is_filled_meanwhile_is_untouched(tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    dst.mkdir()
+    with Stage(dst) as stage:
+        (dst / "mine").write_text("precious")
+        with pytest.raises(UsageError, match="another process"):
+            stage.commit()
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(dst) == ["mine"]
+
+
+def test_an_empty_directory_is_no_place_for_a_file(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    with (
+        pytest.raises(UsageError, match="exists"),
+        Stage(tmp_path / "out", StageRequest(is_file=True)),
+    ):
+        pass
+
+
+def test_the_working_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="exists"), Stage(Path(".")):
+        pass
 
 
 def test_force_replaces_only_when_the_new_one_is_complete(
@@ -260,10 +329,10 @@ def test_a_destination_that_appears_meanwhile_is_not_overwritten(tmp_path: Path)
     dst = tmp_path / "out"
     with Stage(dst) as stage:
         stage.store.create("file", 3)
-        dst.mkdir()
+        dst.write_text("mine")
         with pytest.raises(UsageError, match="in the meantime"):
             stage.commit()
-    assert os.listdir(tmp_path) == ["out"] and os.listdir(dst) == []
+    assert os.listdir(tmp_path) == ["out"] and dst.read_text() == "mine"
 
 
 def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from core.engine.catalog.tensor import Tensor
 from core.engine.numbers.difference import ValueDifference
 from core.verbs.diff.result import TensorDiff
 from core.verbs.diff.run import DiffJob, diff
-from core.verbs.pictures.heat import HeatMap, heat_maps
+from core.verbs.pictures.heat import HeatMap, HeatScale, heat_maps, scale_heat
 
 
 def tensor(key: str, kind: str = "equal", *, relative: float = 0, n_nan: int = 0) -> TensorDiff:
@@ -146,3 +146,29 @@ def test_every_tensor_of_a_checkpoint_is_in_one_cell(
         assert heat.layers == tuple(range(n_layers)) and heat.stack == "layers"
         assert len(set(heat.modules)) == len(heat.modules)
         assert not any("layers" in module for module in heat.modules)
+
+
+@pytest.mark.parametrize(
+    ("differences", "step", "levels"),
+    [
+        ((0.4, 0.2, 0.05), 2, [9, 8, 6]),
+        ((1.0, 1e-4), 4, [9, 2]),
+        ((1e6, 1e-3), 10, [9, 0]),
+        ((1e-3, 1e-30, 0.0, float("inf")), 10, [9, 0, 0, 9]),
+        ((), 2, []),
+    ],
+)
+def test_a_scale_ends_at_the_largest_difference(
+    differences: tuple[float, ...], step: int, levels: list[int]
+) -> None:
+    tensors = [
+        tensor(f"layers.{n}.w", "values", relative=relative)
+        for n, relative in enumerate(differences)
+    ]
+    scale = scale_heat(heat_maps(tensors))
+    assert (scale.step, [scale.level(relative) for relative in differences]) == (step, levels)
+
+
+def test_the_difference_of_a_level_has_that_level() -> None:
+    scale = HeatScale(0.03, 4)
+    assert [scale.level(scale.difference(level)) for level in range(10)] == list(range(10))

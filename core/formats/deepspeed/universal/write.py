@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.dtypes import DTYPES
@@ -188,7 +189,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         tensor = target.tensors[name]
         kind = DTYPES[tensor.dtype].kind
         if kind == "packed" or (kind == "float" and tensor.dtype != "float32"):
-            hint = f"cast it: --dtype float32 (or --dtype '{name}=float32')"
+            hint = f"cast it: --dtype float32 (or --dtype {quote(f'{name}=float32')})"
             raise UnsupportedError(
                 f"the weights are {tensor.dtype} without master weights, but a universal "
                 "checkpoint "

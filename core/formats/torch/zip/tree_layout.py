@@ -31,6 +31,7 @@ import zlib
 from array import array as number_array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
@@ -411,7 +412,8 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
         raise UnsupportedError(
             f"torch has no element type {array.dtype}",
             key=leaf.key,
-            hint=f"cast it (--dtype '{leaf.key}=float32') or skip it (--exclude '{leaf.key}')",
+            hint=f"cast it (--dtype {quote(f'{leaf.key}=float32')}) or skip it "
+            f"(--exclude {quote(leaf.key)})",
         )
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
     hooks = Inert("reduce", Global("collections", "OrderedDict"))

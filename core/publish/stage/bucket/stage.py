@@ -120,11 +120,16 @@ class StoreDestination(OutputDestination):
         """Return None: a store tells neither its space nor its speed."""
 
     @override
-    def describe_remains(self, *, inode: int | None, keeps_partial: bool) -> str:
+    def describe_remains(
+        self, *, inode: int | None, keeps_partial: bool, command: str | None
+    ) -> str:
         if inode is not None:
             return f"{self.dst} was already complete"
         if keeps_partial:
-            return f"what was sent to {self.dst} is kept (rerun the same command to continue)"
+            again = (
+                "rerun the same command to continue" if command is None else f"continue: {command}"
+            )
+            return f"what was sent to {self.dst} is kept ({again})"
         return (
             f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
             "otherwise it starts over (--resume keeps what is sent)"

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from operator import attrgetter
+from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.engine.catalog.attributes import ROOT
@@ -72,7 +73,7 @@ def check_model(subject: Subject) -> Iterator[Finding]:
     problems = find_differences(catalog.tensors, config, files=subject.store.files())
     # If all names would fit without a common prefix, the conversion forgot to remove it.
     prefix = fitting_prefix(catalog.tensors, config, problems)
-    hint = None if prefix is None else f"convert it again with --strip-prefix {prefix}"
+    hint = None if prefix is None else f"convert it again with --strip-prefix {quote(prefix)}"
     # Name at most 100 problems of a kind, and count the rest.
     for kind, group in groupby(sorted(problems, key=attrgetter("kind")), key=attrgetter("kind")):
         same_kind = list(group)
