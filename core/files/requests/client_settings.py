@@ -131,7 +131,7 @@ def unusable_setting(options: Mapping[str, str], name: str | None, text: str) ->
         name: the option; None if the setting comes from the environment.
         text: obstore's message.
     """
-    subject = "a variable of the environment" if name is None else f"--storage-option {name}"
+    subject = "an environment variable" if name is None else f"--storage-option {name}"
     match = _UNPARSED.search(text)
     if match is not None and match[2] in _KINDS:
         wrong, hint = _KINDS[match[2]]

@@ -190,7 +190,7 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
             return ObjectLeaf(key)
         if kind not in _KINDS:
             raise CorruptError(
-                f"the skeleton has an entry of the unknown kind {kind[:40]!r}", file=file
+                f"the skeleton has an entry of unknown kind {kind[:40]!r}", file=file
             )
         return TensorLeaf(key, *_KINDS[kind])
 

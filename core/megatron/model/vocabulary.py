@@ -94,7 +94,7 @@ def find_true_rows(
         if given > recorded:
             note = (
                 f"rows {recorded} to {given - 1} are kept as tokens (--vocab-size {given}); "
-                f"vocab_size of the training arguments is {recorded}"
+                f"vocab_size in the training arguments is {recorded}"
             )
             return TrueRows(given, (note,))
     return TrueRows(given)

@@ -53,7 +53,7 @@ def test_sizes_take_decimal_and_binary_units(text: str, n_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "x", "1XB", "1e9", "MiB", "1 2", "0.1B"])
 def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="not a size"):
+    with pytest.raises(UsageError, match="not a valid size"):
         parse_size(text)
 
 

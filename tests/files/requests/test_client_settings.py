@@ -57,7 +57,7 @@ def test_a_setting_of_the_environment_that_cannot_be_used_is_named(
     monkeypatch.setenv("AWS_VIRTUAL_HOSTED_STYLE_REQUEST", "hidden")
     assert main(["inspect", "s3://runs/a", "--storage-option", "region=b"]) == 2
     err = capfd.readouterr().err
-    assert "a variable of the environment: the value is neither true nor false" in err
+    assert "an environment variable: the value is neither true nor false" in err
     assert "hidden" not in err
 
 

@@ -403,7 +403,7 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "a single file beside the index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "model.safetensors": A},
         ["a", "b", "c"],
-        "transformers loads it instead of the shards: to read it, name model.safetensors itself",
+        "transformers loads it instead of the shards: to read it, pass model.safetensors itself",
     ),
     "files without an index": (dict(SHARDED), ["a", "b", "c"], "2 files without an index"),
     "a second index": (

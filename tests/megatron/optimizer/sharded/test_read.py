@@ -260,7 +260,7 @@ def test_a_state_of_no_parameter_is_corrupt(golden: Path) -> None:
     extra = "optimizer.state.exp_avg.decoder.layers.self_attention.q_layernorm.weight"
     like = "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.layer_norm_weight"
     tensors = {**catalog.tensors, extra: catalog.tensors[like]}
-    with pytest.raises(CorruptError, match="of a parameter that the model does not have"):
+    with pytest.raises(CorruptError, match="for a parameter that the model does not have"):
         unshard(replace(catalog, tensors=tensors), rules=RULES)
 
 
