@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
 from core.arrays.dtypes import itemsize
-from core.engine.catalog.dropped import Dropped, dropped_each
+from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import TorchFileFacts
 from core.engine.catalog.mapping_attributes import (
     MappingAttribute,
@@ -79,7 +79,8 @@ def describe_not_stored(catalog: Catalog, format: Format, *, is_bare: bool) -> l
         label = keys[0] if len(keys) == 1 else f"{name}.… ({len(keys)} entries)"
         line = f"{label}: not a tensor, so {format.title} cannot store it"
         dropped.append(Dropped(tuple(keys), f"{format.title} stores only tensors", line))
-    return dropped
+    # The tensors inside these objects, such as the steps of an optimizer, go with them.
+    return [*dropped, *dropped_unlisted(catalog.hidden, "inside entries that are not tensors")]
 
 
 def _nesting_notes(catalog: Catalog) -> list[str]:

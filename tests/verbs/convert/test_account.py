@@ -183,3 +183,26 @@ def test_what_the_user_leaves_out_and_what_follows_from_other_entries_is_not_lis
     with prepared(job) as result:
         listed = {name for entry in result.dropped_entries for name in entry.names}
     assert not any("layers" in name for name in listed if not name.startswith("optimizer"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mcore_legacy/dense_gqa/tp4_pp1_optim",
+        "mcore_legacy/moe_seq/tp2_pp1_ep2",
+        "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",
+        "mcore0121_zarr/dense_gqa/tp2_pp2_optim",
+        "torch_dcp/fsdp2_dp2",
+        "deepspeed/zero3_dp2_bf16",
+        "trainer/zero2_dp2",
+        "accelerate/fsdp2_dp2/checkpoint_1",
+        "lightning/model_parallel_dp2.ckpt",
+        "orbax/ocdbt_zarr3",
+    ],
+)
+def test_objects_with_tensors_are_listed_where_a_file_stores_only_tensors(
+    golden: Path, tmp_path: Path, name: str
+) -> None:
+    """Such as the steps of Megatron's numbered optimizer."""
+    with prepared(Job(src=golden / name, dst=tmp_path / "w.safetensors", to="safetensors")) as plan:
+        assert plan.n_tensors > 0
