@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from pathlib import Path
 
-from core.errors import CheckpointingException, UsageError
+from core.errors import CheckpointingException, UsageError, list_some
 from core.files.source_store import open_store
+from core.files.walk import list_tree
 from core.formats.registry import sniffed
 from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import store_of_file
-from core.publish.manifest.of_copy import manifest_name
+from core.publish.manifest.file import MANIFEST, manifest_name
+from core.publish.manifest.lookup import find_manifest, is_manifest
 
 
-def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
+def check_replaceable(dst: Path, paths: Collection[str]) -> None:
     """Raise unless ``dst`` is free, or is a checkpoint that the new one replaces completely.
 
     Args:
@@ -21,8 +23,8 @@ def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
         paths: paths of the new files, relative to the destination.
 
     Raises:
-        UsageError: the destination is not a checkpoint, or contains other iterations that would be
-            lost.
+        UsageError: the destination is not a checkpoint, or contains other iterations or files of
+            the user's that would be lost.
     """
     if not (dst.exists() or dst.is_symlink()) or (dst.is_dir() and not any(dst.iterdir())):
         return
@@ -41,6 +43,14 @@ def check_replaceable(dst: Path, paths: Iterable[str]) -> None:
             f"the destination contains other iterations ({', '.join(lost[:4])}) that would be lost",
             file=str(dst),
             hint="choose another destination, or move them elsewhere first",
+        )
+    added = [] if dst.is_file() else _list_added_files(dst, paths)
+    if added:
+        raise UsageError(
+            f"the destination contains files that were added to it and would be lost: "
+            f"{list_some(added)}",
+            file=str(dst),
+            hint="move them elsewhere first, or choose another destination",
         )
 
 
@@ -65,6 +75,23 @@ def _holds_checkpoint(path: Path) -> bool:
     finally:
         store.close()
     return True
+
+
+def _list_added_files(dst: Path, paths: Collection[str]) -> list[str]:
+    """List the files that the manifest of a destination lacks and the new checkpoint has not.
+
+    Of a checkpoint without a manifest nobody knows which files belong to it. Hidden files are those
+    of file managers.
+    """
+    recorded = find_manifest(dst) if (dst / MANIFEST).is_file() else None
+    if recorded is None or recorded.manifest is None:
+        return []
+    known = {*(file.path for file in recorded.manifest.files), *paths}
+    return [
+        name
+        for name in list_tree(dst).files
+        if not (name in known or is_manifest(name) or name.rpartition("/")[2].startswith("."))
+    ]
 
 
 def _iterations_in(root: Path) -> list[str]:

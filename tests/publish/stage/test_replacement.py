@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from core.publish.stage.journal import FileJournal
 from core.publish.stage.protocol import StageRequest
 from core.publish.stage.replacement import undo_replacement
 from core.publish.stage.stage import Stage
+from core.verbs.convert.job import Job
+from core.verbs.convert.run import run
 
 
 def stage_of(dst: Path, *files: str) -> Path:
@@ -144,3 +147,20 @@ def test_folders_are_made_and_removed_as_long_as_they_are_empty(tmp_path: Path) 
     (tmp_path / "a" / "mine").write_text("")
     remove_empty(folders)
     assert os.listdir(tmp_path / "a") == ["mine"]
+
+
+def test_files_that_were_added_to_a_checkpoint_are_not_replaced_with_it(
+    golden: Path, tmp_path: Path
+) -> None:
+    job = Job(src=golden / "hf/llama/safetensors_sharded", dst=tmp_path / "out", fsync=False)
+    run(job)
+    (tmp_path / "out/.DS_Store").touch()  # of a file manager
+    run(replace(job, force=True))
+    (tmp_path / "out/notes").mkdir()
+    (tmp_path / "out/notes/run.txt").write_text("lr 1e-4")
+    with pytest.raises(UsageError, match=r"added to it and would be lost: notes/run\.txt"):
+        run(replace(job, force=True))
+    assert (tmp_path / "out/notes/run.txt").read_text() == "lr 1e-4"
+    (tmp_path / "out/notes/run.txt").rename(tmp_path / "run.txt")
+    run(replace(job, force=True, to="dcp"))
+    assert (tmp_path / "out/.metadata").exists()
