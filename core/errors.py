@@ -47,7 +47,7 @@ def most_similar(word: str, words: Iterable[str]) -> str | None:
     spelling = word.lower().replace("_", "-")
     # An abbreviation is not similar enough for difflib: "trans" for "transformer_engine".
     longer = [name for name in spellings if len(spelling) > 1 and name.startswith(spelling)]
-    matches = longer if len(longer) == 1 else get_close_matches(spelling, spellings, n=1)
+    matches = longer if 1 <= len(longer) <= 3 else get_close_matches(spelling, spellings, n=1)
     return spellings[matches[0]] if matches else None
 
 

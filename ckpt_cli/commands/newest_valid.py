@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -28,7 +29,7 @@ from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
 from ckpt_cli.workers.progress import show_progress
 from core.engine.team.protocol import Figures, broadcast_result, is_lead, sum_figures
-from core.errors import UsageError
+from core.errors import CheckpointingException, UsageError
 from core.verbs.validate.newest import Newest
 from core.verbs.validate.newest import find_newest_valid as find_newest_valid
 from core.verbs.validate.run import Validation
@@ -102,9 +103,25 @@ def _hints(root: Path) -> Iterator[str]:
         )
         if len(runs) > _MOST_RUNS:
             yield f"… {len(runs) - _MOST_RUNS} more (ckpt inspect {escaped(quote(str(root)))})"
+    elif _is_checkpoint(root):
+        path = quote(str(root))
+        yield escaped(f"it is a single checkpoint: ckpt validate --headers {path}")
     elif checkpoints := list_checkpoints(root).checkpoints:
         path = quote(str(checkpoints[0].path))
         yield escaped(f"the newest checkpoint in it: ckpt validate --headers {path}")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Return True if a format recognises a directory itself."""
+    from core.files.source_store import open_store
+    from core.formats.registry import sniffed
+
+    with closing(open_store(path)) as store:
+        try:
+            sniffed(store)
+        except CheckpointingException:
+            return False
+    return True
 
 
 def _single_root(options: ValidateOptions) -> Path:

@@ -76,6 +76,10 @@ _HINTS = (
     ),
     # Optimizer and random states.
     (
+        "--only-optim --optim-only --optimizer-only",
+        "use --include 'optim*' for the optimizer alone; ckpt inspect --optim shows its keys",
+    ),
+    (
         "--no-load-optim --no-save-optim",
         "use --no-optim; the Megatron run that loads the result then needs --no-load-optim",
     ),
@@ -111,7 +115,7 @@ _HINTS = (
             "--auto-detect-ckpt-format"
         ),
         (
-            "use --to torch_dist, --to megatron (rank files) or --to zarr; "
+            "use --to torch_dist, --to megatron (rank files), --to hf or another format; "
             "the format of SRC is detected"
         ),
     ),

@@ -62,7 +62,9 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
             return Adapter(label, catalog, parse_config(catalog.documents[ADAPTER_CONFIG]))
     elif is_peft(catalog, other.store):
         config = parse_config(read_config_text(other.store))
-        return Adapter(label, with_file_prefix(catalog, prefix), config)
+        # A trainer's checkpoint has the optimizer beside the adapter, and a merge takes none.
+        weights = without_optimizer(catalog).catalog
+        return Adapter(label, with_file_prefix(weights, prefix), config)
     raise UsageError(
         f"--lora: not an adapter: there is no peft {ADAPTER_CONFIG}, and the tensors do not "
         "have the names of Megatron's adapters",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from core.errors import CheckpointingException, CorruptError, UnsupportedError, UsageError
 from core.verbs.convert.job import Job, TopologyChange
@@ -223,3 +223,22 @@ def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: 
     _rewritten(add_second)(adapter)
     with pytest.raises(UnsupportedError, match="2 adapters: default, second"):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
+
+
+def test_the_optimizer_that_a_trainer_saved_beside_an_adapter_is_not_part_of_it(
+    adapters: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "checkpoint-2"
+    shutil.copytree(adapters / "llama/adapter", source)
+    weights = load_file(source / "adapter_model.safetensors")
+    parameters = [torch.nn.Parameter(tensor.float()) for tensor in weights.values()]
+    optimizer = torch.optim.AdamW(parameters)
+    sum(parameter.sum() for parameter in parameters).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), source / "optimizer.pt")
+    (source / "trainer_state.json").write_text('{"global_step": 2}')
+    folded = tensors_of(fold(adapters / "llama/base", source, tmp_path / "with"))
+    wanted = tensors_of(fold(adapters / "llama/base", adapters / "llama/adapter", tmp_path / "w"))
+    assert folded.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert_same_bits(folded[name], tensor, name)
