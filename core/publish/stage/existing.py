@@ -86,11 +86,11 @@ def _list_added_files(dst: Path, paths: Collection[str]) -> list[str]:
     recorded = find_manifest(dst) if (dst / MANIFEST).is_file() else None
     if recorded is None or recorded.manifest is None:
         return []
-    known = {*(file.path for file in recorded.manifest.files), *paths}
+    expected = {*(file.path for file in recorded.manifest.files), *paths}
     return [
         name
         for name in list_tree(dst).files
-        if not (name in known or is_manifest(name) or name.rpartition("/")[2].startswith("."))
+        if not (name in expected or is_manifest(name) or name.rpartition("/")[2].startswith("."))
     ]
 
 

@@ -109,6 +109,7 @@ def test_a_refusal_of_the_table_names_its_entry(
     source = golden / "torch_dcp/fsdp2_dp2"
     assert main(["convert", str(source), str(tmp_path / "x"), "--to", "hf"]) == 4
     assert capsys.readouterr().err.endswith("\n  more: ckpt explain names-unknown\n")
+    (tmp_path / "notes.txt").touch()
     assert main(["convert", str(source), str(tmp_path), "--to", "torch"]) == 2
     assert "more: ckpt explain destination-exists" in capsys.readouterr().err
 
