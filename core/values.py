@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -111,9 +112,10 @@ def shown_briefly(cls: Class) -> Class:
 
 def list_facts(name: str, texts: Iterable[object]) -> list[tuple[str, str]]:
     """Return a fact for each of the first texts, and one that counts the others."""
-    items = list(map(str, texts))
-    facts = [("" if number else name, text) for number, text in enumerate(items[:_MOST_LISTED])]
-    n_more = len(items) - len(facts)
+    items = iter(texts)
+    first = enumerate(map(str, islice(items, _MOST_LISTED)))
+    facts = [("" if number else name, text) for number, text in first]
+    n_more = sum(1 for _ in items)
     return [*facts, ("", f"… {n_more:,} more")] if n_more else facts
 
 

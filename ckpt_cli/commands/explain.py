@@ -17,7 +17,7 @@ from ckpt_cli.options.shared.progress import progress_form
 from ckpt_cli.pages.explain_page import code_blocks, message_blocks
 from ckpt_cli.screen.blocks import Block, Cell, Facts, dim_cell, draw_text
 from ckpt_cli.screen.pager import pager_of, print_page
-from ckpt_cli.screen.terminal import screen_of
+from ckpt_cli.screen.terminal import escaped, screen_of
 from core.errors import UsageError
 from core.files.remote_path import is_remote, location_of
 from core.verbs.checks.finding import codes
@@ -137,7 +137,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
         yield from code_blocks(codes()[name], path=validation.path)
     yield ""
     if not verdict.judgement.is_valid:
-        yield f"what can be read of it: ckpt inspect {shlex.quote(str(path))}"
+        yield escaped(f"what can be read of it: ckpt inspect {shlex.quote(str(path))}")
         return
     yield from _capability_blocks(path)
 
@@ -157,5 +157,6 @@ def _capability_blocks(path: Path) -> Iterator[Block]:
         summary = summarize(checkpoint)
     finally:
         checkpoint.store.close()
-    yield f"it opens; every byte is read by: ckpt validate {shlex.quote(str(path))} --deep"
+    command = f"ckpt validate {shlex.quote(str(path))} --deep"
+    yield escaped(f"it opens; every byte is read by: {command}")
     yield Facts(list(capability_facts(summary)), indent=2)

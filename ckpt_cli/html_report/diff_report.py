@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 MAX_TENSORS = 1000
 """Most differing tensors that are listed; the others are counted."""
+_MOST_LAYERS = 128
+"""Most layers that are ranked; the heat map has no more."""
 MAX_ENTRIES = 300
 """Most differing entries that are no tensors."""
 
@@ -41,7 +43,7 @@ MAX_ENTRIES = 300
 def diff_html(result: Diff) -> str:
     """Return the report of a comparison."""
     facts = Facts([*fact_list("note", result.warnings, "yellow"), *diff_facts(result)])
-    tables = [count_table(result), *layer_blocks(result, limit=0)]
+    tables = [count_table(result), *layer_blocks(result, limit=_MOST_LAYERS)]
     sections = [
         ReportSection("summary", "Summary", [facts, *tables]),
         ReportSection("heat", "Heat map", heat_blocks(heat_maps(result.tensors))),

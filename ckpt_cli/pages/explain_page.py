@@ -46,7 +46,7 @@ def code_blocks(code: Code, *, path: str | None = None) -> Iterator[Block]:
     cause = read_causes()[code.code]
     level = LEVELS[code.level]
     commands = [
-        re.sub(r"\bPATH\b", shlex.quote(path), command) if path else command
+        re.sub(r"\bPATH\b", lambda _: shlex.quote(path), command) if path else command
         for command in cause.commands
     ]
     option = "" if code.level == Level.METADATA else f" --{level}"

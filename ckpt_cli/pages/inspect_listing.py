@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,9 @@ def listing_json(root: Path, listing: Listing) -> dict[str, object]:
 
 def listed_json(item: ListedCheckpoint) -> dict[str, object]:
     """Return the object of one checkpoint of a listing."""
-    modified = datetime.fromtimestamp(item.modified, UTC)
+    modified: str | None = None
+    with suppress(ValueError, OverflowError, OSError):  # there is no such date
+        modified = datetime.fromtimestamp(item.modified, UTC).isoformat(timespec="seconds")
     return {
         "path": str(item.path),
         "format": item.format and item.format.name,
@@ -86,5 +89,5 @@ def listed_json(item: ListedCheckpoint) -> dict[str, object]:
         "iteration": item.iteration,
         "files": item.n_files,
         "bytes": item.n_bytes,
-        "modified": modified.isoformat(timespec="seconds"),
+        "modified": modified,
     }

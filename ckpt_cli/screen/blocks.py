@@ -44,8 +44,14 @@ def elements_text(count: int) -> str:
 
 
 def date_text(seconds: float) -> str:
-    """Format a time, in seconds since 1970, as local date and minute: ``2026-11-30 02:17``."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    """Format a time, in seconds since 1970, as local date and minute: ``2026-11-30 02:17``.
+
+    A file may have a time for which calendars have no date: "".
+    """
+    try:
+        return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
+    except (ValueError, OverflowError, OSError):
+        return ""
 
 
 def shape_text(shape: Iterable[int]) -> str:

@@ -34,4 +34,7 @@ class InterruptedOutput:
             )
         if self.keeps_partial:
             return "partial output, if any, is kept (rerun the same command to continue)"
-        return "nothing was written (rerun with --resume to keep partial work next time)"
+        return (
+            "nothing was published (a long run keeps its partial output, and the same command "
+            "continues it; --resume always does)"
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from inspect import Parameter
 from typing import Any, TypeVar
@@ -27,8 +27,12 @@ Value = TypeVar("Value")
 Verbs = Mapping[str, Mapping[str, Parameter]]
 """Name of a verb → its arguments."""
 
-_WORD = r"'(?:[^']|'\"'\"')*'|[\w.*/=:+\\^$|,-]*[\w*/=.]"
+_WORD = r"'(?:[^']|'\"'\"')*'|[\w.*/=:+\\^$|,@%-]*[\w*/=.@%]"
 _OPTION = re.compile(rf"(?<![\w-])--(?P<flag>[a-z][a-z0-9-]*)(?:[ =](?P<word>{_WORD}))?")
+_QUOTED = re.compile(r"(?<!\w)'[^'\n]*'(?!\w)")
+"""A name, a path or a value: what is in it is not an option or a command."""
+_LONGEST = 4_000
+"""Texts of more characters are lists of names, and stay as they are."""
 _LISTING = re.compile(r"\bckpt inspect ([A-Z]+) --flat")
 _COMMAND = re.compile(r"\bckpt (?P<verb>[a-z]+)\b")
 _ARGUMENT = re.compile(rf" (?:{_OPTION.pattern}|(?:-o )?(?P<path>{_WORD}))(?P<is_last>[,;:)]?)")
@@ -54,10 +58,15 @@ def spell(text: str, verbs: Verbs, *, verb: str = "convert") -> str:
         verbs: the verbs, ``convert`` among them.
         verb: the verb that the user called.
     """
+    if len(text) > _LONGEST:
+        return text
     text = _LISTING.sub(r"list(ckpt.open(\1))", text)
     start, parts = 0, []
     arguments = {**verbs["convert"], **verbs[verb]}
+    quoted = [match.span() for match in _QUOTED.finditer(text)]
     for command in _COMMAND.finditer(text):
+        if command.start() < start or _is_in(command.start(), quoted):
+            continue
         call, stop = _spell_command(command, verbs.get(command["verb"], {}))
         parts += [_spell_options(text[start : command.start()], arguments), call]
         start = stop
@@ -80,10 +89,19 @@ def spell_result(result: Value, verbs: Verbs, *, verb: str) -> Value:
     return reword(result)  # type: ignore[no-any-return]
 
 
+def _is_in(position: int, spans: Sequence[tuple[int, int]]) -> bool:
+    """Return whether a position is inside one of a few spans."""
+    return any(start < position < stop for start, stop in spans)
+
+
 def _spell_options(text: str, arguments: Mapping[str, Parameter]) -> str:
     """Return a text with its options as arguments."""
 
+    quoted = [match.span() for match in _QUOTED.finditer(text)]
+
     def reword(option: re.Match[str]) -> str:
+        if _is_in(option.start(), quoted):
+            return option[0]
         argument, rest = _spell_option(option, arguments)
         return option[0] if argument is None else f"{argument}{rest}"
 
@@ -120,7 +138,7 @@ def _spell_command(command: re.Match[str], arguments: Mapping[str, Parameter]) -
     is_call = bool(arguments)
     while argument := _ARGUMENT.match(text, stop):
         stop = argument.start("is_last")
-        if argument["path"] in _PROSE:
+        if argument["path"] in _PROSE or argument["path"] == "ckpt":
             stop = argument.start()
             break
         if argument["path"]:
@@ -129,13 +147,17 @@ def _spell_command(command: re.Match[str], arguments: Mapping[str, Parameter]) -
             option, rest = _spell_option(argument, arguments)
             stop -= len(rest) if option is not None else 0
             is_call &= option is not None
-            options.append(option or "")
+            is_bare = option is not None and "=" not in option
+            options.append(f"{option}=…" if is_bare else option or "")
         if argument["is_last"] or stop < argument.start("is_last"):
             break
     if not is_call:
         return text[command.start() : stop], stop
     names = [name for name, item in arguments.items() if item.kind != Parameter.KEYWORD_ONLY]
-    if len(paths) > len(names):  # merge: several sources, and the destination
+    if len(paths) > len(names):
+        if command["verb"] != "merge":
+            return text[command.start() : stop], stop
+        # Several sources, and the destination.
         paths = [f"[{', '.join(paths[:-1])}]", paths[-1]]
     if not paths:
         paths = [name.upper() for name in names]

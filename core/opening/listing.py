@@ -103,12 +103,15 @@ def list_iterations(passed: Sequence[Path]) -> Listing | None:
         passed: the directories that were descended through, the outermost first.
 
     Returns:
-        The newest iterations, that with the highest number first; None unless there are several.
+        The newest iterations, that with the highest number first; None unless there are several,
+        and in an object store, where each would take requests.
 
     Raises:
         StorageError: a directory cannot be read.
     """
     for root in passed:
+        if is_remote(root):
+            return None
         with closing(open_store(root)) as store:
             names = iteration_dirs(store)
         if len(names) < 2:

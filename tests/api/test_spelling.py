@@ -157,6 +157,29 @@ def test_options_and_commands_are_spelled_as_python_does(text: str, spelled: str
     assert spell(text, VERBS, verb="validate") == spelled
 
 
+def test_names_and_paths_in_quotes_stay_as_they_are() -> None:
+    for text in (
+        "point at '/data/my --force run'",
+        "such as '/data/ckpt merge/run'",
+        "'w --dtype x' is missing",
+        "the ranks' files are of ckpt's own",
+    ):
+        assert spell(text, VERBS) == text
+
+
+def test_a_command_after_a_command_is_spelled_once() -> None:
+    text = "run ckpt inspect A then ckpt diff B C"
+    assert spell(text, VERBS).count("diff") == 1
+    text = "ckpt convert " * 200
+    assert len(spell(text, VERBS)) < 3 * len(text)
+
+
+def test_a_command_that_names_more_than_the_call_takes_stays_one() -> None:
+    text = "use ckpt inspect PATH KEY --values 3"
+    assert "ckpt.inspect([" not in spell(text, VERBS)
+    assert "names=…" in spell("convert it first: ckpt convert --names", VERBS)
+
+
 CASES: list[tuple[str, Callable[[Path, Path], Any], str]] = [
     ("convert HF OUT --to torch", lambda hf, out: core.convert(hf, out, to="torch"), "force=True"),
     (

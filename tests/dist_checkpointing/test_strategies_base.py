@@ -61,7 +61,7 @@ def test_a_registered_strategy_is_found_under_its_action_backend_and_version(reg
     assert get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3) is strategy
     assert registry["save_sharded"] == {("mine", 3): strategy}
     with pytest.raises(
-        CheckpointingException, match="backend 'mine', version 4.*Versions of mine: 3"
+        CheckpointingException, match="backend 'mine', version 4.*versions of mine: 3"
     ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 4)
     with pytest.raises(CheckpointingException, match="load_sharded of backend 'mine'"):
@@ -181,7 +181,7 @@ def test_the_backends_bring_strategies_that_read_what_they_write(registry, backe
     saves.thread_count = 7
     again = get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
     assert type(again) is type(saves) and getattr(again, "thread_count", 2) == 2
-    with pytest.raises(CheckpointingException, match=f"Versions of {backend}: 1"):
+    with pytest.raises(CheckpointingException, match=f"versions of {backend}: 1"):
         get_default_strategy(StrategyAction.LOAD_SHARDED, backend, 2)
 
 

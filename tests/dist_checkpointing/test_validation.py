@@ -170,7 +170,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "an object is missing": (
         [[_object(1)], [_object(0, replica_id=1)]],
-        "1 have no main replica; present: shard_1_2",
+        "1 have no main replica; present are: shard_1_2",
     ),
     "object shapes": (
         [[_object(0, 2)], [_object(1, 3)]],

@@ -170,7 +170,9 @@ def test_config_json_is_the_same_every_time_and_sorted(golden: Path) -> None:
 def test_a_model_of_no_family_is_refused_by_the_argument_that_does_not_fit(golden: Path) -> None:
     _, middle = global_form(golden, "dense_gelu", "tp1_pp1")
     changed = make_namespace({**arguments(middle), "squared_relu": True})
-    with pytest.raises(UnsupportedError, match="no family.*argument squared_relu is True"):
+    with pytest.raises(
+        UnsupportedError, match="no Hugging Face model family fits.*argument squared_relu is True"
+    ):
         to_hf(replace(middle, args=changed))
 
 

@@ -11,6 +11,7 @@ import enum
 import fractions
 import pathlib
 import pickle
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,7 @@ def test_a_key_without_a_text_is_refused_by_name(
     assert (
         caught.value.hint is not None
         and "--to torch" in caught.value.hint
-        and f"'{glob}'" in caught.value.hint
+        and shlex.quote(glob) in caught.value.hint
     )
     converted(source, tmp_path / "out", to, exclude=(glob,))
     converted(source, tmp_path / "y.pt", "torch")

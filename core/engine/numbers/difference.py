@@ -113,7 +113,9 @@ class ValueDifference:
             return None
         if self.square_delta == 0:
             return 0.0
-        return sqrt(self.square_delta / self.square_a) if self.square_a > 0 else inf
+        if self.square_a == 0 or self.square_delta == inf:  # the sums are beyond any number
+            return inf
+        return sqrt(self.square_delta / self.square_a)
 
 
 def compare_elements(

@@ -21,7 +21,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import TypeGuard
 
-from core.errors import CorruptError, UsageError
+from core.errors import CorruptError, UsageError, list_some
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.pickle.fields import mapping_or_empty
@@ -48,11 +48,14 @@ class SpecialTokens:
 
     Args:
         ids: numbers of the tokens that have a role: ``bos``, ``eos`` and ``pad``.
-        n_rows: number of rows that an embedding needs for all tokens; 0 if no file says.
+        n_rows: number of rows that an embedding needs for the vocabulary and the tokens at which a
+            text begins and ends; 0 if no file says.
+        added: text → number of the tokens that were added to the vocabulary.
     """
 
     ids: Mapping[str, int]
     n_rows: int
+    added: Mapping[str, int]
 
 
 def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
@@ -69,7 +72,8 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
             parsed[name] = parse_json_object(data, file=name, max_values=_MAX_VALUES)
         except CorruptError:
             continue
-    number_of = dict(_list_tokens(parsed))
+    vocabulary, added = dict(_list_vocabulary(parsed)), dict(_list_added(parsed))
+    number_of = vocabulary | added
     settings = {
         **parsed.get("special_tokens_map.json", {}),
         **parsed.get("tokenizer_config.json", {}),
@@ -80,21 +84,29 @@ def read_special_tokens(files: Mapping[str, bytes]) -> SpecialTokens:
         text = mapping_or_empty(token).get("content", token)
         if isinstance(text, str) and text in number_of:
             ids[role] = number_of[text]
-    return SpecialTokens(ids, max(number_of.values(), default=-1) + 1)
+    needed = [*vocabulary.values(), *(ids[role] for role in ("bos", "eos") if role in ids)]
+    return SpecialTokens(ids, max(needed, default=-1) + 1, added)
 
 
-def _list_tokens(parsed: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, int]]:
-    """Yield text and number of each token; those added to a vocabulary come last."""
+def _list_vocabulary(parsed: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, int]]:
+    """Yield text and number of each token of the vocabulary."""
     tokenizer = parsed.get("tokenizer.json", {})
     vocabulary = mapping_or_empty(tokenizer.get("model")).get("vocab")
     if isinstance(vocabulary, list):
         texts = (item[0] for item in vocabulary if isinstance(item, list) and item)
         yield from ((text, number) for number, text in enumerate(texts) if isinstance(text, str))
-    for tokens in (vocabulary, parsed.get("vocab.json"), parsed.get("added_tokens.json")):
+    for tokens in (vocabulary, parsed.get("vocab.json")):
         for text, number in mapping_or_empty(tokens).items():
             if _is_number(number):
                 yield str(text), number
-    added = tokenizer.get("added_tokens")
+
+
+def _list_added(parsed: Mapping[str, Mapping[str, object]]) -> Iterator[tuple[str, int]]:
+    """Yield text and number of each token that was added to the vocabulary."""
+    for text, number in parsed.get("added_tokens.json", {}).items():
+        if _is_number(number):
+            yield text, number
+    added = parsed.get("tokenizer.json", {}).get("added_tokens")
     for item in added if isinstance(added, list) else ():
         content, number = map(mapping_or_empty(item).get, ("content", "id"))
         if isinstance(content, str) and _is_number(number):
@@ -110,24 +122,35 @@ def _is_number(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 31
 
 
-def check_token_count(tokens: SpecialTokens, config: Mapping[str, object]) -> None:
-    """Raise UsageError if a tokenizer has tokens for which the model has no row.
+def check_token_count(tokens: SpecialTokens, config: Mapping[str, object]) -> tuple[str, ...]:
+    """Raise UsageError if a tokenizer's vocabulary has tokens for which the model has no row.
 
-    A server would then look up rows beyond the end of the embedding.
+    A server would then look up rows beyond the end of the embedding. A few added tokens beyond it
+    are usual: published models have them for inputs that they do not take.
 
     Args:
         tokens: what the tokenizer's files record.
         config: the model's configuration.
+
+    Returns:
+        A note on the added tokens without a row; none without any.
     """
     text_config = mapping_or_empty(config.get("text_config"))
     n_rows = config.get("vocab_size", text_config.get("vocab_size"))
-    if type(n_rows) is int and tokens.n_rows > n_rows:
+    if type(n_rows) is not int:
+        return ()
+    if tokens.n_rows > n_rows:
+        last = max((tokens.n_rows - 1, *tokens.added.values()))
         raise UsageError(
-            f"the tokenizer has tokens up to number {tokens.n_rows - 1:,}, but the model has only "
-            f"{n_rows:,} rows in its vocabulary",
+            f"the tokenizer has tokens up to number {last:,}, but the model has only {n_rows:,} "
+            "rows in its vocabulary",
             hint="give this model's tokenizer; or, if rows of real tokens were taken for padding, "
-            f"--vocab-size {tokens.n_rows}",
+            f"--vocab-size {last + 1}",
         )
+    beyond = [text for text, number in tokens.added.items() if number >= n_rows]
+    if not beyond:
+        return ()
+    return (f"the model has no rows for these tokens of its tokenizer: {list_some(beyond)}",)
 
 
 def complete_configuration(
@@ -147,13 +170,21 @@ def complete_configuration(
     changed: dict[str, bytes] = {}
     notes: list[str] = []
     ids = {f"{role}_token_id": number for role, number in tokens.ids.items()}
-    absent = {name: number for name, number in ids.items() if config.get(name) is None}
+    text_config = mapping_or_empty(config.get("text_config"))
+    stated = {
+        name: value
+        for name in (f"{role}_token_id" for role in _ROLES)
+        for value in (config.get(name, text_config.get(name)),)
+        if value is not None
+    }
+    absent = {name: number for name, number in ids.items() if name not in stated}
     if absent:
         changed[CONFIG] = _to_json({**config, **absent})
         values = ", ".join(f"{name} {number}" for name, number in absent.items())
         notes.append(f"{CONFIG}: {values}, from the tokenizer")
     if GENERATION_CONFIG not in files and "eos" in tokens.ids:
-        changed[GENERATION_CONFIG] = _to_json(ids)
+        # Servers prefer this file: what the configuration states must not be lost in it.
+        changed[GENERATION_CONFIG] = _to_json(ids | stated)
         notes.append(f"{GENERATION_CONFIG} was created from the tokenizer's special tokens")
     return changed, tuple(notes)
 

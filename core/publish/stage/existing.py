@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 
 from core.errors import CheckpointingException, UsageError, list_some
+from core.files.remote_path import is_remote
 from core.files.source_store import open_store
 from core.files.walk import list_tree
 from core.formats.registry import sniffed
@@ -13,6 +16,9 @@ from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import store_of_file
 from core.publish.manifest.file import MANIFEST, manifest_name
 from core.publish.manifest.lookup import find_manifest, is_manifest
+
+_OF_SYSTEM = re.compile(r"\.DS_Store|\._.*|\.nfs.*|\.directory|Thumbs\.db|desktop\.ini")
+"""Files that operating systems and file managers leave in any directory."""
 
 
 def check_replaceable(dst: Path, paths: Collection[str]) -> None:
@@ -78,10 +84,9 @@ def _holds_checkpoint(path: Path) -> bool:
 
 
 def _list_added_files(dst: Path, paths: Collection[str]) -> list[str]:
-    """List the files that the manifest of a destination lacks and the new checkpoint has not.
+    """List the entries that the manifest of a destination lacks and the new checkpoint has not.
 
-    Of a checkpoint without a manifest nobody knows which files belong to it. Hidden files are those
-    of file managers.
+    Of a checkpoint without a manifest nobody knows which files belong to it.
     """
     recorded = find_manifest(dst) if (dst / MANIFEST).is_file() else None
     if recorded is None or recorded.manifest is None:
@@ -89,9 +94,21 @@ def _list_added_files(dst: Path, paths: Collection[str]) -> list[str]:
     expected = {*(file.path for file in recorded.manifest.files), *paths}
     return [
         name
-        for name in list_tree(dst).files
-        if not (name in expected or is_manifest(name) or name.rpartition("/")[2].startswith("."))
+        for name in _list_entries(dst)
+        if not (name in expected or is_manifest(name) or _OF_SYSTEM.fullmatch(name.split("/")[-1]))
     ]
+
+
+def _list_entries(dst: Path) -> list[str]:
+    """List everything below a directory or a prefix that is not a directory itself."""
+    if is_remote(dst):
+        return list(list_tree(dst).files)
+    names: list[str] = []
+    for folder, folders, files in os.walk(dst):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        below = os.path.relpath(folder, dst)
+        names += [os.path.normpath(os.path.join(below, name)) for name in (*links, *files)]
+    return sorted(names)
 
 
 def _iterations_in(root: Path) -> list[str]:

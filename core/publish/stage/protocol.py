@@ -44,9 +44,9 @@ class StageRequest:
         is_file: the output is a single file, whose manifest is next to it.
         resume: keep what was written if the run fails, and continue what a run of the same plan has
             kept.
-        keeps_after: with ``resume``, keep it only after an interruption (Ctrl-C, SIGTERM), and only
-            if the work has taken so many seconds or continues an earlier run's; None keeps it
-            after any failure.
+        keeps_after: with ``resume``, keep it only after an interruption (Ctrl-C, SIGTERM) of work
+            that has taken so many seconds, or if it continues an earlier run's; None keeps it after
+            any failure.
         force: replace what is at the destination, at the end.
         fsync: wait for the disk.
         verify: the output is read back before it is published.

@@ -35,9 +35,17 @@ def is_vacant(dst: Path, *, is_file: bool) -> bool:
     """
     if not os.path.lexists(dst):
         return True
-    if is_file or dst.is_symlink() or not dst.is_dir() or os.path.ismount(dst):
+    if is_file or not _is_empty_dir(dst) or os.path.ismount(dst):
         return False
-    return not os.listdir(dst) and not os.path.samefile(dst, os.curdir)
+    return not os.path.samefile(dst, os.curdir)
+
+
+def _is_empty_dir(path: Path) -> bool:
+    """Return whether a path is a directory, no link to one, and is known to be empty."""
+    try:
+        return not path.is_symlink() and path.is_dir() and not os.listdir(path)
+    except OSError:  # it may not be listed
+        return False
 
 
 def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None:
@@ -110,15 +118,17 @@ def replace_dir(data_dir: Path, dst: Path, *, force: bool) -> None:
 def _replace_empty(data_dir: Path, dst: Path) -> None:
     """Rename a directory over an empty one, and keep the permissions and the group of that."""
     status = os.stat(dst)
-    with suppress(PermissionError):  # a group that the user is not in
-        os.chown(data_dir, -1, status.st_gid)
-    os.chmod(data_dir, stat.S_IMODE(status.st_mode))
     try:
         os.rename(data_dir, dst)
     except OSError as err:
         if err.errno in (errno.ENOTEMPTY, errno.EEXIST):
             raise FileExistsError from err
         raise
+    # Only now: a directory that its owner may not write cannot be renamed.
+    with suppress(OSError):  # a group that the user is not in
+        os.chown(dst, -1, status.st_gid)
+    with suppress(OSError):
+        os.chmod(dst, stat.S_IMODE(status.st_mode))
 
 
 def replace_file(data_dir: Path, dst: Path, *, force: bool) -> None:
@@ -147,13 +157,25 @@ def undo_replacement(stage_dir: Path, dst: Path) -> bool:
         True if anything was restored.
 
     Raises:
+        UsageError: something else has the name of the old destination now, which the staging
+            directory alone holds.
         OSError: the system refuses; the staging directory must then be kept.
     """
-    # An old directory, or an old single file.
+    # An old directory, or an old single file. A script may have made the directory anew.
     aside = stage_dir / _OLD / dst.name
-    if os.path.lexists(aside) and not os.path.lexists(dst):
-        rename_new(aside, dst)
-        return True
+    if os.path.lexists(aside):
+        if not os.path.lexists(dst):
+            rename_new(aside, dst)
+            return True
+        if aside.is_dir() and _is_empty_dir(dst):
+            os.rename(aside, dst)
+            return True
+        if holds_previous(stage_dir, dst):
+            raise UsageError(
+                f"the destination was created while its previous content was set aside in {aside}",
+                file=str(dst),
+                hint="move one of the two elsewhere, and run again",
+            )
 
     # The manifest of an old single file, as long as the new file is still in the staging directory.
     manifest = manifest_name(dst.name)
@@ -163,6 +185,15 @@ def undo_replacement(stage_dir: Path, dst: Path) -> bool:
         rename_new(aside, dst.parent / manifest)
         return True
     return False
+
+
+def holds_previous(stage_dir: Path, dst: Path) -> bool:
+    """Return whether a staging directory alone has the directory that a replacement has set aside.
+
+    The new directory leaves the staging directory when it gets its name; before that, the old one
+    may not be removed.
+    """
+    return (stage_dir / _OLD / dst.name).is_dir() and os.path.lexists(stage_dir / "data")
 
 
 def _set_aside(path: Path, stage_dir: Path) -> None:

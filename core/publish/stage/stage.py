@@ -65,6 +65,7 @@ from core.publish.stage.protocol import (
 )
 from core.publish.stage.replacement import (
     check_may_replace,
+    holds_previous,
     is_vacant,
     replace_dir,
     replace_file,
@@ -146,7 +147,9 @@ class LocalDestination(OutputDestination):
         has_stage = os.path.lexists(stage_dir)
         # Without --force there was no destination, or the command would have refused it.
         unchanged = f", {dst} is unchanged" if os.path.lexists(dst) else ""
-        n_bytes = recorded_bytes(stage_dir) if has_stage else 0
+        n_bytes = 0
+        with suppress(CheckpointingException):
+            n_bytes = recorded_bytes(stage_dir) if has_stage else 0
         if has_stage and (n_bytes or keeps_partial):
             done = f"{n_bytes / _MIB:,.1f} MiB of" if n_bytes else "the beginning of"
             again = " with the same command" if command is None else f": {command}"
@@ -520,7 +523,7 @@ class Stage(DestinationStage):
             True unless the staging directory contains data that must be kept.
         """
         if self._new_stat is None:
-            return True
+            return not holds_previous(self.stage_dir, self.dst)
         try:
             if not self._is_committed:
                 undo_replacement(self.stage_dir, self.dst)

@@ -241,12 +241,12 @@ def with_tokens_in_configuration(
     if not contents or config is None:
         return catalog, target, ()
     tokens = read_special_tokens(contents)
-    check_token_count(tokens, config)
+    beyond = check_token_count(tokens, config)
     files, notes = complete_configuration(target.files, config, tokens)
     return (
         replace(catalog, files={**catalog.files, **files}),
         replace(target, files={**target.files, **files}),
-        notes,
+        (*beyond, *notes),
     )
 
 

@@ -23,6 +23,8 @@ _LEAST_SHARE = 0.7
 """Least share of a pattern's weight that a text must have, to be taken for its message."""
 _LEAST_OF_BEST = 0.5
 """Least weight of a further match, in parts of that of the best one."""
+_MOST_LINES = 2_000
+"""Last lines of a log in which messages are looked for."""
 _FEW_WORDS = range(2, 7)
 """Numbers of words that are taken for a message from memory, not for a pasted one."""
 _WORD = re.compile(r"[^\W\d_]{2,}|\[0\]")
@@ -104,7 +106,9 @@ def match_messages(text: str, *, printed_by: str | None = None) -> list[Message]
     Args:
         printed_by: the software that printed the text, of whose messages it is one word by word.
     """
+    # The error stands at the end of a log, whose lines repeat.
     lines = [line for line in text.splitlines() if line.strip()]
+    lines = list(dict.fromkeys(lines[-_MOST_LINES:]))
     texts = [frozenset(_list_features(part)) for part in (*lines, *map(" ".join, pairwise(lines)))]
     best: dict[str, tuple[float, float]] = {}
     for entry in read_messages().values():
@@ -128,16 +132,30 @@ def _score(pattern: str, present: frozenset[Feature], *, is_verbatim: bool) -> t
         present: the features of the text.
         is_verbatim: the text is not a few words from memory.
     """
+    wanted, must_have, total = _analyze(pattern)
+    is_short = not is_verbatim and len(present) <= 2 * _FEW_WORDS.stop
+    if not (must_have <= present or is_short):
+        return (0, 0)
+    weight_of = _weigh_features()
+    weight = sum(weight_of[feature] for feature in wanted & present)
+    share = weight / total
+    is_pasted = share >= _LEAST_SHARE and must_have <= present
+    words = {feature for feature in present if isinstance(feature, str)} if is_short else set()
+    is_from_memory = is_short and len(words) in _FEW_WORDS and words <= wanted
+    return (weight, share) if is_pasted or is_from_memory else (0, 0)
+
+
+@cache
+def _analyze(pattern: str) -> tuple[frozenset[Feature], frozenset[Feature], float]:
+    """Return the features of a pattern, the words that a text must have, and the total weight.
+
+    The rarest word of the pattern is one of those.
+    """
     weight_of = _weigh_features()
     wanted = frozenset(_list_features(pattern))
-    weight = sum(weight_of[feature] for feature in wanted & present)
-    share = weight / sum(weight_of[feature] for feature in wanted)
-    words = {feature for feature in present if isinstance(feature, str)}
-    must_have = {word for part in _MUST_HAVE.findall(pattern) for word in _list_words(part)}
     rarest = max(_list_words(pattern), key=lambda word: weight_of[word])
-    is_pasted = share >= _LEAST_SHARE and {rarest, *must_have} <= words
-    is_from_memory = not is_verbatim and len(words) in _FEW_WORDS and words <= wanted
-    return (weight, share) if is_pasted or is_from_memory else (0, 0)
+    named = (word for part in _MUST_HAVE.findall(pattern) for word in _list_words(part))
+    return wanted, frozenset((rarest, *named)), sum(weight_of[feature] for feature in wanted)
 
 
 def _list_features(text: str) -> Iterator[Feature]:

@@ -20,7 +20,7 @@ from core.engine.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFa
 from core.engine.catalog.optimizer_keys import split_state_key
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.schemes import quantized_weights
-from core.errors import CheckpointingException
+from core.errors import CheckpointingException, StorageError
 from core.files.store import list_files_below
 from core.megatron.optimizer.form import NUMBERED, TITLES, optim_format_of, role_of
 from core.opening.code_in_pickles import warn_of_pickles
@@ -278,7 +278,10 @@ def _list_iterations(checkpoint: Checkpoint) -> Listing | None:
         return None
     from core.opening.listing import list_iterations
 
-    return list_iterations(checkpoint.passed)
+    # A directory beside the checkpoint that cannot be read is none of its problems.
+    with suppress(StorageError):
+        return list_iterations(checkpoint.passed)
+    return None
 
 
 def _load_attributes(checkpoint: Checkpoint) -> AttributesByPath:

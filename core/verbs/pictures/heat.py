@@ -94,7 +94,8 @@ class HeatScale:
             return 0
         if not isfinite(relative):
             return N_LEVELS - 1
-        return max(N_LEVELS - 1 - round(log(self.largest / relative, self.step)), 0)
+        steps = (log(self.largest) - log(relative)) / log(self.step)
+        return max(N_LEVELS - 1 - round(steps), 0)
 
     def difference(self, level: int) -> float:
         """Return the relative difference that a level stands for."""
@@ -141,9 +142,9 @@ def scale_heat(maps: Iterable[HeatMap]) -> HeatScale:
         and isfinite(cell.relative)
     ]
     largest, smallest = max(differences, default=1.0), min(differences, default=1.0)
-    step = next(
-        (step for step in _STEPS if round(log(largest / smallest, step)) < N_LEVELS), _STEPS[-1]
-    )
+    # The quotient of the two may be beyond any number.
+    width = log(largest) - log(smallest)
+    step = next((step for step in _STEPS if round(width / log(step)) < N_LEVELS), _STEPS[-1])
     return HeatScale(largest, step)
 
 

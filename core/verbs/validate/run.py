@@ -106,7 +106,11 @@ class Validation:
             ("read", f"{self.level.name.lower()}, in {seconds_text(self.seconds)}"),
             *list_facts(
                 "findings",
-                (f"{item.code} {item.message} ({item.file or item.key})" for item in self.findings),
+                (
+                    f"{item.code} {item.message}"
+                    + (f" ({place})" if (place := item.file or item.key) else "")
+                    for item in self.findings
+                ),
             ),
             *list_facts("unchecked", self.unchecked),
             *list_facts("note", self.notes),

@@ -150,3 +150,15 @@ def test_a_topic_is_drawn_on_a_terminal(
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "Merge a LoRA adapter into its base" in out
     assert "```" not in out and max(map(len, out.splitlines())) <= 80
+
+
+def test_a_path_is_text_in_commands_and_cannot_control_the_terminal(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a\\q", "b\x1b[31m"):
+        damaged = tmp_path / name
+        shutil.copytree(golden / "mcore_legacy/dense_gqa/tp2_pp1_optim/iter_0000010", damaged)
+        next(damaged.glob("*/*.pt")).unlink()
+        assert main(["explain", str(damaged)]) == 0
+        out = capsys.readouterr().out
+        assert "\x1b" not in out and "CK101" in out

@@ -435,10 +435,10 @@ def test_entries_that_no_conversion_takes_along_are_listed(
     (line,) = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("not carried")
     ]
-    assert "flat group 0 (8 bits of bitsandbytes" in line
+    assert "flat group 0 (8-bit bitsandbytes" in line
     assert main(["inspect", str(run_dir), "--json"]) == 0
     entry, attributes = json.loads(capsys.readouterr().out)["dropped"]
-    assert entry in line and attributes.startswith("module._metadata (versions of modules")
+    assert entry in line and attributes.startswith("module._metadata (module versions")
 
     # Of many reasons, the first are shown, and the number of the others.
     shown = [cell for _, cell in list_facts("not carried", [f"reason {n}" for n in range(40)])]

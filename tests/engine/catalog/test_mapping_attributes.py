@@ -62,7 +62,7 @@ def split_attribute_lines(report: Report) -> tuple[str, str]:
     """What is said of attributes without tensors, and what of those with tensors."""
     assert not any("attributes" in note for note in report.notes)
     lines = [line for line in report.dropped if "attribute" in line]
-    lines += [line for line in report.dropped if "(versions of modules" in line]
+    lines += [line for line in report.dropped if "(module versions" in line]
     plain = [line for line in lines if "a tensor in" not in line]
     return "\n".join(plain), "\n".join(line for line in lines if line not in plain)
 

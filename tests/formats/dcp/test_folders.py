@@ -123,9 +123,7 @@ def test_a_small_torch_file_beside_directories_is_never_the_checkpoint(
         (path / folder).rename(path / f"my_{folder}")
     with pytest.raises(UnsupportedError) as refusal:
         open_checkpoint(path)
-    assert f"my_{MODEL}, my_{OPTIMIZER}" in str(refusal.value.hint).replace(
-        f"my_{OPTIMIZER}, my_{MODEL}", f"my_{MODEL}, my_{OPTIMIZER}"
-    )
+    assert all(str(path / f"my_{name}") in str(refusal.value.hint) for name in (MODEL, OPTIMIZER))
     assert [
         finding.code for finding in validate(path).findings if finding.severity == Severity.ERROR
     ] == ["CK100"]

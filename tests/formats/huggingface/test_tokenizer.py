@@ -166,3 +166,26 @@ def test_the_configuration_of_a_hugging_face_source_keeps_its_tokens(
     run(Job(src=source, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer"))
     after = json.loads((tmp_path / "out/config.json").read_text())
     assert all(after[name] == value for name, value in before.items() if value is not None)
+
+
+def test_what_a_configuration_states_stands_in_the_generation_configuration_too(
+    golden: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(golden / "hf/llama/safetensors_single", source)
+    (source / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": [7, 8]}
+    (source / "config.json").write_text(json.dumps(config))
+    _save_tokenizer(tmp_path / "tokenizer", config["vocab_size"], **_SPECIAL)
+    run(Job(src=source, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer"))
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation["eos_token_id"] == [7, 8]
+
+
+def test_an_added_token_without_a_row_is_a_note(golden: Path, tmp_path: Path) -> None:
+    _save_tokenizer(tmp_path / "tokenizer", 300, **_SPECIAL)
+    (tmp_path / "tokenizer/added_tokens.json").write_text('{"<image>": 300}')
+    job = Job(src=golden / _MODEL, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer")
+    assert any(
+        "no rows for these tokens of its tokenizer: <image>" in note for note in run(job).notes
+    )

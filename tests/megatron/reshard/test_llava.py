@@ -212,7 +212,7 @@ def test_the_language_model_alone_is_converted_under_its_own_names(
 def test_transformers_has_no_such_model(models: Path) -> None:
     with pytest.raises(UnsupportedError, match="transformers has no model") as caught:
         core.convert(models / "llava", models / "hf", to="hf")
-    assert all(f"--exclude '{tower}'" in (caught.value.hint or "") for tower in TOWERS)
+    assert all(tower in str(caught.value) for tower in TOWERS)
 
 
 @pytest.mark.parametrize("to", ["megatron", "torch_dist"])

@@ -263,7 +263,7 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
     [
         ("[[rule]\n", "not TOML"),
         ("[[rule]]\nrule = 'split'\naxis = 0\n", "has no pattern"),
-        ("[[rule]]\npattern = '('\nrule = 'replicate'\n", "not a regular expression"),
+        ("[[rule]]\npattern = '('\nrule = 'replicate'\n", "not a valid regular expression"),
         ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule 'mirror'"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from core.publish.manifest.of_copy import manifest_name
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal
 from core.publish.stage.protocol import StageRequest
-from core.publish.stage.replacement import undo_replacement
+from core.publish.stage.replacement import replace_dir, undo_replacement
 from core.publish.stage.stage import Stage
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
@@ -156,6 +157,13 @@ def test_files_that_were_added_to_a_checkpoint_are_not_replaced_with_it(
     run(job)
     (tmp_path / "out/.DS_Store").touch()  # of a file manager
     run(replace(job, force=True))
+    for name in (".git/HEAD", "link"):  # hidden, and broken
+        path = tmp_path / "out" / name
+        path.parent.mkdir(exist_ok=True)
+        path.symlink_to("absent")
+        with pytest.raises(UsageError, match=f"would be lost: {re.escape(name)}"):
+            run(replace(job, force=True))
+        path.unlink()
     (tmp_path / "out/notes").mkdir()
     (tmp_path / "out/notes/run.txt").write_text("lr 1e-4")
     with pytest.raises(UsageError, match=r"added to it and would be lost: notes/run\.txt"):
@@ -164,3 +172,32 @@ def test_files_that_were_added_to_a_checkpoint_are_not_replaced_with_it(
     (tmp_path / "out/notes/run.txt").rename(tmp_path / "run.txt")
     run(replace(job, force=True, to="dcp"))
     assert (tmp_path / "out/.metadata").exists()
+
+
+def test_what_was_set_aside_survives_a_directory_that_a_script_makes_anew(tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    stage_of(dst, "old/out/w", "data/w", "data/new")
+    dst.mkdir()
+    with pytest.raises(UsageError, match="exists"), Stage(dst):
+        pass
+    assert (dst / "w").read_text() == "old/out/w"
+
+    # Something else has the name: neither of the two is removed.
+    dst = tmp_path / "other"
+    stage_dir = stage_of(dst, "old/other/w", "data/w")
+    dst.mkdir()
+    (dst / "results.json").touch()
+    with pytest.raises(UsageError, match="set aside"), Stage(dst, StageRequest(force=True)):
+        pass
+    assert (stage_dir / "old/other/w").exists() and (dst / "results.json").exists()
+
+
+def test_an_empty_directory_that_its_owner_may_not_write_is_replaced_with_its_mode(
+    tmp_path: Path,
+) -> None:
+    dst, data_dir = tmp_path / "out", tmp_path / "data"
+    dst.mkdir()
+    data_dir.mkdir()
+    dst.chmod(0o555)
+    replace_dir(data_dir, dst, force=False)
+    assert dst.stat().st_mode & 0o777 == 0o555 and not data_dir.exists()

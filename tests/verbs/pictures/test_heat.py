@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from core.engine.catalog.tensor import Tensor
-from core.engine.numbers.difference import ValueDifference
+from core.engine.numbers.difference import ValueDifference, compare_elements
 from core.verbs.diff.result import TensorDiff
 from core.verbs.diff.run import DiffJob, diff
 from core.verbs.pictures.heat import HeatMap, HeatScale, heat_maps, scale_heat
@@ -172,3 +173,14 @@ def test_a_scale_ends_at_the_largest_difference(
 def test_the_difference_of_a_level_has_that_level() -> None:
     scale = HeatScale(0.03, 4)
     assert [scale.level(scale.difference(level)) for level in range(10)] == list(range(10))
+
+
+def test_differences_beyond_any_quotient_have_levels() -> None:
+    scale = HeatScale(1e154, 10)
+    assert scale.level(1e-160) == 0 and scale.level(1e154) == 9
+
+
+def test_sums_beyond_any_number_are_an_infinite_difference() -> None:
+    data = [np.array([value, 1.0]).tobytes() for value in (1e200, 2e200)]
+    difference = compare_elements(*map(memoryview, data), dtypes=("float64", "float64"))
+    assert difference.relative == float("inf")

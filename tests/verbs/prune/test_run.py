@@ -128,7 +128,7 @@ def test_nothing_is_removed_for_an_iteration_whose_data_were_not_read(root: Path
     ) as err:
         core.prune(root, keep_last=1)
     assert err.value.hint is not None
-    assert "--deep" in err.value.hint
+    assert "deep=True" in err.value.hint
     assert names(root) == before
     (root / TRACKER).write_text("40")
     pruning = core.prune(root, keep_last=1, deep=True, dry_run=True)

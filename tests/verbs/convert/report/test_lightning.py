@@ -41,7 +41,7 @@ def proposed(text: str) -> list[str]:
     """The options that a note or a hint proposes, as a shell splits them."""
     match = re.search(r"add (--include .*)", " ".join(text.split()))
     assert match is not None, text
-    return shlex.split(match[1].partition(" next ")[0])
+    return shlex.split(re.split(" next | more: ", match[1])[0])
 
 
 def test_the_proposed_options_leave_the_model_alone(
