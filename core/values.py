@@ -67,7 +67,7 @@ _MOST_CHARACTERS = 200
 
 
 class Brief(NamedTuple):
-    """What is shown of a value.
+    """The short form of a result, for ``repr`` and notebooks.
 
     Args:
         title: the first line.

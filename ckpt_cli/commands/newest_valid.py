@@ -29,7 +29,7 @@ from ckpt_cli.screen.terminal import escaped, screen_of
 from ckpt_cli.workers.current_team import launch_of, team
 from ckpt_cli.workers.progress import show_progress
 from core.engine.team.protocol import Figures, broadcast_result, is_lead, sum_figures
-from core.errors import CheckpointingException, UsageError
+from core.errors import UsageError
 from core.verbs.validate.newest import Newest
 from core.verbs.validate.newest import find_newest_valid as find_newest_valid
 from core.verbs.validate.run import Validation
@@ -93,8 +93,11 @@ def _report(
 
 def _hints(root: Path) -> Iterator[str]:
     """Yield commands for a directory without iterations: for the runs in it, or for itself."""
-    from core.opening.listing import list_checkpoints, runs_below
+    from core.files.source_store import open_store
+    from core.opening.listing import is_checkpoint, list_checkpoints, runs_below
 
+    with closing(open_store(root)) as store:
+        is_single = is_checkpoint(store)
     runs = runs_below(root)
     if runs:
         yield f"it contains {n_text(len(runs), 'run')}, the one with the newest iteration first:"
@@ -103,25 +106,12 @@ def _hints(root: Path) -> Iterator[str]:
         )
         if len(runs) > _MOST_RUNS:
             yield f"… {len(runs) - _MOST_RUNS} more (ckpt inspect {escaped(quote(str(root)))})"
-    elif _is_checkpoint(root):
+    elif is_single:
         path = quote(str(root))
         yield escaped(f"it is a single checkpoint: ckpt validate --headers {path}")
     elif checkpoints := list_checkpoints(root).checkpoints:
         path = quote(str(checkpoints[0].path))
         yield escaped(f"the newest checkpoint in it: ckpt validate --headers {path}")
-
-
-def _is_checkpoint(path: Path) -> bool:
-    """Return True if a format recognises a directory itself."""
-    from core.files.source_store import open_store
-    from core.formats.registry import sniffed
-
-    with closing(open_store(path)) as store:
-        try:
-            sniffed(store)
-        except CheckpointingException:
-            return False
-    return True
 
 
 def _single_root(options: ValidateOptions) -> Path:

@@ -54,7 +54,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Legend:
-    """What the colours of grids mean.
+    """The legend of a grid: its colours and their meanings.
 
     Args:
         items: class and meaning of each colour.

@@ -77,6 +77,7 @@ from core.formats.format import Format
 from core.formats.registry import format_called
 from core.publish.stage.existing import check_replaceable
 from core.publish.stage.protocol import StageRequest
+from core.publish.stage.replacement import is_vacant
 from core.publish.stage.stage import Stage
 from core.verbs.convert.job import Job
 from core.verbs.convert.run import run
@@ -223,7 +224,7 @@ class CkptStorageWriter(StorageWriter):
                 check_replaceable(dst, [image.path for image in layout.images])
             request = StageRequest(
                 is_file=format.writes_file(dst),
-                force=self._overwrite or is_converted or _is_empty_dir(dst),
+                force=self._overwrite or is_converted,
                 fsync=self._fsync,
                 n_bytes=layout.n_bytes,
             )
@@ -338,7 +339,7 @@ class CkptStorageWriter(StorageWriter):
                     hint="save as dcp or torch_dist, and convert: ckpt convert URL DST",
                 )
             return
-        if os.path.lexists(dst) and not self._overwrite and not _is_empty_dir(dst):
+        if os.path.lexists(dst) and not self._overwrite and not is_vacant(dst, is_file=False):
             raise UsageError(
                 "the destination exists",
                 file=str(dst),
@@ -374,7 +375,7 @@ class CkptStorageWriter(StorageWriter):
             src=self._converted_path(),
             dst=self._dst(),
             to=self._format.name,
-            force=self._overwrite or _is_empty_dir(self._dst()),
+            force=self._overwrite,
             max_shard_size=self._max_file_bytes,
             fsync=self._fsync,
             threads=self._threads,
@@ -386,11 +387,6 @@ class CkptStorageWriter(StorageWriter):
         if self._running is not None:
             self._running.end()
             self._running = None
-
-
-def _is_empty_dir(path: Path) -> bool:
-    # Whether a bucket has objects is found out when its prefix is locked.
-    return not is_remote(path) and path.is_dir() and not any(path.iterdir())
 
 
 def _restore_cached_plans(plans: list[SavePlan]) -> list[SavePlan]:

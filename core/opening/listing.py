@@ -73,7 +73,7 @@ def list_checkpoints(root: Path) -> Listing:
         StorageError: the directory cannot be read.
     """
     with closing(open_store(root)) as store:
-        search = search_below(store, _has_format)
+        search = search_below(store, is_checkpoint)
         names = [*loose_files(store, store.files()), *search.paths]
     # Final weights may have the iterations of their run next to them.
     for name in list(names):
@@ -127,7 +127,7 @@ def list_iterations(passed: Sequence[Path]) -> Listing | None:
     return None
 
 
-def _has_format(store: SourceStore) -> bool:
+def is_checkpoint(store: SourceStore) -> bool:
     """Return whether a directory is a checkpoint itself, not only a root with some."""
     # An iteration may contain the directory that DeepSpeed wrote, and nothing else of the weights.
     if ITERATION_DIR.match(store.root.name) and any(map(store.exists, NAMING_TRACKERS)):

@@ -44,7 +44,7 @@ _ROLES = ("bos", "eos", "pad")
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """What a tokenizer's files record.
+    """The special tokens of a tokenizer, and the rows that its vocabulary needs.
 
     Args:
         ids: numbers of the tokens that have a role: ``bos``, ``eos`` and ``pad``.
@@ -171,12 +171,11 @@ def complete_configuration(
     notes: list[str] = []
     ids = {f"{role}_token_id": number for role, number in tokens.ids.items()}
     text_config = mapping_or_empty(config.get("text_config"))
-    stated = {
-        name: value
+    settings = {
+        name: config.get(name, text_config.get(name))
         for name in (f"{role}_token_id" for role in _ROLES)
-        for value in (config.get(name, text_config.get(name)),)
-        if value is not None
     }
+    stated = {name: value for name, value in settings.items() if value is not None}
     absent = {name: number for name, number in ids.items() if name not in stated}
     if absent:
         changed[CONFIG] = _to_json({**config, **absent})

@@ -3,17 +3,18 @@
 Everything is written into a *staging directory*, a hidden sibling of the destination with a fixed
 name::
 
-    out/                  does not exist yet
+    out/                  does not exist yet, or is empty
     .out.ckpt-stage/      locked (flock) as long as a process works on it
     ├── data/             becomes out/; for a single file: the file and its manifest
-    ├── journal.jsonl     only with resume; with several workers one each, journal-1.jsonl …
+    ├── journal.jsonl     of a run that can be continued; with several workers one each
     ├── plan              only with several workers (core.verbs.convert.stored_plan.file)
     └── workers.lock      only with several workers (core.publish.stage.workers_lock)
 
 ``Stage.commit`` syncs the files, then the directories, renames ``data`` and syncs the parent. If
-the run ends in any other way, the staging directory is removed, except after a failure with
-``resume``. The staging directory of a killed run is not locked: the next run removes or continues
-it and adds a note. Before that it restores what a replacement had moved aside
+the run ends in any other way, the staging directory is removed, except after a failure of a run
+that is to be continued: with ``--resume``, or interrupted after a while (``keeps_after``). The
+staging directory of a killed run is not locked: the next run removes or continues it and adds a
+note. Before that it restores what a replacement had moved aside
 (``core.publish.stage.replacement``).
 """
 

@@ -442,3 +442,9 @@ def test_codes_are_stable_in_form() -> None:
         assert not code.title.endswith(".")
         assert code.hint
         assert not code.hint.endswith(".")
+
+
+def test_newest_valid_of_a_single_checkpoint_says_that_it_is_one(golden: Path, run: Run) -> None:
+    model = golden / "hf/llama/safetensors_sharded"
+    _, out, err = run("--newest-valid", model)
+    assert out == "" and f"it is a single checkpoint: ckpt validate --headers {model}" in err
