@@ -63,7 +63,7 @@ def demo(options: DemoOptions) -> int:
     names = [path for folder in ("runs", "models") for path in (target_dir / folder).iterdir()]
     size = f"{len(names)} checkpoints, {bytes_text(n_bytes)}"
     print(f"{mark} wrote {escaped(str(target_dir))}: {size}")
-    print("Megatron-LM, PyTorch, DeepSpeed, transformers, Lightning and Orbax made them. Try:")
+    print("Megatron-LM, PyTorch, DeepSpeed, transformers, Lightning and Orbax wrote them. Try:")
     for command in (f"cd {shlex.quote(str(target_dir))}", *TO_TRY):
         print(f"  {escaped(command)}")
     return 0
