@@ -75,7 +75,7 @@ def test_python_m_is_the_same_program() -> None:
         (["check", "a"], "use ckpt validate PATH"),
         (
             ["merge", "a", "b"],
-            "error: the computation is missing\n  hint: choose one of: --average",
+            "error: no merge method was chosen\n  hint: choose one of: --average",
         ),
         (["inspect", "--limit", "x"], "'x' is not a whole number ≥ 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),

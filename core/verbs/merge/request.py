@@ -156,7 +156,7 @@ def build_merge(
         hint = "choose one of: " + ", ".join(f"--{method}" for method in given)
         if len(sources) == 1:
             hint += "; to join the shards of one checkpoint: ckpt reshard SRC DST --tp-new 1"
-        raise UsageError("the computation is missing", hint=hint)
+        raise UsageError("no merge method was chosen", hint=hint)
     if len(methods) > 1:
         names = " and ".join(f"--{method}" for method in methods)
         raise UsageError(f"{names} cannot be combined", hint="use only one")
