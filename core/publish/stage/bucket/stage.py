@@ -104,7 +104,11 @@ class StoreDestination(OutputDestination):
 
     @override
     def check_may_replace(self, *, is_file: bool, keep: Sequence[Path]) -> None:
-        """Do nothing: ``BucketStage`` looks when it has the lock."""
+        for path in keep:
+            if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
+                raise UsageError(
+                    f"replacing the destination would remove {path}", file=str(self.dst)
+                )
 
     @override
     def estimate_sending(self, images: Sequence[FileImage], memory_bytes: int) -> int:
@@ -198,6 +202,7 @@ class BucketStage(DestinationStage):
         self._verify = request.verify
         self._identity = request.identify()
         self._keep = request.keep
+        self._check_replaced = request.check_replaced
         self._n_threads = n_threads = _choose_threads(request.images, request.memory_bytes)
         self._client = upload_client(dst)
         self._lock = DestinationLock(dst, stage_dir_of(dst))
@@ -270,11 +275,8 @@ class BucketStage(DestinationStage):
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )
-        for path in self._keep if self._old else ():
-            if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
-                raise UsageError(
-                    f"replacing the destination would remove {path}", file=str(self.dst)
-                )
+        if self._old:
+            StoreDestination(self.dst).check_may_replace(is_file=self._is_file, keep=self._keep)
 
     def _names_at_destination(self) -> list[str]:
         """Return the names of the objects that would be replaced, relative to the base.
@@ -411,6 +413,8 @@ class BucketStage(DestinationStage):
         """Wait for all parts, write the record, and make objects visible."""
         self.store.finish()
         self._lock.check()
+        if self._old and not self._state.has_replaced:
+            self._check_replaced()
         uploads, state = self.store.uploads, self._state
         held_back = {*self._metadata, *self._last}
         record = PublicationRecord(
