@@ -23,11 +23,12 @@ from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from core.errors import AccessDeniedError, CheckpointingException, UsageError
-from core.files.multipart.client import upload_client
+from core.files.multipart.client import can_continue_uploads, upload_client
 from core.files.multipart.ordered import N_IN_FLIGHT
 from core.files.multipart.stream import part_bytes_of
 from core.files.object_client import put_object
@@ -129,14 +130,24 @@ class StoreDestination(OutputDestination):
     ) -> str:
         if inode is not None:
             return f"{self.dst} was already complete"
-        if keeps_partial:
+        if keeps_partial and can_continue_uploads(self.dst):
             again = (
                 "rerun the same command to continue" if command is None else f"continue: {command}"
             )
-            return f"what was sent to {self.dst} is kept ({again})"
+            return (
+                f"what was sent to {self.dst} is kept as unfinished uploads, for which the store "
+                f"charges ({again}; to remove them, abort the uploads: aws s3api "
+                f"list-multipart-uploads --bucket {quote(self.dst.bucket)} "
+                f"--prefix {quote(self.dst.key)} lists them)"
+            )
+        keeps = (
+            "--resume keeps what is sent, for which the store charges"
+            if can_continue_uploads(self.dst)
+            else "uploads to this store end with their process"
+        )
         return (
             f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
-            "otherwise it starts over (--resume keeps what is sent)"
+            f"otherwise it starts over ({keeps})"
         )
 
     @override
