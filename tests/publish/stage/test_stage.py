@@ -211,10 +211,10 @@ def test_what_may_be_replaced_is_checked_again_right_before_it_is(tmp_path: Path
         if (dst / "notes.txt").exists():
             raise UsageError("files were added")
 
-    stage = Stage(dst, StageRequest(force=True, check_replaced=check))
-    with pytest.raises(UsageError, match="files were added"), stage:
+    with Stage(dst, StageRequest(force=True, check_replaced=check)) as stage:
         (dst / "notes.txt").write_text("added while the run wrote")
-        stage.commit()
+        with pytest.raises(UsageError, match="files were added"):
+            stage.commit()
     assert os.listdir(tmp_path) == ["out"]
     assert sorted(os.listdir(dst)) == ["notes.txt", "old"]
 
