@@ -466,10 +466,10 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     if format.lay_out is None:
         names = [writable.name for writable in formats() if writable.lay_out is not None]
         hint = f"choose a format to write with --to: {', '.join(names)}"
-        if format.name == "deepspeed":
+        if format.written_as is not None:
             hint = (
-                "--to deepspeed_universal, without sizes, writes what loads on any number of GPUs; "
-                + hint
+                f"--to {format.written_as}, without sizes, writes what loads on any number of "
+                f"GPUs; {hint}"
             )
         raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format
