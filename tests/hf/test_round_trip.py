@@ -107,8 +107,6 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         untold |= {"max_window_layers"}  # layer_types in other words
     if name in ("gpt2", "gpt_bigcode_heads"):
         untold |= {"n_inner"}  # null: four times the hidden size
-    if name == "minimax_m2":
-        untold |= {"rotary_dim"}  # partial_rotary_factor in other words
     differing = {
         key: (config_of_ours.get(key), value)
         for key, value in wanted.items()

@@ -15,7 +15,8 @@ A family's table lists the types that its models may have (``rope``), and whethe
 only a part of each head's channels (``partial``: ``rotary_percent``).
 
 ``none``: a family without position embeddings; ``learned``: each position has an embedding, and
-nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4.
+nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4. ``rotary_dim``:
+MiniMax-M2's name for the number of channels that rotate, without which vLLM does not load it.
 
 ``windows``, ``full``: layers with a window rotate differently from the others::
 
@@ -266,6 +267,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
         if "rotary_pct" in family.rope:
             entries |= {"rotary_pct": part, "rotary_emb_base": base}
+        if "rotary_dim" in family.rope:
+            entries["rotary_dim"] = round(part * count_of(fields, "kv_channels"))
     return entries
 
 
