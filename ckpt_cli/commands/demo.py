@@ -6,7 +6,6 @@ They lie in ``playground.tar.xz`` beside this module; ``scripts/make_playground`
 from __future__ import annotations
 
 import shlex
-import shutil
 import sys
 import tarfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from ckpt_cli.screen.blocks import bytes_text
 from ckpt_cli.screen.failure import Terminated
 from ckpt_cli.screen.terminal import escaped, screen_of
 from core.errors import UsageError
+from core.files.folders import make_folders, remove_empty
 
 if TYPE_CHECKING:
     from ckpt_cli.options.demo import DemoOptions
@@ -38,32 +38,22 @@ def demo(options: DemoOptions) -> int:
         OSError: it cannot be written.
     """
     target_dir = options.dir
-    is_new = not target_dir.exists()
-    if not is_new and (not target_dir.is_dir() or any(target_dir.iterdir())):
+    if target_dir.exists() and (not target_dir.is_dir() or any(target_dir.iterdir())):
         state = "is not empty" if target_dir.is_dir() else "is a file"
         raise UsageError(
             f"{target_dir} {state}", hint="name a directory that does not exist: ckpt demo DIR"
         )
     try:
         n_bytes = unpack_playground(target_dir)
-    except BaseException as err:
-        # What is there would keep the next attempt from beginning.
-        for path in target_dir.iterdir() if target_dir.is_dir() else ():
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        if is_new and target_dir.is_dir():
-            target_dir.rmdir()
-        if isinstance(err, Terminated):
-            err.remaining = "nothing was written"
+    except Terminated as err:
+        err.remaining = "nothing was written"
         raise
     screen = screen_of(sys.stdout)
     mark = screen.plain(screen.styled("✓", "green"))
     names = [path for folder in ("runs", "models") for path in (target_dir / folder).iterdir()]
     size = f"{len(names)} checkpoints, {bytes_text(n_bytes)}"
     print(f"{mark} wrote {escaped(str(target_dir))}: {size}")
-    print("Megatron-LM, PyTorch, DeepSpeed, transformers, Lightning and Orbax made them. Try:")
+    print("Megatron-LM, PyTorch, DeepSpeed, transformers, Lightning and Orbax wrote them. Try:")
     for command in (f"cd {shlex.quote(str(target_dir))}", *TO_TRY):
         print(f"  {escaped(command)}")
     return 0
@@ -74,24 +64,36 @@ def unpack_playground(
 ) -> int:
     """Write the checkpoints into a directory, dated now, and return their bytes.
 
+    A failure removes what was written, which would keep the next attempt from beginning.
+
     Args:
         target_dir: is made if it does not exist.
         is_wanted: called with the name of each file (``runs/llama/iter_0000010/…``).
 
     Raises:
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, or has appeared in the meantime.
+        StorageError: a directory cannot be created.
     """
     n_bytes = 0
-    target_dir.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(ARCHIVE) as archive:
-        for member in archive:
-            if not is_wanted(member.name):
-                continue
-            path = target_dir / member.name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            data = archive.extractfile(member)
-            if data is None:  # the directory of a missing file
-                path.mkdir()
-            else:
-                n_bytes += path.write_bytes(data.read())
+    written: list[Path] = []
+    new_dirs = make_folders(target_dir)
+    try:
+        with tarfile.open(ARCHIVE) as archive:
+            for member in archive:
+                if not is_wanted(member.name):
+                    continue
+                path = target_dir / member.name
+                data = archive.extractfile(member)
+                # Without bytes it is the directory of a missing file.
+                new_dirs += make_folders(path if data is None else path.parent)
+                if data is not None:
+                    with path.open("xb") as file:
+                        written.append(path)
+                        n_bytes += file.write(data.read())
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        for folder in reversed(new_dirs):
+            remove_empty([folder])
+        raise
     return n_bytes

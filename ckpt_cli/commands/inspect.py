@@ -303,7 +303,7 @@ def _page(
     screen = screen_of(sys.stdout)
     notes = [*selection.notes]
     if statistics and summary.view.is_rank_local:
-        notes.append("measured rank by rank: data that several ranks hold counts several times")
+        notes.append("measured rank by rank: data that several ranks hold is counted several times")
     yield from _note_lines(screen, checkpoint, notes)
     tensors = selection.tensors
     if statistics:
@@ -402,7 +402,7 @@ def _picture_lines(
         lines = list(size_lines(screen, *sizes_of(summary.view), sort=options.sort))
         yield from first_lines(screen, lines, limit)
         if summary.view.is_rank_local:
-            note = "note: rank by rank: data that several ranks hold counts several times"
+            note = "note: rank by rank: data that several ranks hold is counted several times"
             yield screen.styled(note, "yellow")
     if grid is not None:
         yield ""

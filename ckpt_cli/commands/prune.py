@@ -58,13 +58,13 @@ def prune(options: PruneOptions) -> int:
         threads=options.threads,
         memory_bytes=options.memory or default_memory(),
     )
-    _check_asking(options)
     form = progress_form(options.progress, is_quiet=options.quiet)
     with _remaining("nothing was removed"), show_progress(form) as progress:
         pruning = examine(job, progress=progress)
-    if not options.dry_run:
-        pruning.require_proven()
     has_work = bool(pruning.removed or pruning.unfinished) and not options.dry_run
+    if has_work:
+        _check_asking(options)
+        pruning.require_proven()
     if has_work and not options.yes:
         with _remaining("nothing was removed"):
             for line in draw_text(screen_of(sys.stdout), prune_blocks(pruning, is_done=False)):
@@ -100,7 +100,7 @@ def _check_asking(options: PruneOptions) -> None:
     Raises:
         UsageError: there is no terminal.
     """
-    if options.yes or options.dry_run:
+    if options.yes:
         return
     if options.json or options.quiet or not sys.stdin.isatty():
         why = "there is no terminal"

@@ -131,7 +131,7 @@ def _check_conflicts(options: TransferOptions) -> None:
         check_html_path(options.report)
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
-            f"two destinations: {options.dst} and -o {options.output}", hint="give only one"
+            f"two destinations: {options.dst} and -o {options.output}", hint="use only one"
         )
     conflicts = (
         ("--explain and --dry-run", options.explain and options.dry_run),
@@ -139,7 +139,7 @@ def _check_conflicts(options: TransferOptions) -> None:
     )
     for pair, are_given in conflicts:
         if are_given:
-            raise UsageError(f"{pair} cannot be combined", hint="give only one")
+            raise UsageError(f"{pair} cannot be combined", hint="use only one")
 
 
 def transfer(job: Job, options: TransferOptions) -> int:

@@ -154,7 +154,7 @@ def _check_options(options: ValidateOptions) -> None:
         (
             options.json and options.format not in (None, "json"),
             f"--json and --format {options.format} cannot be combined",
-            "give only one",
+            "use only one",
         ),
         (
             options.iteration is not None and checks_all,
@@ -164,7 +164,7 @@ def _check_options(options: ValidateOptions) -> None:
         (
             options.baseline is not None and options.write_baseline is not None,
             "--baseline and --write-baseline cannot be combined",
-            "give only one",
+            "use only one",
         ),
     )
     for is_conflict, message, hint in conflicts:

@@ -18,8 +18,8 @@ _KEYS = (
     ("d", "compare with a second checkpoint"),
     ("v", "validate names, sizes and metadata"),
     ("s", "measure a large tensor"),
-    ("w", "give the right side all columns, or show the names"),
-    ("Tab", "go to the other side, which the arrow keys scroll"),
+    ("w", "use the full width for the right side, or show the names again"),
+    ("Tab", "switch sides; the arrow keys then scroll that side"),
     ("Esc", "cancel what is being read, or go back"),
     ("q, Ctrl-C", "leave"),
 )

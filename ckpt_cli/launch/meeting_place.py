@@ -128,7 +128,7 @@ def _static_rendezvous(
     if most > 1 and options.node_rank is None:
         raise UsageError(
             "--node-rank is missing: a static rendezvous needs the rank of each host",
-            hint="give --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, "
+            hint="pass --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, "
             "which numbers the hosts automatically",
         )
     if options.rdzv_endpoint is not None and options.master_addr is not None:
@@ -142,7 +142,7 @@ def _static_rendezvous(
     if most > 1 and options.rdzv_endpoint is None and options.master_addr is None:
         raise UsageError(
             f"no rendezvous for {most} hosts: --master-addr is missing",
-            hint="give all hosts the same --master-addr HOST, the name of host 0",
+            hint="pass the same --master-addr HOST on all hosts, the name of host 0",
         )
     endpoint = options.rdzv_endpoint or options.master_addr or "127.0.0.1"
     host, port = parse_endpoint(endpoint, options.master_port or _STATIC_PORT)
@@ -163,7 +163,7 @@ def _served_rendezvous(
         _, most = parse_nodes(options.nnodes)
         raise UsageError(
             f"no rendezvous for {most} hosts: --rdzv-endpoint is missing",
-            hint="give all hosts the same --rdzv-endpoint HOST:PORT, where HOST is one of them",
+            hint="pass the same --rdzv-endpoint HOST:PORT on all hosts, where HOST is one of them",
         )
     host, port = parse_endpoint(options.rdzv_endpoint, _C10D_PORT)
     return Rendezvous(backend, host, port, job_id, settings)

@@ -222,7 +222,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
         examples=(
             ("a code of ckpt validate", "ckpt explain CK508"),
             ("a line that a program printed", "ckpt explain 'Missing key(s) in state_dict'"),
-            ("what stands in the way of a checkpoint", "ckpt explain run/iter_0010000"),
+            ("what is wrong with a checkpoint", "ckpt explain run/iter_0010000"),
         ),
         options=("--no-pager", "--storage-option"),
         guide="troubleshooting",
@@ -276,7 +276,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
     "demo": ShortHelp(
         examples=(
             ("small checkpoints of many kinds", "ckpt demo"),
-            ("in a directory of another name", "ckpt demo /tmp/small"),
+            ("in another directory", "ckpt demo /tmp/small"),
         ),
         options=(),
         guide="guide/first-steps",

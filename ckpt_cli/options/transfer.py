@@ -257,8 +257,8 @@ class TransferOptions:
     )
     param_order: str | None = CONTENT.option(
         "--param-order model|FILE",
-        "Name the parameters that an optimizer numbers: in the order of the checkpoint's "
-        "model, or by a file with a name per line. Shapes must agree.",
+        "Replace the numbers of an optimizer's parameters by names: in the order of the "
+        "checkpoint's model, or from a file with one name per line. Shapes must agree.",
     )
     stack_layers: bool = CONTENT.flag(
         "--stack-layers", "Stack layers.0, layers.1, … along a new axis."

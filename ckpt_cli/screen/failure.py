@@ -38,6 +38,8 @@ import errno
 import os
 import signal
 import threading
+import time
+from _thread import start_new_thread
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -140,6 +142,33 @@ def raise_if_ended() -> None:
         raise Terminated(_received)
 
 
+_ENTRY_AND_EXIT = (threading.Condition.__enter__.__code__, threading.Condition.__exit__.__code__)
+_WAIT = threading.Condition.wait.__code__
+_SEND_AGAIN_S = 0.002
+
+
+def _may_interrupt(frame: FrameType | None) -> bool:
+    """Return False while ``frame`` takes, leaves or lends a lock that other threads may wait for.
+
+    ``threading.Condition`` is written in Python. An exception between the moment when it gets its
+    lock and the first statement of the ``with`` block would keep the lock for ever, and the threads
+    that wait for it, and whoever waits for these.
+    """
+    while frame is not None:
+        if frame.f_code in _ENTRY_AND_EXIT:
+            return False
+        # It has given back the lock, and its ``try``, which takes it again, has not begun.
+        if frame.f_code is _WAIT and "gotit" not in frame.f_locals:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_SEND_AGAIN_S)
+    os.kill(os.getpid(), number)
+
+
 def end_on_signals() -> Callable[[], None]:
     """Make SIGINT, SIGTERM and SIGHUP raise ``Terminated`` in the main thread, once.
 
@@ -155,6 +184,10 @@ def end_on_signals() -> Callable[[], None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         global _received
+        # Not by threading, whose locks the interrupted code may have.
+        if not _may_interrupt(frame):
+            start_new_thread(_send_again, (number,))
+            return
         # Ignore later signals before raising, or one of them could interrupt this function.
         for other in before:
             signal.signal(other, signal.SIG_IGN)

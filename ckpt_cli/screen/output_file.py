@@ -37,7 +37,7 @@ def check_report_path(path: Path) -> None:
     """
     if path.is_dir():
         raise UsageError(
-            "the report path is a directory", file=str(path), hint="give the path of a file"
+            "the report path is a directory", file=str(path), hint="pass the path of a file"
         )
     if not path.parent.is_dir():
         raise UsageError(

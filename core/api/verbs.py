@@ -144,7 +144,7 @@ def reshard(
 
     dst_path = None if dst is None else location_of(dst)
     job = parse_job(location_of(src), dst_path, options, is_reshard=True)
-    check_reshard(job, hint="give one, such as tp_new=2")
+    check_reshard(job, hint="pass one, such as tp_new=2")
     return run(job, progress=bytes_only(progress))
 
 
@@ -194,7 +194,7 @@ def merge(
 
     paths = _list_locations(sources)
     if not paths:
-        raise UsageError("merge: no source", hint="give at least one checkpoint")
+        raise UsageError("merge: no source", hint="pass at least one checkpoint")
     request = build_merge(
         paths,
         average=average,

@@ -25,7 +25,7 @@ from typing_extensions import override
 from core.dist_checkpointing._engine.flattened import narrowed_pieces
 from core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from core.errors import CheckpointingException, CorruptError
-from core.formats.mcore.objects import parts_of_sharded_object
+from core.megatron.extras.sharded_objects import split_sharded_key
 
 logger = logging.getLogger(__name__)
 
@@ -544,7 +544,7 @@ class ShardedObject(ShardedBase):
         Raises:
             CorruptError: the name is not of this form.
         """
-        parts = parts_of_sharded_object(unique_key)
+        parts = split_sharded_key(unique_key)
         if parts is None:
             raise CorruptError(
                 "the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key

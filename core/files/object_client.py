@@ -475,8 +475,19 @@ def store_error(
 def no_credentials(path: Address) -> StorageError:
     """Return the error for credentials that were found nowhere."""
     return StorageError(
-        "no credentials found", file=str(path), hint=store_kind(path.scheme).credentials
+        "no credentials found", file=str(path), hint=_advise_on_credentials(path.scheme)
     )
+
+
+def _advise_on_credentials(scheme: str) -> str:
+    """Return where credentials may be wrong; without boto3 no profile is read."""
+    kind = store_kind(scheme)
+    if kind.is_s3 and importlib.util.find_spec("boto3") is None:
+        return (
+            kind.credentials.replace(", AWS_SESSION_TOKEN or AWS_PROFILE", " or AWS_SESSION_TOKEN")
+            + "; to use a profile of ~/.aws (AWS_PROFILE): pip install 'ckpt-toolkit[s3]'"
+        )
+    return kind.credentials
 
 
 def no_conditional_writes(path: Address) -> StorageError:
@@ -504,7 +515,7 @@ def _refused(
         verb = doing.partition(" ")[0]
         return f"{_NO_PERMISSION} to {verb} this", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
-        return _DENIED, kind.credentials
+        return _DENIED, _advise_on_credentials(path.scheme)
     return None
 
 

@@ -20,16 +20,16 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _REMOTE = re.compile(r"[\w.-]+@[\w.-]+:")
 """The syntax of scp and rsync: user@host:path."""
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
-_AZURE = "copy with azcopy copy --recursive, and give the local path"
+_AZURE = "copy with azcopy copy --recursive, and pass the local path"
 _COPYING = {
-    "s3": "copy with aws s3 sync, and give the local path",
-    "gs": "copy with gcloud storage rsync --recursive, and give the local path",
+    "s3": "copy with aws s3 sync, and pass the local path",
+    "gs": "copy with gcloud storage rsync --recursive, and pass the local path",
     "az": _AZURE,
     "abfs": _AZURE,
     "abfss": _AZURE,
     "wasb": _AZURE,
     "wasbs": _AZURE,
-    "hdfs": "copy with hdfs dfs -get or hdfs dfs -put, and give the local path",
+    "hdfs": "copy with hdfs dfs -get or hdfs dfs -put, and pass the local path",
 }
 _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]}
 
@@ -61,14 +61,14 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         if _REMOTE.match(text) and not os.path.lexists(text):
             raise UsageError(
                 f"{text} is a path on another host; only local paths can be read and written",
-                hint="copy with scp -r or rsync -a, and give the local path",
+                hint="copy with scp -r or rsync -a, and pass the local path",
             )
         return
     scheme, location = match[1].lower(), match[2]
     if scheme == "file":
         plain = unquote("/" + location.removeprefix("localhost/"))
         raise UsageError(
-            f"file:///{location} is a URL, not a path", hint=f"give the plain path: {quote(plain)}"
+            f"file:///{location} is a URL, not a path", hint=f"pass the plain path: {quote(plain)}"
         )
     readable = "s3://, gs://, az:// and https://"
     if is_known_scheme(scheme):
@@ -93,12 +93,12 @@ def _copy_hint(scheme: str, location: str) -> str:
     """Return a hint how to get a local copy of a URL."""
     hub_page = _HUB_URL.match(location) if scheme in ("http", "https") else None
     if hub_page is not None:
-        return f"download the model, and give the local path: {hub_download(hub_page[1])}"
+        return f"download the model, and pass the local path: {hub_download(hub_page[1])}"
     if scheme in ("http", "https"):
-        return "download it (curl -LO, wget), and give the local path"
+        return "download it (curl -LO, wget), and pass the local path"
     if scheme == "hf" and location.count("/") >= 1:
         model_id = "/".join(location.split("/")[:2])
-        return f"download the model, and give the local path: {hub_download(model_id)}"
+        return f"download the model, and pass the local path: {hub_download(model_id)}"
     return _COPYING.get(
-        scheme, "copy it to or from a local disk, or mount it, and give the local path"
+        scheme, "copy it to or from a local disk, or mount it, and pass the local path"
     )

@@ -394,13 +394,13 @@ class Scanner:
     def _list(self, n_items: int, depth: int) -> list[object]:
         """Read an array of values; every value takes at least one byte."""
         if n_items > self._size - self.at:
-            raise self._error(f"a list of {n_items:,} items reaches beyond the file")
+            raise self._error(f"a list of {n_items:,} items extends past the end of the file")
         return [self.value(depth=depth + 1) for _ in range(n_items)]
 
     def _map(self, n_items: int, depth: int) -> object:
         """Read a map, or the chunked array that it stands for."""
         if 2 * n_items > self._size - self.at:
-            raise self._error(f"a map of {n_items:,} entries reaches beyond the file")
+            raise self._error(f"a map of {n_items:,} entries extends past the end of the file")
         entries: dict[str, object] = {}
         for _ in range(n_items):
             name = self.value(depth=depth + 1)

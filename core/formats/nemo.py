@@ -137,7 +137,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                 # tarfile of some versions goes back at a negative size, and never ends.
                 if member.offset <= offset or member.size < 0 or n_members > _MOST_MEMBERS:
                     raise UnsafeError(
-                        f"the headers of the archive do not end after {n_members - 1} members",
+                        f"the headers of the archive go on after {n_members - 1} members",
                         file=file,
                     )
                 offset = member.offset
@@ -148,7 +148,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                     raise UnsafeError(
                         f"{name[:80]!r} is neither a file nor a directory",
                         file=file,
-                        hint="NeMo writes no such archive: find out who made it",
+                        hint="NeMo does not write such archives: find out who made it",
                     )
                 if member.offset_data + member.size > size:
                     raise CorruptError(

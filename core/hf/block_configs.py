@@ -61,7 +61,7 @@ def block_configs(fields: Mapping[str, object]) -> list[object]:
             if size is not None and size % INNER_MULTIPLE:
                 raise UnsupportedError(
                     f"layer {number} has an MLP of {size} inner channels; {NAME} of {CONFIG} "
-                    f"states them by a factor, which gives multiples of {INNER_MULTIPLE}"
+                    f"states the size as a factor, which allows only multiples of {INNER_MULTIPLE}"
                 )
             factor = None if size is None else 3 * size / (2 * hidden)
             mlp = {**mlp, "ffn_mult": factor}

@@ -142,7 +142,7 @@ def choose_family(
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
             f"the model was converted from type {origin[:80]!r}, which has no table",
-            hint="give its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
+            hint="pass its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
@@ -189,7 +189,7 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
         return UnsupportedError(
             f"no Hugging Face model family fits: {', '.join(misfits)}",
             hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
-            "in a file and give it with --family FILE.toml",
+            "in a file and pass it with --family FILE.toml",
         )
     others = [
         f"{family.model_type} ({len(other)} argument{'s' * (len(other) > 1)})"
@@ -198,7 +198,7 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
     return UnsupportedError(
         f"the model is not of family {nearest.model_type}: {', '.join(misfits)}",
         hint=f"other families do not fit either: {', '.join(others)}; describe its family in a "
-        "file and give it with --family FILE.toml",
+        "file and pass it with --family FILE.toml",
     )
 
 

@@ -54,7 +54,7 @@ def detect_family(
         raise UnsupportedError(
             f"models of type {text!r} are not supported: {reason}",
             hint="if your own Megatron version builds such layers, describe their tensors and "
-            "settings in a file and give it with --family FILE.toml",
+            "settings in a file and pass it with --family FILE.toml",
         )
 
     # Compare with every family that the configuration could be of.
@@ -71,7 +71,7 @@ def detect_family(
         note = (
             f"model type {text!r} is unknown; its tensors are exactly those of a "
             f"{plain[0].model_type} model, so it is converted as one: "
-            "check that it computes the same"
+            "check that it computes the same results"
         )
         return plain[0], note
     if built:
@@ -80,17 +80,17 @@ def detect_family(
             f"{built[0].model_type} model, whose layers have no windows, but "
             f"{_ignored_window(config, built[0])} is set",
             file=CONFIG,
-            hint="describe the family in a file and give it with --family FILE.toml",
+            hint="describe the family in a file and pass it with --family FILE.toml",
         )
     raise UnsupportedError(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
         hint="nearest: "
         + "; ".join(starmap(_difference_text, differences[:_N_NEAREST]))
-        + ". Describe the family in a file and give it with --family FILE.toml"
+        + ". Describe the family in a file and pass it with --family FILE.toml"
         if differences
         else f"{CONFIG} lacks the sizes that the supported families have; "
-        "describe the family in a file and give it with --family FILE.toml",
+        "describe the family in a file and pass it with --family FILE.toml",
     )
 
 

@@ -231,7 +231,7 @@ def setting_value(
         groups = count_of(fields, "num_query_groups", default=heads)
         if groups not in (1, heads) and fields.get("group_query_attention"):
             raise UnsupportedError(
-                f"num_query_groups is {groups}; transformers has such models with 1 or with one "
+                f"num_query_groups is {groups}; transformers supports only 1, or one "
                 f"for each of the {heads} query heads"
             )
         return bool(fields.get("group_query_attention")) and groups == 1
@@ -249,8 +249,8 @@ def setting_value(
         before, after = argument if isinstance(argument, (tuple, list)) else (argument, None)
         if type(before) is not int or before < 0 or after != 0:
             raise UnsupportedError(
-                f"window_size is {describe_value(argument)}; transformers has windows of keys "
-                "before the query: (keys, 0)"
+                f"window_size is {describe_value(argument)}; transformers supports only "
+                "windows that end at the query: (keys, 0)"
             )
         return before + 1
     if setting.way == "text":

@@ -212,7 +212,7 @@ def _true_vocab_size(catalog: Catalog) -> int:
         "unknown vocabulary size: some of the "
         f"{stored[0] if stored else 'stored'} rows may be padding",
         key=_EMBEDDING,
-        hint="give the true vocabulary size with --vocab-size, "
+        hint="pass the true vocabulary size with --vocab-size, "
         "or --keep-padded-vocab to keep every row",
     )
 

@@ -166,7 +166,9 @@ def from_torchtitan(
         for part_name, part in _parts_of(name, shape, config, is_permuted=is_permuted):
             new_key = f"{head}{part_name}{tail}"
             if new_key in parts:
-                raise CorruptError(f"the tensor has the same place as {parts[new_key]}", key=key)
+                raise CorruptError(
+                    f"the tensor would have the same name as {parts[new_key]}", key=key
+                )
             tensors[new_key] = _part_of(catalog, key, part) if tensor.shape else tensor
             parts[new_key] = key
 

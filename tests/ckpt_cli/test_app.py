@@ -73,7 +73,10 @@ def test_python_m_is_the_same_program() -> None:
         (["help", "convrt"], "did you mean convert?"),
         (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),
         (["check", "a"], "use ckpt validate PATH"),
-        (["merge", "a", "b"], "error: the computation is missing\n  hint: give one of: --average"),
+        (
+            ["merge", "a", "b"],
+            "error: no merge method was chosen\n  hint: choose one of: --average",
+        ),
         (["inspect", "--limit", "x"], "'x' is not a whole number ≥ 0"),
         (["inspect", "--sort", "shape"], "'shape' is not one of: name, size"),
         (["convert", "a", "b", "c"], "unexpected extra argument"),

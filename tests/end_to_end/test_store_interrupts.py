@@ -19,6 +19,12 @@ MODEL = "mcore_torch_dist/dense_gqa/tp2_pp2"
 URL = f"s3://runs/{MODEL}"
 GUARD_S = 20.0
 """Less than the time that a request may take to be answered."""
+PROGRAM = """
+import faulthandler, runpy, signal
+faulthandler.register(signal.SIGUSR1)
+runpy.run_module("ckpt_cli", run_name="__main__", alter_sys=True)
+"""
+"""Runs ckpt, which shows what its threads do when it is asked to."""
 PHASES = {
     "listing": ("ListObjectsV2", 1, ["inspect", URL]),
     "reading metadata": ("GetObject", 1, ["inspect", URL]),
@@ -50,7 +56,7 @@ def end_when(
     """Run ckpt, send it a signal at a certain point, and return exit code and messages."""
     environment = {**os.environ, **store.environment(), "PYTHONPATH": os.getcwd()}
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckpt_cli", *words],
+        [sys.executable, "-c", PROGRAM, *words],
         env=environment,
         cwd=folder,
         stdout=subprocess.DEVNULL,
@@ -63,6 +69,11 @@ def end_when(
     process.send_signal(number)
     try:
         _, err = process.communicate(timeout=GUARD_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(1)
+        process.kill()
+        pytest.fail(f"it goes on after {GUARD_S:.0f} s:\n{process.communicate()[1]}")
     finally:
         process.kill()
     return process.returncode, err

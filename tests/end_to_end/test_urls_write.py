@@ -123,6 +123,8 @@ def test_the_source_cannot_be_replaced(store: S3Server, capsys: pytest.CaptureFi
     assert "only a checkpoint can be replaced" in capsys.readouterr().err
     assert run("convert", "s3://runs/a/b", "s3://runs/a/b", "--to", "torch_dist", "--force") == 2
     assert "replacing the destination would remove" in capsys.readouterr().err
+    run("convert", "s3://runs/a/b", "s3://runs/a/b", "--to", "torch_dist", "--force", "--dry-run")
+    assert "replacing the destination would remove" in "".join(capsys.readouterr())
     assert run("validate", "--deep", "s3://runs/a/b") == 0
 
 

@@ -26,7 +26,7 @@ from core.files.multipart.client import upload_client
 from core.files.multipart.ordered import OrderedUploads
 from core.files.multipart.protocol import ObjectUpload
 from core.files.multipart.s3_client import RetryDeadline, s3_client
-from core.files.object_client import client_of, put_object, set_storage_options
+from core.files.object_client import client_of, no_credentials, put_object, set_storage_options
 from core.files.object_listing import find_object
 from core.files.remote_path import RemotePath, location_of
 from tests.support.emulators import azurite
@@ -191,6 +191,17 @@ def test_errors_have_the_words_of_every_other_request(
     with pytest.raises(StorageError, match="no credentials found") as info:
         upload_client(path).begin(path, 1, PART)
     assert "AWS_ACCESS_KEY_ID" in (info.value.hint or "")
+
+
+@pytest.mark.parametrize("has_boto3", [True, False])
+def test_a_profile_that_nothing_reads_is_not_blamed(
+    has_boto3: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = object() if has_boto3 else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    hint = no_credentials(location_of("s3://runs/a")).hint or ""
+    assert ("or AWS_PROFILE" in hint) == has_boto3
+    assert ("pip install 'ckpt-toolkit[s3]'" in hint) != has_boto3
 
 
 def test_options_are_those_of_the_other_client(

@@ -77,8 +77,8 @@ def test_a_plain_path_is_no_url(path: str) -> None:
         ("hf://meta-llama/Llama-3-8B", "hf download meta-llama/Llama-3-8B --local-dir Llama-3-8B"),
         ("https://huggingface.co/org/model/tree/main", "hf download org/model --local-dir model"),
         ("https://example.com/model.safetensors", "curl -LO"),
-        ("file:///data/a%20b", "give the plain path: '/data/a b'"),
-        ("file://localhost/data/x", "give the plain path: /data/x"),
+        ("file:///data/a%20b", "pass the plain path: '/data/a b'"),
+        ("file://localhost/data/x", "pass the plain path: /data/x"),
     ],
 )
 def test_the_refusal_names_the_way_around(url: str, advice: str) -> None:

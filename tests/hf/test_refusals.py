@@ -389,7 +389,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "mistral",
         {"window_size": (127, 1)},
         UnsupportedError,
-        r"window_size is \(127, 1\); transformers has windows",
+        r"window_size is \(127, 1\); transformers supports only windows",
     ),
     "interleaved rotation": (
         "qwen3",

@@ -50,7 +50,7 @@ from core.files.store import ReadStore
 from core.files.url import find_location
 from core.formats.dcp.reading.data_files import METADATA
 from core.formats.mcore.common_state import COMMON_FILE
-from core.formats.mcore.objects import parts_of_sharded_object
+from core.megatron.extras.sharded_objects import split_sharded_key
 
 COMMON_STATE_FNAME = COMMON_FILE
 
@@ -262,7 +262,7 @@ def _object_files(store: ReadStore, under: str = "") -> Iterator[tuple[str, list
         path = f"{under}/{folder}" if under else folder
         names = [name.removesuffix(_SUFFIX) for name in store.files(path) if name.endswith(_SUFFIX)]
         # Skip other .pt files.
-        names = [name for name in names if parts_of_sharded_object(f"{path}/{name}") is not None]
+        names = [name for name in names if split_sharded_key(f"{path}/{name}") is not None]
         if names:
             yield path, names
         # A key may have slashes in it, so the folders are nested.

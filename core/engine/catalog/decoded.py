@@ -127,7 +127,7 @@ class DecodedStore(ReadStore):
             n_bytes = min(len(unit) - start, len(buffer) - n_done)
             if n_bytes <= 0:
                 raise CorruptError(
-                    f"the {encoding.name} data end at byte {offset + n_done} of the array",
+                    f"the {encoding.name} data ends at byte {offset + n_done} of the array",
                     file=name,
                 )
             buffer[n_done : n_done + n_bytes] = unit[start : start + n_bytes]
@@ -210,7 +210,7 @@ class DecodedStore(ReadStore):
         n_bytes = data.nbytes if isinstance(data, memoryview) else len(data)
         if n_bytes != expected:
             raise CorruptError(
-                f"the {encoding.name} data of array {array.name!r} decode to {n_bytes:,} bytes"
+                f"the {encoding.name} data of array {array.name!r} decodes to {n_bytes:,} bytes"
                 f" instead of {expected:,}",
                 file=array.extent.file,
             )

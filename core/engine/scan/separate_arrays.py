@@ -144,7 +144,7 @@ class SeparateReader:
                 n_bytes = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
                 if len(data) != n_bytes:
                     raise CorruptError(
-                        f"{encoding.name} data decode to {len(data)} bytes, not {n_bytes}",
+                        f"{encoding.name} data decodes to {len(data)} bytes, not {n_bytes}",
                         file=extent.file,
                         key=array.name,
                     )

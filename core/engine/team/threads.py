@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ from core.files.requests.ending import stop_waiting_when
 Item = TypeVar("Item")
 _WAIT_SECONDS = 0.5
 """Timeout of one join; without a timeout, the calling thread would not handle signals."""
+_POLL_SECONDS = 0.01
 _PATIENCE = 3
 """Number of interrupts after which ``run`` no longer waits for threads that were asked to stop."""
 
@@ -51,14 +53,20 @@ class ThreadGroup:
             BaseException: the first error of a thread, or an interrupt of the calling thread.
         """
 
+        running: set[int] = set()
+
         def guarded() -> None:
+            running.add(threading.get_ident())
             stop_waiting_when(self.is_stopped)
             try:
-                work()
+                if not self.is_stopped():  # it may have been started by an interrupted start()
+                    work()
             except BaseException as err:
                 with self._lock:
                     self._error = self._error or err
                 self._stop.set()
+            finally:
+                running.discard(threading.get_ident())
 
         threads = [
             threading.Thread(target=guarded, name=f"{self._name}-{i}", daemon=True)
@@ -74,7 +82,7 @@ class ThreadGroup:
         except BaseException:
             # An interrupt, or a thread could not be started: stop the running threads.
             self._stop.set()
-            _join([thread for thread in threads if thread.ident is not None])
+            _wait_until_empty(running)
             raise
         if self._error is not None:
             raise self._error
@@ -95,15 +103,18 @@ class _SharedItems(Iterator[Item]):
             return next(self._items)
 
 
-def _join(threads: list[threading.Thread]) -> None:
-    """Wait for threads that were asked to stop, or until too many interrupts have come."""
+def _wait_until_empty(running: set[int]) -> None:
+    """Wait for threads that were asked to stop, or until too many interrupts have come.
+
+    ``Thread.join`` would not: before Python 3.13, one that a signal interrupts takes its thread for
+    ended (CPython's remedy for bpo-45274; seen in 3.11.7 and 3.12.1).
+    """
     # The first interrupts are ignored, since the threads still use files.
     patience = _PATIENCE
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                thread.join(_WAIT_SECONDS)
-            except KeyboardInterrupt:
-                patience -= 1
-                if patience == 0:
-                    raise
+    while running:
+        try:
+            time.sleep(_POLL_SECONDS)
+        except KeyboardInterrupt:
+            patience -= 1
+            if patience == 0:
+                raise

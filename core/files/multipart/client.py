@@ -26,6 +26,9 @@ def upload_client(path: RemotePath) -> UploadClient:
             file=str(path),
             hint=f"write to a local path, {WRITABLE_STORES}",
         )
-    if kind.is_s3 and importlib.util.find_spec("boto3") is not None:
-        return S3Uploads(path)
-    return OrderedUploads(path)
+    return S3Uploads(path) if can_continue_uploads(path) else OrderedUploads(path)
+
+
+def can_continue_uploads(path: RemotePath) -> bool:
+    """Return whether uploads to the store of a URL outlive their process: on S3, with boto3."""
+    return store_kind(path.scheme).is_s3 and importlib.util.find_spec("boto3") is not None

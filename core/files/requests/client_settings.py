@@ -165,7 +165,7 @@ def boto3_settings(client: Mapping[str, str], *, endpoint: str | None) -> dict[s
     if is_plain and client.get("allow_http", "true").lower() in ("false", "0", "off", "no", "n"):
         raise UsageError(
             "--storage-option allow_http=false, and the endpoint begins with http:",
-            hint="give an endpoint that begins with https:",
+            hint="use an endpoint that begins with https:",
         )
     if client.get("allow_invalid_certificates", "").lower() in ("true", "1", "on", "yes", "y"):
         settings["verify"] = False

@@ -111,7 +111,7 @@ def read(store: ReadStore) -> Catalog:
     metadata = metadata_of(store)
     # With Megatron's metadata.json, the directory would have been recognized as torch_dist.
     if any("/shard_" in key for key in metadata.objects):
-        from core.formats.mcore.objects import COMMON_OBJECT
+        from core.megatron.extras.sharded_objects import COMMON_OBJECT
 
         if COMMON_OBJECT in metadata.objects:
             from core.formats.mcore.metadata_json import CONFIG

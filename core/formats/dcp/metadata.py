@@ -342,7 +342,7 @@ class _ColumnBuilder:
             hint = _hint_of(class_name)
             kind = CorruptError if hint is None else UnsupportedError
             hint = hint or (
-                "this .metadata is a different file: copy the one that was saved with these "
+                "this is not the checkpoint's .metadata: copy the one that was saved with these "
                 ".distcp files"
             )
             raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)

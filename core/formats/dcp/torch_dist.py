@@ -80,8 +80,8 @@ from core.formats.mcore.metadata_json import (
     read_metadata_json,
     read_version,
 )
-from core.formats.mcore.objects import COMMON_OBJECT, is_sharded_object
 from core.formats.torch.tree import load_object
+from core.megatron.extras.sharded_objects import COMMON_OBJECT, is_sharded_object
 from core.pickle.fields import FieldReader
 from core.pickle.inert import as_mapping
 from core.values import dataclass

@@ -203,7 +203,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
                 n_local, rest = divmod(len(experts[layer]), ep_size)
                 if rest or local >= n_local:
                     raise model.state.mismatch(
-                        f"{len(experts[layer])} experts are not divided among {ep_size} "
+                        f"{len(experts[layer])} experts cannot be divided evenly among {ep_size} "
                         "expert-parallel ranks",
                         key=name,
                     )
@@ -231,7 +231,7 @@ def _check_weights(
             weights = model.module.get(name)
             if weights is None or weights.shape != shape:
                 raise model.state.mismatch(
-                    f"param_shapes give {shape}, but the expert's file has "
+                    f"param_shapes gives {shape}, but the expert's file has "
                     f"{None if weights is None else weights.shape}",
                     key=name,
                 )
@@ -245,8 +245,8 @@ def _check_weights(
                 raise model.state.mismatch(err.message, key=name) from err
             if not is_rounded:
                 raise model.state.mismatch(
-                    "the expert's weights are not the rounded master weights that the optimizer "
-                    "files have for it",
+                    "the expert's weights do not match its master weights in the optimizer "
+                    "files, rounded",
                     key=name,
                 )
 

@@ -153,7 +153,8 @@ def missing_model_parallel_rank(rank: int) -> MissingShardError:
     return MissingShardError(
         f"the files of model-parallel rank {rank} are missing",
         file=f"mp_rank_{rank:02d}_model_states.pt",
-        hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
+        hint="copy the checkpoint again, with all its files; if the rank did not "
+        "finish saving, use an older one",
     )
 
 
@@ -263,5 +264,6 @@ def missing_rank(like: str, rank: int) -> MissingShardError:
         f"the file of {'expert' if like.startswith('expp') else 'data'}-parallel rank {rank} is "
         "missing",
         file=name_of_rank(like, rank),
-        hint="copy the checkpoint again, with all its files; or the rank did not finish saving",
+        hint="copy the checkpoint again, with all its files; if the rank did not "
+        "finish saving, use an older one",
     )

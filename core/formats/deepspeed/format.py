@@ -89,9 +89,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.partitioned import PartitionedStates
 
 _UNIVERSAL = "zero"
-_NUMBERED = (
-    "ZeRO-0 stores numbers instead of names for the optimizer's parameters; the state keeps them"
-)
+_NUMBERED = "ZeRO-0 stores the optimizer's parameters by number, not by name; the numbers are kept"
 
 
 def sniff(store: ReadStore) -> bool:
@@ -200,7 +198,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
             hint="copy the checkpoint again, with all its files",
         )  # fmt: skip
     if files.model is None:
-        raise model.state.corrupt("param_shapes is missing, which ZeRO-3 needs")
+        raise model.state.corrupt("param_shapes, which ZeRO-3 needs, is missing")
     if recorded_size(model) > 1:
         raise missing_model_parallel_rank(1)
     model = with_experts(model, [read_state_file(store, name) for name in files.experts])

@@ -192,7 +192,7 @@ def read_partitioned(
     """
     head, model = optim[0], models[0]
     if model.groups is None:
-        raise model.state.corrupt(f"param_shapes is missing, which ZeRO-{head.stage} needs")
+        raise model.state.corrupt(f"param_shapes, which ZeRO-{head.stage} needs, is missing")
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
             raise other.state.mismatch(f"param_shapes differ from those of {model.state.file}")
@@ -249,7 +249,7 @@ def _frozen_notes(model: ModelStates, weights: Mapping[str, Tensor]) -> list[str
         return []
     dtype = weights[narrow[0]].dtype
     note = (
-        f"frozen parameters have no float32 master weights, they are {dtype}: {some_of(narrow)} "
+        f"frozen parameters have no float32 master weights; they are {dtype}: {some_of(narrow)} "
         "(--dtype fp32 makes all weights float32)"
     )
     return [note]

@@ -142,10 +142,10 @@ def check_token_count(tokens: SpecialTokens, config: Mapping[str, object]) -> tu
     if tokens.n_rows > n_rows:
         last = max((tokens.n_rows - 1, *tokens.added.values()))
         raise UsageError(
-            f"the tokenizer has tokens up to number {last:,}, but the model has only {n_rows:,} "
-            "rows in its vocabulary",
-            hint="give this model's tokenizer; or, if rows of real tokens were taken for padding, "
-            f"--vocab-size {last + 1}",
+            f"the tokenizer has token ids up to {last:,}, but the model's vocabulary has only "
+            f"{n_rows:,} rows",
+            hint="pass this model's tokenizer; or, if rows of real tokens were mistaken for "
+            f"padding, pass --vocab-size {last + 1}",
         )
     beyond = [text for text, number in tokens.added.items() if number >= n_rows]
     if not beyond:

@@ -38,7 +38,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         raise UsageError(
             f"--tokenizer: {'not a directory' if folder.exists() else 'no such directory'}",
             file=str(folder),
-            hint="give a directory with tokenizer.json, tokenizer.model or vocab.json",
+            hint="pass a directory with tokenizer.json, tokenizer.model or vocab.json",
         )
     with translate_os_errors(str(folder), doing="read"):
         paths = sorted(
@@ -48,7 +48,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         raise UsageError(
             "--tokenizer: the directory has no tokenizer files",
             file=str(folder),
-            hint="give a directory with tokenizer.json, tokenizer.model or vocab.json",
+            hint="pass a directory with tokenizer.json, tokenizer.model or vocab.json",
         )
     existing = [path.name for path in paths if path.name in catalog.files]
     if existing:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.file_image import FileImage
 from core.engine.catalog.stored import Extent, StoredArray
 from core.errors import UNLIKE_ANY_WRITER, UnsupportedError, suggesting
-from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.tree import load_object
+from core.megatron.extras.sharded_objects import is_sharded_object
 from core.pickle.fields import FieldReader, int_or_none
 from core.pickle.inert import as_mapping
 from core.pickle.nesting import REMOVED, LeafEntry, map_leaves

@@ -166,9 +166,9 @@ def _read_model(store: ReadStore) -> dict[str, object]:
     }
     sizes = [stated.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")]
     if not all(type(size) is int and size > 0 for size in sizes):
-        raise CorruptError("it has no sizes of a language model", file=MODEL_CONFIG)
+        raise CorruptError("it lacks the sizes of a language model", file=MODEL_CONFIG)
     if stated.get("mcore_gpt") is False:
-        raise UnsupportedError("mcore_gpt is false: a model of NeMo's own layers")
+        raise UnsupportedError("mcore_gpt is false: the model has NeMo's own layers")
     model = {**_DEFAULTS, **stated}
     _, hidden, heads = sizes
     assert isinstance(hidden, int) and isinstance(heads, int)
@@ -261,6 +261,6 @@ def _rope_of(fields: Mapping[str, object]) -> dict[str, object]:
     for name, number in _ROPE.items():
         if fields.get(name, number) != number:
             raise UnsupportedError(
-                f"{name} is {fields[name]}, and Megatron-LM's arguments only express {number}"
+                f"{name} is {fields[name]}, and Megatron-LM's arguments allow only {number}"
             )
     return {"use_rope_scaling": True, "rope_scaling_factor": factor}

@@ -98,7 +98,7 @@ class _TreeWalk:
         size = self._store.size(name)
         if size > _MAX_MANIFEST_BYTES:
             raise CorruptError(
-                f"the manifest has {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}",
+                f"the manifest is {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}",
                 file=name,
                 hint=UNLIKE_ANY_WRITER,
             )

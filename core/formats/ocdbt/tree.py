@@ -210,7 +210,7 @@ def read_key_kinds(
                 attributes[key][SHARDING] = text
             else:
                 others.append(f"{SHARDING}.{key}")
-    return {**attributes}, dropped_together(others, "devices of arrays that are no random keys")
+    return {**attributes}, dropped_together(others, "devices of arrays that are not random keys")
 
 
 def encode_sharding_name(name: str) -> str:

@@ -184,8 +184,8 @@ def names_of_model(
     for number, (name, shape) in zip(flat, model.items(), strict=False):
         if shapes.get(number) not in (None, shape):
             raise UsageError(
-                f"{OPTION} {MODEL}: no division of the model's parameters fits; the first that "
-                f"differs is number {number}: its states are {_text(shapes[number])}, but "
+                f"{OPTION} {MODEL}: the model's parameters do not fit the optimizer's: the "
+                f"states of parameter {number} are {_text(shapes[number])}, but "
                 f"{name} is {_text(shape)}",
                 key=optimizer.key,
                 hint=_HINT,

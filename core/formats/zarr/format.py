@@ -73,7 +73,6 @@ from core.formats.mcore.metadata_json import (
     read_metadata_json,
     read_version,
 )
-from core.formats.mcore.objects import is_sharded_object, shard_grids
 from core.formats.torch.tree import load_object
 from core.formats.torch.zip.tree_layout import plan_tree
 from core.formats.zarr.chunks import folder_chunks
@@ -102,6 +101,7 @@ from core.formats.zarr.tree import (
     path_in,
     walk_folders,
 )
+from core.megatron.extras.sharded_objects import is_sharded_object, shard_grids
 from core.pickle.fields import mapping_or_empty
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ def walk_folders(
                 raise UnsafeError(
                     f"directories are nested more than {_MAX_DEPTH} deep",
                     file=path[:200],
-                    hint="a link may lead back to a directory above: remove it",
+                    hint="a symbolic link may form a loop: remove it",
                 )
             # Keys are used in messages and JSON, so that a name must be text.
             check_name(path)

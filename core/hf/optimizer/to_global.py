@@ -93,7 +93,7 @@ def convert_states(
                     continue
                 missing = _first_missing(keys, view.tensors)
                 raise MissingShardError(
-                    f"the optimizer has no {state} for this parameter, but of others",
+                    f"the optimizer has {state} for other parameters, but not for this one",
                     key=missing,
                     hint="drop the optimizer with --no-optim",
                 )

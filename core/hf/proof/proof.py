@@ -34,7 +34,7 @@ _HINTS: Mapping[Kind, str] = {
     "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
     "ties": "set tie_word_embeddings in config.json to true if the output layer shares the "
     "embedding's weights, to false if it has its own",
-    "quantization": "apply the scales with --dequantize bf16, or give the config.json of the "
+    "quantization": "apply the scales with --dequantize bf16, or pass the config.json of the "
     "quantized model",
 }
 
@@ -149,7 +149,7 @@ def _prefix_error(
         + (f"; without it, {remaining[0].message}{more_text(remaining)}" if remaining else ""),
         key=next(key for key in weights if key.startswith(prefix)),
         hint=f"remove it with {options}"
-        + (f", and give the {CONFIG} of this model" if remaining else ""),
+        + (f", and pass the {CONFIG} of this model" if remaining else ""),
     )
 
 

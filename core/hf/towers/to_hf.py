@@ -193,7 +193,7 @@ def separate_towers(
             return None  # they were excluded
         raise UnsupportedError(
             f"the checkpoint is a text model with towers{problem}",
-            hint=f"give that of the complete model with --config FILE "
+            hint=f"pass that of the complete model with --config FILE "
             f"(types: {', '.join(composite_models())})",
         )
     if catalog.optimizer is not None:

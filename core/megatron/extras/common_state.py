@@ -83,7 +83,6 @@ TOP_LEVEL = (
 OF_THE_RUN = ("iteration", "checkpoint_version", "opt_param_scheduler")
 """Entries on which all ranks agree if they are of the same training step."""
 _CHUNK = re.compile(r"model(0|[1-9]\d*)?$")
-_SHARDED = re.compile(r"(.+)/shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)$")
 
 
 def is_chunk(name: object) -> bool:
@@ -94,14 +93,6 @@ def is_chunk(name: object) -> bool:
 def rng_key(tp_rank: int, pp_rank: int, *, tp: int, pp: int) -> str:
     """Return torch_dist's key of the random state of a (PP, TP) rank."""
     return f"{RNG}/shard_{pp_rank}.{tp_rank}_{pp}.{tp}"
-
-
-def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Split the key of a ShardedObject into name, offset and shape; None for other keys."""
-    match = _SHARDED.match(key)
-    if match is None:
-        return None
-    return match[1], tuple(map(int, match[2].split("."))), tuple(map(int, match[3].split(".")))
 
 
 def unwrap_shard(value: object) -> object:

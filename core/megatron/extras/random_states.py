@@ -28,8 +28,9 @@ from core.engine.catalog.dropped import Dropped, dropped_together
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.removal import remove_entries, without_unused_tensors
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import RNG, sharded_object, unwrap_shard
+from core.megatron.extras.common_state import RNG, unwrap_shard
 from core.megatron.extras.nested_dicts import drop_versions
+from core.megatron.extras.sharded_objects import sharded_object
 from core.megatron.model.topology import Rank, Topology
 from core.values import dataclass
 

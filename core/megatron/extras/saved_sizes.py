@@ -17,7 +17,8 @@ from __future__ import annotations
 import re
 
 from core.engine.catalog.catalog import Catalog
-from core.megatron.extras.common_state import RNG, sharded_object
+from core.megatron.extras.common_state import RNG
+from core.megatron.extras.sharded_objects import sharded_object
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _EXPERT = re.compile(r"\.experts\..*linear_fc2\.weight$")

@@ -21,6 +21,7 @@ from core.megatron.model.hybrid import LayerPattern, parse_pattern
 from core.megatron.model.pipeline_args import LAYOUT, is_v_shaped, pipeline_of
 from core.megatron.model.topology import Topology
 from core.megatron.rules.rules import GPT, ModelKind, ModelNames
+from core.pickle.equality import are_same
 from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import Inert, as_mapping, attributes
 
@@ -494,10 +495,11 @@ def disagreements(
     """
     fields, other_fields = fields_of(args), fields_of(other)
     for name in LAYOUT_FIELDS:
-        if fields.get(name) != other_fields.get(name):
+        value, other_value = fields.get(name), other_fields.get(name)
+        if not are_same(value, other_value):
             yield CorruptError(
-                f"argument {name} is {fields.get(name)!r} here, but {other_fields.get(name)!r} in "
-                f"{other_rank}",
+                f"argument {name} is {describe_value(value)} here, but "
+                f"{describe_value(other_value)} in {other_rank}",
                 rank=rank,
                 hint="check that all rank directories are from the same checkpoint",
             )

@@ -124,8 +124,8 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
             f"the parts {', '.join(map(str, parts))} of the tensor cannot be divided evenly among "
             f"{n} ranks",
             key=key,
-            hint="check the sizes in the training arguments, or give them as numbers in a [[rule]] "
-            "for --rules",
+            hint="check the sizes in the training arguments, or write them as numbers in a "
+            "[[rule]] for --rules",
         )
 
 

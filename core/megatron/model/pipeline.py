@@ -326,7 +326,7 @@ def _split_by_layout(
         raise UsageError(
             f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} are {pp * vpp} "
             "model chunks",
-            hint="give one part for every model chunk, separated by '|'",
+            hint="use one part for every model chunk, separated by '|'",
         )
     problem = _problem_of_layout(n_layers, pp, vpp, layout, n_mtp=n_mtp)
     if problem is not None:

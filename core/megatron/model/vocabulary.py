@@ -68,7 +68,7 @@ def find_true_rows(
             raise CorruptError(
                 problem, hint="the training arguments and the tensors contradict each other"
             )
-        raise UsageError(problem, hint="give the true vocabulary size, without padding")
+        raise UsageError(problem, hint="pass the true vocabulary size, without padding")
 
     # The arguments' number counts only if padding explains the stored rows.
     recorded = facts.vocab_size
@@ -89,7 +89,7 @@ def find_true_rows(
             raise UsageError(
                 f"--vocab-size {given} is below vocab_size {recorded} of the training arguments: "
                 f"the rows of {recorded - given} tokens would be lost",
-                hint=f"omit it, or give a number from {recorded} to {min(stored)}",
+                hint=f"omit it, or pass a number from {recorded} to {min(stored)}",
             )
         if given > recorded:
             note = (
@@ -171,7 +171,7 @@ def padded_rows(key: str, tensor: Tensor, facts: ModelFacts, *, tp: int, n_rows:
             f"the number of padding rows among the {rows} rows is unknown, so the padding for TP "
             f"{tp} is, too",
             key=key,
-            hint="give the true vocabulary size with --vocab-size, or keep all rows with "
+            hint="pass the true vocabulary size with --vocab-size, or keep all rows with "
             "--keep-padded-vocab",
         )
     padded = facts.padded_rows(n_rows, tp=tp)

@@ -30,10 +30,10 @@ from core.megatron.extras.common_state import (
     get_checkpoint_version,
     get_iteration,
     record_dropped_optimizer,
-    sharded_object,
     unwrap_shard,
 )
 from core.megatron.extras.order import by_place
+from core.megatron.extras.sharded_objects import sharded_object
 from core.megatron.model.args import parse_facts
 from core.megatron.model.checks import (
     check_complete,

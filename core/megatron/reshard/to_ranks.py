@@ -34,12 +34,12 @@ from core.megatron.extras.common_state import (
     TOP_LEVEL,
     get_common_state,
     plan_entry,
-    sharded_object,
 )
 from core.megatron.extras.extra_states import adapt_expert_states, without_unexpected_states
 from core.megatron.extras.nested_dicts import nested
 from core.megatron.extras.order import by_place
 from core.megatron.extras.random_states import kept_states
+from core.megatron.extras.sharded_objects import sharded_object
 from core.megatron.model.args import SINCE_0_19, fields_of, parse_facts
 from core.megatron.model.cut import (
     Cut,

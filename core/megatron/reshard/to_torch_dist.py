@@ -46,14 +46,9 @@ from core.engine.catalog.tensor import (
     tensors_of,
 )
 from core.errors import UnsupportedError, UsageError
-from core.megatron.extras.common_state import (
-    EXTRA_STATE,
-    OPTIMIZER,
-    RNG,
-    get_common_state,
-    sharded_object,
-)
+from core.megatron.extras.common_state import EXTRA_STATE, OPTIMIZER, RNG, get_common_state
 from core.megatron.extras.extra_states import requested_states
+from core.megatron.extras.sharded_objects import sharded_object
 from core.megatron.model.args import parse_facts, replaced
 from core.megatron.model.cut import (
     Cut,

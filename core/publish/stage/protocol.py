@@ -53,6 +53,8 @@ class StageRequest:
         identify: returns the identity of the plan; called if other runs have to recognise it.
         keep: paths that an existing destination must not contain, and must not be inside of, such
             as the source.
+        check_replaced: raises if what is at the destination may not be replaced; called with
+            ``force`` right before that is done, as files may have been added while the run wrote.
         memory_bytes: memory limit of the process; 0 for as few buffers as possible.
         batch_bytes: with ``resume``, how many bytes a killed run may lose.
         is_shared: several workers write the output; needs ``resume``.
@@ -68,6 +70,7 @@ class StageRequest:
     verify: bool = False
     identify: Callable[[], str] = str
     keep: Sequence[Path] = ()
+    check_replaced: Callable[[], None] = lambda: None
     memory_bytes: int = 0
     batch_bytes: int = BATCH_BYTES
     is_shared: bool = False

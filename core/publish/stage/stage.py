@@ -429,6 +429,8 @@ class Stage(DestinationStage):
                     self.journal.distrust()
                 raise
         begin_phase(progress, Phase.PUBLISHING)
+        if self._force:
+            self._request.check_replaced()
         self.store.close()
 
         # Note the inode first: it shows later whether the rename took place (_is_committed).

@@ -172,7 +172,7 @@ def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
         raise UnsupportedError(
             "--metadata-only: model and optimizer are in separate directories, "
             "each with its own .metadata",
-            hint="give one of the directories, or omit --metadata-only",
+            hint="pass one of the directories, or omit --metadata-only",
         )
     _check_options(job, format)
     # The data files are those that the entries lie in, in whatever folder; the files beside

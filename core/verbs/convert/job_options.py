@@ -111,7 +111,7 @@ def parse_job(
     for pair in _CONFLICTS:
         if all(given.get(name) for name in pair):
             flags = " and ".join(map(flag_of, pair))
-            raise UsageError(f"{flags} cannot be combined", hint="give only one")
+            raise UsageError(f"{flags} cannot be combined", hint="use only one")
     no_layers = NoEffect(
         ("layer_axis",),
         not (given.get("stack_layers") or given.get("unstack_layers")),
@@ -341,7 +341,7 @@ def parse_unstack_globs(globs: Texts) -> tuple[str, ...] | None:
         return None
     if AUTO in texts and len(texts) > 1:
         raise UsageError(
-            f"--unstack-layers: {AUTO} and globs cannot be combined", hint="give only the globs"
+            f"--unstack-layers: {AUTO} and globs cannot be combined", hint="pass only the globs"
         )
     return () if texts == (AUTO,) else texts
 

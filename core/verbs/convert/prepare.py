@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from core.engine.catalog.key_patterns import folded
 from core.engine.catalog.tensor import Tensor
 from core.engine.plan.memory import estimate_object_bytes, limit_objects
 from core.engine.plan.plan import make_plan
-from core.errors import CorruptError, UnsupportedError, UsageError
+from core.errors import CorruptError, UnsupportedError, UsageError, list_some
 from core.files.remote_path import location_of
 from core.files.url import refuse_url
 from core.formats.format import Format
@@ -193,7 +193,17 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Collect what the user should know, and what is not carried.
     copied_notes = check_copied_files(job, opened, catalog)
     notes = _collect_notes(job, source, others, result, (*emptied_notes, *copied_notes))
-    dropped = _collect_dropped(others, result, without_state.dropped)
+    states = [
+        (
+            *other.catalog.dropped,
+            *(
+                replace(entry, line=f"training state is not merged: {list_some(entry.names)}")
+                for entry in without_training_state(other.catalog, job, format).dropped
+            ),
+        )
+        for other in others
+    ]
+    dropped = _collect_dropped(zip(others, states, strict=True), result, without_state.dropped)
     dropped += describe_lost_files(opened, form.catalog, result.written_files, dropped)
 
     # Lay out the files.
@@ -399,12 +409,14 @@ def _collect_notes(
 
 
 def _collect_dropped(
-    others: Sequence[Checkpoint], result: _Result, state: Sequence[Dropped]
+    others: Iterable[tuple[Checkpoint, Sequence[Dropped]]],
+    result: _Result,
+    state: Sequence[Dropped],
 ) -> list[Dropped]:
     """Collect the record of what is not carried, without files next to the weights.
 
     Args:
-        others: the other sources of a merge.
+        others: the other sources of a merge, each with its record.
         result: what is written.
         state: the record of training state that the destination has no place for.
     """
@@ -419,8 +431,8 @@ def _collect_dropped(
                 names=tuple(f"{name} of {other.path.name}" for name in entry.names),
                 line=f"{other.path.name}: {entry}",
             )
-            for other in others
-            for entry in other.catalog.dropped
+            for other, record in others
+            for entry in record
         ),
     ]
     return [*dropped, *(entry for entry in result.target.dropped if entry not in dropped)]
@@ -452,8 +464,12 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     """
     format = source.format if job.to is None else format_called(job.to)
     if format.lay_out is None:
-        names = ", ".join(writable.name for writable in formats() if writable.lay_out is not None)
-        raise UnsupportedError(
-            f"{format.name} is read-only", hint=f"choose a format to write with --to: {names}"
-        )
+        names = [writable.name for writable in formats() if writable.lay_out is not None]
+        hint = f"choose a format to write with --to: {', '.join(names)}"
+        if format.name == "deepspeed":
+            hint = (
+                "--to deepspeed_universal, without sizes, writes what loads on any number of GPUs; "
+                + hint
+            )
+        raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format

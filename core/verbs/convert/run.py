@@ -25,6 +25,7 @@ from core.verbs.convert.job import TopologyChange as TopologyChange
 from core.verbs.convert.prepare import prepare
 from core.verbs.convert.stage import (
     WrittenFingerprints,
+    check_replaced,
     finish_data,
     finish_manifest,
     publish,
@@ -62,9 +63,7 @@ def run(
     with prepare(job, progress=progress) as prepared:
         plan, source = prepared.plan, prepared.source
         if job.force:
-            from core.publish.stage.existing import check_replaceable
-
-            check_replaceable(prepared.dst, [image.path for image in prepared.images])
+            check_replaced(prepared)
 
         # Choose the stage: a new one, or that of an interrupted run of the same job.
         stage = prepared.destination.open_stage(request_stage(prepared))

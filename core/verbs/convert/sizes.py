@@ -88,7 +88,7 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
         raise UsageError(
             f"--pipeline-model-parallel-layout has {n_parts} parts, which does not match "
             f"PP {topology.pp}{vpp_text}",
-            hint="give one part for every model chunk, PP × VPP in total, or set --pp-new",
+            hint="use one part for every model chunk, PP × VPP in total, or set --pp-new",
         )
     return replace(topology, vpp=vpp)
 

@@ -70,11 +70,23 @@ def request_stage(
         fsync=job.fsync,
         verify=job.verify,
         keep=prepared.source_paths,
+        check_replaced=lambda: check_replaced(prepared),
         memory_bytes=job.own_memory_bytes,
         identify=identify,
         is_shared=is_shared,
         batch_bytes=batch_bytes,
     )
+
+
+def check_replaced(prepared: Prepared) -> None:
+    """Raise unless the destination is free, or a checkpoint that may be replaced.
+
+    Raises:
+        UsageError: it is not a checkpoint, or other iterations or added files would be lost.
+    """
+    from core.publish.stage.existing import check_replaceable
+
+    check_replaceable(prepared.dst, [image.path for image in prepared.images])
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from core.errors import UsageError
-from core.publish.stage.existing import check_replaceable
 from core.publish.stage.replacement import is_vacant
 from core.values import dataclass
 from core.verbs.convert.prepared import Prepared
+from core.verbs.convert.stage import check_replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ def existing_destination(prepared: Prepared) -> ExistingDestination | None:
     if prepared.destination.is_on_disk and is_vacant(dst, is_file=prepared.is_file):
         return None
     try:
-        check_replaceable(prepared.dst, [image.path for image in prepared.images])
+        check_replaced(prepared)
         prepared.destination.check_may_replace(is_file=prepared.is_file, keep=prepared.source_paths)
     except UsageError as err:
         return ExistingDestination(err)

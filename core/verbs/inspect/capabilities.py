@@ -269,7 +269,7 @@ class _Trials:
         self, job: Job, format: Format, form: GlobalForm
     ) -> CheckpointingException | None:
         """Cut a global form for a job, and plan it; return the error, or None."""
-        assert format.lay_out is not None, "only formats that are written are tried"
+        assert format.lay_out is not None, "only formats that ckpt can write are tried"
         try:
             # A parallel layout is checked with all tensors; others with a sample.
             has_layout = (

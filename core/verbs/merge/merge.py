@@ -203,7 +203,7 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
         raise UnsupportedError(
             f"shapes differ in {first.label} and {other.label}: {list_some(shapes)}",
             file=other.label,
-            hint="merge checkpoints of one model; for different vocabulary padding, give the "
+            hint="merge checkpoints of one model; for different vocabulary padding, pass the "
             "number of real rows with --vocab-size",
         )
 

@@ -55,8 +55,8 @@ class Merge:
             raise UsageError(
                 f"{option} takes two checkpoints, but {n_sources} are given",
                 hint={
-                    DELTA: "give the tuned checkpoint, then its base",
-                    REPLACE: "give the complete checkpoint, then the one with the new tensors",
+                    DELTA: "pass the tuned checkpoint, then its base",
+                    REPLACE: "pass the complete checkpoint, then the one with the new tensors",
                 }.get(self.method, "to interpolate more than two, chain several runs"),
             )
         if n_sources < 2:
@@ -79,7 +79,7 @@ class Merge:
         if len(self.weights) != n_sources:
             raise UsageError(
                 f"--weights has {len(self.weights)} numbers for {n_sources} checkpoints",
-                hint="give one for each, in the same order",
+                hint="pass one for each, in the same order",
             )
         total = math.fsum(self.weights)
         if not math.isfinite(total):
@@ -153,13 +153,13 @@ def build_merge(
     }
     methods = [method for method, is_given in given.items() if is_given]
     if not methods:
-        hint = "give one of: " + ", ".join(f"--{method}" for method in given)
+        hint = "choose one of: " + ", ".join(f"--{method}" for method in given)
         if len(sources) == 1:
             hint += "; to join the shards of one checkpoint: ckpt reshard SRC DST --tp-new 1"
-        raise UsageError("the computation is missing", hint=hint)
+        raise UsageError("no merge method was chosen", hint=hint)
     if len(methods) > 1:
         names = " and ".join(f"--{method}" for method in methods)
-        raise UsageError(f"{names} cannot be combined", hint="give only one")
+        raise UsageError(f"{names} cannot be combined", hint="use only one")
     (method,) = methods
     if scale is not None and method != ADD_DELTA:
         raise NoEffectError(("scale",), "only --add-delta is scaled")
@@ -170,7 +170,7 @@ def build_merge(
     if added and others:
         raise UsageError(
             f"--{method} takes one SRC, but {len(sources)} are given",
-            hint="give each further delta with --add-delta"
+            hint="pass each further delta with --add-delta"
             if method == ADD_DELTA
             else "merge the checkpoints first",
         )

@@ -28,7 +28,7 @@ class KeepRules:
         if all(number is None for number in rules.values()):
             raise UsageError(
                 "no rule says which iterations to keep",
-                hint="give --keep-last N, --keep-every N, or both",
+                hint="pass --keep-last N, --keep-every N, or both",
             )
         for option, number in rules.items():
             if number is not None and number < 1:

@@ -130,7 +130,7 @@ class Pruning:
                 " its data, so the older ones are not removed",
                 file=str(self.root),
                 hint="read every byte of it with --deep, which skips only files that are almost"
-                " entirely holes (CK606), or remove them all the same with --trust-metadata",
+                " entirely holes (CK606), or remove them anyway with --trust-metadata",
             )
 
 

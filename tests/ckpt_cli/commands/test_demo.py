@@ -58,6 +58,28 @@ def test_an_empty_directory_is_filled_and_emptied_again_after_a_failure(
     assert (target_dir / "runs/damaged/iter_0000020/mp_rank_03").is_dir()
 
 
+def test_a_failure_leaves_what_others_have_written_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target_dir = tmp_path / "playground"
+    archive_open = tarfile.open
+
+    def open_late(archive: Path) -> tarfile.TarFile:
+        for name in ("notes.txt", "runs/llama/model.bin"):
+            (target_dir / name).parent.mkdir(parents=True, exist_ok=True)
+            (target_dir / name).write_text("somebody else's")
+        return archive_open(archive)
+
+    damaged = tmp_path / "damaged.tar.xz"
+    damaged.write_bytes(demo.ARCHIVE.read_bytes()[:1_500_000])
+    monkeypatch.setattr(demo, "ARCHIVE", damaged)
+    monkeypatch.setattr(tarfile, "open", open_late)
+    assert main(["demo", str(target_dir)]) != 0
+    files = [path for path in target_dir.rglob("*") if path.is_file()]
+    assert sorted(path.name for path in files) == ["model.bin", "notes.txt"]
+    assert {path.read_text() for path in files} == {"somebody else's"}
+
+
 def test_the_archive_is_small_and_names_nothing_outside() -> None:
     assert demo.ARCHIVE.stat().st_size <= 2_000_000
     with tarfile.open(demo.ARCHIVE) as archive:

@@ -71,8 +71,8 @@ def test_the_report_and_the_plan_name_all_sources(
 @pytest.mark.parametrize(
     ("words", "message", "hint"),
     [
-        ("{a} {b} -o out", "the computation is missing", "give one of: --average"),
-        ("{a} -o out", "the computation is missing", "ckpt reshard SRC DST --tp-new 1"),
+        ("{a} {b} -o out", "no merge method was chosen", "choose one of: --average"),
+        ("{a} -o out", "no merge method was chosen", "ckpt reshard SRC DST --tp-new 1"),
         ("{a} {b} --average", "no destination", "-o DST"),
         ("{a} {b} --average --ema 0.9 -o out", "--average and --ema cannot be combined", ""),
         ("{a} {b} --weights 1,x -o out", "'1,x' is not a list of numbers", "0.5,0.3,0.2"),

@@ -62,7 +62,8 @@ def test_without_a_terminal_yes_is_needed(
     assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
     assert "removed 3 iterations, " in capsys.readouterr().out
     assert numbers(root) == [4]
-    assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
+    # Where nothing is removed, nothing needs confirmation.
+    assert main(["prune", str(root), "--keep-last", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to remove: 1 iteration stays"
 
 

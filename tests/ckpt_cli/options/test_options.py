@@ -237,6 +237,15 @@ def test_a_format_that_is_only_read_is_unsupported(
     assert "nemo is read-only" in capsys.readouterr().err
 
 
+def test_to_resize_a_run_of_deepspeed_the_universal_form_is_proposed(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, dst = str(golden / "deepspeed/zero2_dp2_bf16"), str(tmp_path / "out")
+    assert main(["reshard", source, dst, "--tp-new", "2"]) == 4
+    assert "hint: --to deepspeed_universal, without sizes" in capsys.readouterr().err
+    assert main(["convert", source, dst, "--to", "deepspeed_universal", "--dry-run"]) == 0
+
+
 @pytest.mark.parametrize(
     "parse",
     [

@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from contextlib import suppress
+from typing import cast
 
 import pytest
 
@@ -98,3 +100,59 @@ def test_a_signal_whose_exception_was_dropped_still_ends_the_process() -> None:
     finally:
         restore()
     raise_if_ended()
+
+
+class SignallingLock:
+    """A lock during whose acquisition or release a signal arrives."""
+
+    def __init__(self, moment: str) -> None:
+        self._lock = threading.Lock()
+        self._moment = moment
+        self.acquire, self.release, self.locked = (
+            self._lock.acquire,
+            self._lock.release,
+            self._lock.locked,
+        )
+
+    def _reach(self, moment: str) -> None:
+        if moment == self._moment:
+            self._moment = ""
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._reach("enter")
+
+    def __exit__(self, *_: object) -> None:
+        self._reach("exit")
+        self._lock.release()
+
+    def _release_save(self) -> None:
+        self._lock.release()
+        self._reach("wait")
+
+    def _acquire_restore(self, _: None) -> None:
+        self._lock.acquire()
+
+    def _is_owned(self) -> bool:
+        return self._lock.locked()
+
+
+@pytest.mark.parametrize("moment", ["enter", "exit", "wait"])
+def test_a_signal_never_keeps_a_lock_that_other_threads_wait_for(moment: str) -> None:
+    lock = SignallingLock(moment)
+    changed = threading.Condition(cast("threading.Lock", lock))
+
+    def wait() -> None:
+        for _ in range(1000):
+            with changed:
+                changed.wait(0.01)
+
+    restore = end_on_signals()
+    try:
+        with pytest.raises(Terminated) as raised:
+            wait()
+        assert raised.value.number == signal.SIGTERM
+    finally:
+        restore()
+    assert not lock.locked()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from ckpt_cli.workers.remaining import InterruptedOutput
 from core.engine.copy.ledger import ItemRecord, WrittenRun
+from core.files.remote_path import location_of
 from core.publish.stage.folder_lock import stage_dir_of
 from core.publish.stage.journal import FileJournal, journal_path
 
@@ -68,3 +71,20 @@ def test_a_destination_without_a_name_may_have_partial_output() -> None:
     assert InterruptedOutput(None, keeps_partial=True).remaining() == (
         "partial output, if any, is kept (rerun the same command to continue)"
     )
+
+
+@pytest.mark.parametrize("has_boto3", [True, False])
+def test_uploads_that_stay_in_a_bucket_are_named_with_their_cost_and_how_to_remove_them(
+    has_boto3: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = object() if has_boto3 else None
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+    dst = location_of("s3://runs/llama/out")
+    text = InterruptedOutput(dst, keeps_partial=True, command="ckpt again").remaining()
+    listed = "aws s3api list-multipart-uploads --bucket runs --prefix llama/out"
+    if has_boto3:
+        assert "for which the store charges (continue: ckpt again; " in text and listed in text
+    else:
+        assert "starts over (uploads to this store end with their process)" in text
+    text = InterruptedOutput(dst, keeps_partial=False).remaining()
+    assert ("--resume keeps what is sent" in text) == has_boto3

@@ -130,7 +130,7 @@ def test_a_unit_of_the_wrong_length_is_reported_with_its_file() -> None:
     wrong = replace(wrong, extent=replace(array.extent, encoding=replace(encoding, spans=spans)))
     placed = store.placed(wrong)
     with pytest.raises(
-        CorruptError, match="zlib data of array 'w' decode to 4 bytes instead of 96"
+        CorruptError, match="zlib data of array 'w' decodes to 4 bytes instead of 96"
     ) as caught:
         store.read(placed.extent.file, 9600, 96)
     assert caught.value.file == "w.z"

@@ -486,7 +486,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         3,
         edit_model(setting(param_shapes=None)),
         CorruptError,
-        "param_shapes is missing",
+        "param_shapes, which ZeRO-3 needs, is missing",
     ),
     "shapes are text": (
         2,

@@ -22,8 +22,8 @@ from core.engine.catalog.stored import PlannedArray
 from core.errors import CorruptError, MissingShardError, UnsafeError, UnsupportedError
 from core.files.store import LocalStore
 from core.formats.dcp import torch_dist
-from core.formats.mcore.objects import is_sharded_object
 from core.formats.torch.format import load_object
+from core.megatron.extras.sharded_objects import is_sharded_object
 from core.opening.objects import loaded
 from core.opening.open import open_checkpoint
 from core.opening.target import partitioned

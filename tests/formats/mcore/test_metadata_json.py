@@ -11,7 +11,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.files.store import MemoryStore
 from core.formats.mcore.common_state import with_common_state
 from core.formats.mcore.metadata_json import CONFIG, config_image, read_metadata_json, read_version
-from core.formats.mcore.objects import is_sharded_object
+from core.megatron.extras.sharded_objects import is_sharded_object
 
 
 def store_of(config: object) -> MemoryStore:

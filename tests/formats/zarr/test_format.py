@@ -29,10 +29,10 @@ from core.errors import (
 )
 from core.files.store import LocalStore, MemoryStore
 from core.formats.dcp import torch_dist
-from core.formats.mcore.objects import is_sharded_object
 from core.formats.zarr import format as zarr
 from core.formats.zarr.array import TENSORSTORE_ONLY
 from core.formats.zarr.metadata2 import parse_zarray
+from core.megatron.extras.sharded_objects import is_sharded_object
 from core.megatron.model.topology import Topology
 from core.megatron.reshard.to_torch_dist import to_torch_dist
 from core.megatron.reshard.unshard import unshard

@@ -202,6 +202,23 @@ def test_a_file_size_limit_is_found_out_before_data_moves(source_dir: Path, tmp_
     assert os.listdir(tmp_path) == []
 
 
+def test_what_may_be_replaced_is_checked_again_right_before_it_is(tmp_path: Path) -> None:
+    dst = tmp_path / "out"
+    dst.mkdir()
+    (dst / "old").write_text("old")
+
+    def check() -> None:
+        if (dst / "notes.txt").exists():
+            raise UsageError("files were added")
+
+    with Stage(dst, StageRequest(force=True, check_replaced=check)) as stage:
+        (dst / "notes.txt").write_text("added while the run wrote")
+        with pytest.raises(UsageError, match="files were added"):
+            stage.commit()
+    assert os.listdir(tmp_path) == ["out"]
+    assert sorted(os.listdir(dst)) == ["notes.txt", "old"]
+
+
 def test_a_stage_in_use_is_refused(source_dir: Path, tmp_path: Path) -> None:
     dst = tmp_path / "out"
     options = json.dumps({"hold": 60})

@@ -336,4 +336,4 @@ def test_attributes_are_excluded_by_any_glob_that_matches_nothing_else(
 @pytest.mark.parametrize("to", ["torch", "orbax"])
 def test_devices_of_arrays_that_are_no_random_keys_are_listed(tmp_path: Path, to: str) -> None:
     report = run(Job(src=make_keys(tmp_path), dst=tmp_path / "out", to=to, fsync=False))
-    assert "devices of arrays that are no random keys: _sharding.w" in report.dropped
+    assert "devices of arrays that are not random keys: _sharding.w" in report.dropped

@@ -237,7 +237,11 @@ def test_the_optimizer_that_a_trainer_saved_beside_an_adapter_is_not_part_of_it(
     optimizer.step()
     torch.save(optimizer.state_dict(), source / "optimizer.pt")
     (source / "trainer_state.json").write_text('{"global_step": 2}')
-    folded = tensors_of(fold(adapters / "llama/base", source, tmp_path / "with"))
+    merge = Merge(method="lora", others=(source,))
+    base = adapters / "llama/base"
+    report = run(Job(src=base, dst=tmp_path / "with", merge=merge, fsync=False))
+    assert report.dropped == ("checkpoint-2: training state is not merged: optimizer.pt",)
+    folded = tensors_of(tmp_path / "with")
     wanted = tensors_of(fold(adapters / "llama/base", adapters / "llama/adapter", tmp_path / "w"))
     assert folded.keys() == wanted.keys()
     for name, tensor in wanted.items():

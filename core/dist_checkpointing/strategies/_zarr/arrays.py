@@ -18,12 +18,12 @@ from core.errors import CheckpointingException, UnsupportedError, UsageError
 from core.files.folders import sync_folder
 from core.files.json_object import read_small_file
 from core.files.store import LocalStore, translate_os_errors
-from core.formats.mcore.objects import is_sharded_object
 from core.formats.zarr.array import ZarrArray
 from core.formats.zarr.chunks import check_chunks
 from core.formats.zarr.grid import ChunkGrid, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray, zarray
 from core.formats.zarr.tree import walk_folders
+from core.megatron.extras.sharded_objects import is_sharded_object
 from core.publish.manifest.of_copy import MANIFEST
 
 _MAX_ZARRAY_BYTES = 1 << 20

@@ -485,7 +485,8 @@ def _joined_stage(
     notes = [note for shard in shards for note in shard.notes]
     if n_padded:
         notes.append(
-            "rows beyond original_vocab_size are padding and left out, as in universal checkpoints"
+            "rows beyond original_vocab_size are padding and were left out, as in universal "
+            "checkpoints"
         )
     return replace(
         head,
@@ -584,7 +585,8 @@ def _untrained(
             if name in weights:
                 if weights[name].shape != shape:
                     raise files[0].mismatch(
-                        f"the weights have shape {shape}, but their masters {weights[name].shape}",
+                        f"the weights have shape {shape}, but their master weights "
+                        f"{weights[name].shape}",
                         key=name,
                     )
             elif not any(short == other for other, _ in tied):

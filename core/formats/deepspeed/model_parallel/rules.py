@@ -133,7 +133,7 @@ class TensorParallelRules:
             raise self._contradiction(name, shapes)
         if self._match(_AVERAGED, name) is not None:
             raise UnsupportedError(
-                "the parameter is the average of those of all tensor-parallel ranks",
+                "the parameter is averaged over all tensor-parallel ranks",
                 file=self.file,
                 key=name,
                 hint=SAVE_AGAIN_HINT,
@@ -280,7 +280,7 @@ class TensorParallelRules:
                 to = _start(piece.get("source"), shape, extent)
                 if start is None or to is None or piece.get("scale", 1) != 1:
                     raise UnsupportedError(
-                        "the affine map has a piece that is scaled, or no slice of the parameter",
+                        "a piece of the affine map is scaled, or is not a slice of the parameter",
                         file=self.file,
                         key=name,
                         hint=SAVE_AGAIN_HINT,

@@ -169,8 +169,8 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
                 "an optimizer under Megatron's names cannot be stored in a universal checkpoint, "
                 "because DeepSpeed trains no models with such names",
                 key=key,
-                hint="give the tensors Hugging Face's names with --names hf, or drop the optimizer "
-                "with --no-optim",
+                hint="convert the tensors to Hugging Face's names with --names hf, or drop the "
+                "optimizer with --no-optim",
             )
     # Weights and buffers first, as states refer to them. Their keys become names of directories.
     states = [key for key in target.tensors if is_optimizer_key(key)]

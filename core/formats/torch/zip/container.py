@@ -339,7 +339,7 @@ class _ArchiveReader:
             raise UnsupportedError("a zip that spans several disks", file=self._file)
         if n_bytes > _MAX_DIRECTORY_BYTES:
             raise CapacityError(
-                f"the zip's directory has {n_bytes >> 20:,} MiB, more than "
+                f"the zip's directory is {n_bytes >> 20:,} MiB, more than "
                 f"{_MAX_DIRECTORY_BYTES >> 20:,}",
                 file=self._file,
             )

@@ -232,9 +232,9 @@ def _describe_contradiction(
     """Return the message that no layout is right, with the first parameter that contradicts it."""
     if not candidates or fits is None:
         return (
-            f"{space.label} of the optimizer has {space.n_elements} elements, its "
-            f"{len(space.params)} parameters have {sum(space.sizes)}: no layout of Megatron's "
-            "has both"
+            f"{space.label} of the optimizer has {space.n_elements} elements, and its "
+            f"{len(space.params)} parameters have {sum(space.sizes)}, which fits no layout "
+            "of Megatron's"
             + (
                 " (parameters that are not trained have no place in it)"
                 if space.n_elements < sum(space.sizes)

@@ -21,7 +21,7 @@ from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.optimizer_keys import MASTER
 from core.engine.catalog.stored import StoredArray, narrow_array
 from core.errors import CorruptError
-from core.megatron.extras.common_state import sharded_object
+from core.megatron.extras.sharded_objects import sharded_object
 from core.megatron.optimizer.flat.content import PARAM, buffers_of, checked_dtype
 from core.pickle.fields import FieldReader, mapping_or_empty
 from core.pickle.inert import TensorLeaf, as_mapping

@@ -23,11 +23,12 @@ from contextlib import suppress
 from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from core.errors import AccessDeniedError, CheckpointingException, UsageError
-from core.files.multipart.client import upload_client
+from core.files.multipart.client import can_continue_uploads, upload_client
 from core.files.multipart.ordered import N_IN_FLIGHT
 from core.files.multipart.stream import part_bytes_of
 from core.files.object_client import put_object
@@ -104,7 +105,11 @@ class StoreDestination(OutputDestination):
 
     @override
     def check_may_replace(self, *, is_file: bool, keep: Sequence[Path]) -> None:
-        """Do nothing: ``BucketStage`` looks when it has the lock."""
+        for path in keep:
+            if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
+                raise UsageError(
+                    f"replacing the destination would remove {path}", file=str(self.dst)
+                )
 
     @override
     def estimate_sending(self, images: Sequence[FileImage], memory_bytes: int) -> int:
@@ -125,14 +130,24 @@ class StoreDestination(OutputDestination):
     ) -> str:
         if inode is not None:
             return f"{self.dst} was already complete"
-        if keeps_partial:
+        if keeps_partial and can_continue_uploads(self.dst):
             again = (
                 "rerun the same command to continue" if command is None else f"continue: {command}"
             )
-            return f"what was sent to {self.dst} is kept ({again})"
+            return (
+                f"what was sent to {self.dst} is kept as unfinished uploads, for which the store "
+                f"charges ({again}; to remove them, abort the uploads: aws s3api "
+                f"list-multipart-uploads --bucket {quote(self.dst.bucket)} "
+                f"--prefix {quote(self.dst.key)} lists them)"
+            )
+        keeps = (
+            "--resume keeps what is sent, for which the store charges"
+            if can_continue_uploads(self.dst)
+            else "uploads to this store end with their process"
+        )
         return (
             f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
-            "otherwise it starts over (--resume keeps what is sent)"
+            f"otherwise it starts over ({keeps})"
         )
 
     @override
@@ -198,6 +213,7 @@ class BucketStage(DestinationStage):
         self._verify = request.verify
         self._identity = request.identify()
         self._keep = request.keep
+        self._check_replaced = request.check_replaced
         self._n_threads = n_threads = _choose_threads(request.images, request.memory_bytes)
         self._client = upload_client(dst)
         self._lock = DestinationLock(dst, stage_dir_of(dst))
@@ -270,11 +286,8 @@ class BucketStage(DestinationStage):
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )
-        for path in self._keep if self._old else ():
-            if path.is_relative_to(self.dst) or self.dst.is_relative_to(path):
-                raise UsageError(
-                    f"replacing the destination would remove {path}", file=str(self.dst)
-                )
+        if self._old:
+            StoreDestination(self.dst).check_may_replace(is_file=self._is_file, keep=self._keep)
 
     def _names_at_destination(self) -> list[str]:
         """Return the names of the objects that would be replaced, relative to the base.
@@ -411,6 +424,8 @@ class BucketStage(DestinationStage):
         """Wait for all parts, write the record, and make objects visible."""
         self.store.finish()
         self._lock.check()
+        if self._old and not self._state.has_replaced:
+            self._check_replaced()
         uploads, state = self.store.uploads, self._state
         held_back = {*self._metadata, *self._last}
         record = PublicationRecord(

@@ -18,7 +18,6 @@ from math import prod
 from core.errors import CheckpointingException
 from core.files.json_object import read_small_file
 from core.files.store import ReadStore
-from core.formats.mcore.objects import shard_grids
 from core.formats.zarr import format as zarr
 from core.formats.zarr import format3 as zarr3
 from core.formats.zarr.array import PICKLED, ZarrArray
@@ -28,6 +27,7 @@ from core.formats.zarr.grid import ChunkNames, is_like_a_chunk
 from core.formats.zarr.metadata2 import ARRAY_FILE, parse_zarray
 from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, walk_folders
+from core.megatron.extras.sharded_objects import shard_grids
 from core.opening.open import ERROR
 from core.values import dataclass
 from core.verbs.checks.finding import Finding, Level, get_code

@@ -82,7 +82,7 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
             skipped.setdefault(reason, []).append(file.path)
         elif (actual := whole_crc(stated[0])) != f"{file.crc:08x}":
             yield RECORDED.finding(
-                "the file in the store is not the one of the manifest",
+                "the file in the store is not the one in the manifest",
                 file=file.path,
                 expected=f"CRC-32 {file.crc:08x}",
                 found=actual,

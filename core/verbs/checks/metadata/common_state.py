@@ -188,7 +188,8 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     """Check that the grid of random states is complete, and has the sizes of the arguments."""
     if not any("/shard_" in key for key in catalog.objects):
         return
-    from core.megatron.extras.common_state import RNG, sharded_object
+    from core.megatron.extras.common_state import RNG
+    from core.megatron.extras.sharded_objects import sharded_object
     from core.megatron.model.args import topology_of
 
     shards = [
@@ -305,7 +306,7 @@ def _check_known_backend(
 
 def _is_megatron_core(subject: Subject) -> bool:
     """Return whether the directory is a checkpoint of Megatron-core."""
-    from core.formats.mcore.objects import COMMON_OBJECT
+    from core.megatron.extras.sharded_objects import COMMON_OBJECT
 
     catalog = subject.salvaged.catalog
     has_object = catalog is not None and COMMON_OBJECT in catalog.objects

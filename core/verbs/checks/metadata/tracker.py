@@ -124,7 +124,7 @@ def _is_megatron_core(subject: Subject) -> bool:
     catalog = subject.salvaged.catalog if subject.format.lists_chunks else None
     if catalog is None:
         return False
-    from core.formats.mcore.objects import COMMON_OBJECT
+    from core.megatron.extras.sharded_objects import COMMON_OBJECT
 
     return COMMON_OBJECT in catalog.objects
 

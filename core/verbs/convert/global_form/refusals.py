@@ -52,7 +52,7 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         raise UsageError(
             f"{option}: the tensors have neither Megatron's names "
             f"nor Hugging Face's names with a {CONFIG}",
-            hint=f"give the model's {CONFIG} with --config FILE",
+            hint=f"pass the model's {CONFIG} with --config FILE",
         )
 
     becomes_megatron = request.becomes_megatron
@@ -122,7 +122,7 @@ def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:
         raise UsageError(
             "--config: without model_type, the file does not describe a transformers model",
             file=str(request.job.config),
-            hint="give the model's config.json",
+            hint="pass the model's config.json",
         )
     if not catalog.is_rank_local and not request.has_megatron_model(catalog):
         refuse_without_arguments(catalog, request.rules)
@@ -152,9 +152,9 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     else:
         keeping = f"keep the names: --to {formats}"
     options = model_options(catalog, takes_submodule=True)
-    hint = f"give the model's {CONFIG} with --config FILE, or {keeping}"
+    hint = f"pass the model's {CONFIG} with --config FILE, or {keeping}"
     if request.is_peft:
-        hint = f"for a peft adapter, give the {CONFIG} of its base model with --config FILE"
+        hint = f"for a peft adapter, pass the {CONFIG} of its base model with --config FILE"
     if options is not None:
         hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
     raise UnsupportedError(
@@ -176,6 +176,6 @@ def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
         raise UnsupportedError(
             "the tensors have Megatron's names, but the checkpoint has no training arguments "
             "(args), which describe the model and its layout",
-            hint=f"give the {CONFIG} of the same Hugging Face model with --config FILE, or keep "
+            hint=f"pass the {CONFIG} of the same Hugging Face model with --config FILE, or keep "
             "the names: --to safetensors, dcp or torch",
         )

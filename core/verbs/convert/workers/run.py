@@ -33,7 +33,6 @@ from core.errors import WorkerError
 from core.files.source_store import SourceStore, open_store, other_roots
 from core.megatron.rules.tables import load_rules
 from core.progress import OnProgress, Phase, begin_phase
-from core.publish.stage.existing import check_replaceable
 from core.publish.stage.journal import BATCH_BYTES
 from core.publish.stage.protocol import DestinationStage, SharedStage, ShareResult
 from core.values import dataclass
@@ -43,6 +42,7 @@ from core.verbs.convert.prepared import Prepared
 from core.verbs.convert.run import within_memory
 from core.verbs.convert.stage import (
     WrittenFingerprints,
+    check_replaced,
     finish_data,
     finish_manifest,
     identity_text,
@@ -239,7 +239,7 @@ class _Lead:
         job = self._job
         prepared = self._prepared = self._stack.enter_context(prepare(job, progress=self._progress))
         if job.force:
-            check_replaceable(prepared.dst, [image.path for image in prepared.images])
+            check_replaced(prepared)
         with tempfile.SpooledTemporaryFile(_SPOOLED_BYTES) as spooled:
             written = write_plan(
                 prepared.plan,

@@ -22,13 +22,21 @@ COMMON_OBJECT = "common_state/shard_0_1"
 """Key of the common state in checkpoints that have no ``common.pt``."""
 
 
-def parts_of_sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
-    """Parse a ShardedObject's key: name, offset, shape (in shards); return None for another key."""
+def split_sharded_key(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """Split a ShardedObject's key into name, offset, shape (in shards); None for another key."""
     match = _SHARDED_OBJECT.fullmatch(key)
     if match is None:
         return None
     offset, shape = (tuple(map(int, numbers.split("."))) for numbers in match.groups()[1:])
     return match[1], offset, shape
+
+
+def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
+    """Split the key of a shard of a grid; None also for numbers that no grid can have."""
+    parts = split_sharded_key(key)
+    if parts is None or len(parts[1]) != len(parts[2]) or min(parts[2]) < 1:
+        return None
+    return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +68,8 @@ def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
     """Return the grids of the ShardedObjects among some keys; other keys are ignored."""
     offsets_of: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
     for key in keys:
-        # A key with impossible numbers cannot be a shard of a grid.
-        parts = parts_of_sharded_object(key)
-        if parts is not None and len(parts[1]) == len(parts[2]) and min(parts[2]) > 0:
-            offsets_of.setdefault((parts[0], parts[2]), set()).add(parts[1])
+        if shard := sharded_object(key):
+            offsets_of.setdefault((shard[0], shard[2]), set()).add(shard[1])
     return [
         ShardGrid(name, shape, frozenset(offsets)) for (name, shape), offsets in offsets_of.items()
     ]
@@ -71,4 +77,4 @@ def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:
 
 def is_sharded_object(key: str) -> bool:
     """Return whether a key is that of a ShardedObject, ``<name>/shard_<offset>_<shape>``."""
-    return parts_of_sharded_object(key) is not None
+    return split_sharded_key(key) is not None
