@@ -43,7 +43,7 @@ scaling in layers with a window; OLMo 3 with two bases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from core.errors import UnsupportedError
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
@@ -203,6 +203,24 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
         length = parameters.get("original_max_position_embeddings")
         return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
     return None
+
+
+_UNSAID: Mapping[str, str] = {
+    "longrope": "longrope scaling of the rotary embeddings",
+    "full": "a scaling of the rotary embeddings in layers without a window",
+    "layers": "a scaling of the rotary embeddings in some layers",
+    "llama4": "llama_4_scaling_beta",
+}
+"""Type in a family's table → what ``config.json`` may state and no argument of Megatron does."""
+
+
+def list_unsaid_rope(candidates: Iterable[Family]) -> list[str]:
+    """List what no argument says about the rotary embeddings of models of some families."""
+    names_of: dict[str, list[str]] = {}
+    for family in candidates:
+        for rope in _UNSAID.keys() & family.rope:
+            names_of.setdefault(_UNSAID[rope], []).append(family.model_type)
+    return [f"{text} ({', '.join(sorted(names))})" for text, names in sorted(names_of.items())]
 
 
 def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
