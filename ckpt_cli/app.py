@@ -380,7 +380,7 @@ def parse_command(arguments: Sequence[str]) -> Work | int:
 
 
 def _parse_help(words: Sequence[str]) -> Work | int:
-    """Parse the words after ``ckpt help``: none, a command, or a topic."""
+    """Parse the words after ``ckpt help``: none, a command, a topic, or a question."""
     if not words:
         from ckpt_cli.commands.help import topic_sections
         from ckpt_cli.screen.help_page import sections_text
@@ -389,11 +389,13 @@ def _parse_help(words: Sequence[str]) -> Work | int:
         print(f"\n{sections_text(topic_sections(), screen_of(sys.stdout))}")
         return code
     names = [command.name for command in app.registered_commands]
-    if words[0].startswith("-") or words[0].lower().replace("_", "-") in names:
+    is_question = any(not word.startswith("-") for word in words[1:])
+    is_command = words[0].lower().replace("_", "-") in names and not is_question
+    if words[0].startswith("-") or is_command:
         return parse_command([*words, "--help"])
     from ckpt_cli.commands.help import show_topic
 
-    return partial(show_topic, words[0])
+    return partial(show_topic, " ".join(words))
 
 
 def main(argv: Sequence[str] | None = None, *, failure_filter: FailureFilter | None = None) -> int:

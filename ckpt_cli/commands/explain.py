@@ -51,6 +51,11 @@ def explain(options: ExplainOptions) -> int:
         # A path that was misspelt is answered with the nearest one.
         if not blocks and len(text.split()) == 1 and os.sep in text:
             blocks = list(_checkpoint_blocks(location_of(text)))
+    if not blocks and not is_path:
+        from ckpt_cli.commands.help import answer_blocks
+
+        blocks = list(answer_blocks(text))
+        blocks[:0] = ["no message is known that has this text; the pages say:", ""] * bool(blocks)
     exit_code = 0
     if not blocks:
         blocks = list(_unknown_blocks())

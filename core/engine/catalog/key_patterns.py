@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 
 from core.errors import UsageError
 from core.values import dataclass
@@ -31,6 +31,21 @@ _WILD = re.compile(r"\[(!?[^\[\]]+)\]|\*|\?")
 _MAX_NUMBERS = 100_000
 _NUMBER = re.compile(r"(?<![^.\s])(0|[1-9]\d{0,17})(?![^.\s/])")
 """A number that is a complete component of a key; more than 18 digits do not number anything."""
+
+
+def find_shared_prefix(keys: Iterable[str]) -> str:
+    """Return the components that all keys begin with, and the dot behind them; "" for none.
+
+    At least one component of each key remains: ``app.model.`` for ``app.model.a`` and
+    ``app.model.b.c``.
+    """
+    keys = list(keys)
+    if not keys:
+        return ""
+    # What the first and the last in order share, all share.
+    first, last = min(keys).split("."), max(keys).split(".")
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(first[:-1], last[:-1], strict=False))
+    return "".join(f"{name}." for name, _ in shared)
 
 
 def matching(keys: Iterable[str], pattern: str) -> list[str]:

@@ -8,13 +8,14 @@ Other changes have files of their own: ``core.engine.changes.rename``, ``core.en
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 
 from core.arrays.dtypes import dtype_called, dtype_of
 from core.engine.catalog.attributes import ENTRIES, drop_matching_attributes, list_attribute_keys
 from core.engine.catalog.catalog import Catalog
-from core.engine.catalog.key_patterns import LIST_THEM, matcher
+from core.engine.catalog.key_patterns import LIST_THEM, find_shared_prefix, matcher
 from core.engine.catalog.optimizer_keys import MASTERS, MOMENTS, is_optimizer_key, split_state_key
 from core.engine.catalog.removal import find_used_tensors, record_unlisted, remove_entries
 from core.engine.catalog.tensor import Tensor
@@ -66,7 +67,7 @@ def select(
     attribute_keys = list_attribute_keys(catalog)
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
         if not any(map(matches, (*keys, *attribute_keys))):
-            raise UsageError(f"no tensor or object matches {glob!r}", hint=LIST_THEM)
+            raise UsageError(f"no tensor or object matches {glob!r}", hint=_name_globs(keys))
 
     # A glob that is about tensors or objects leaves attributes of others alone.
     about_attributes = [
@@ -93,6 +94,16 @@ def select(
         return (not wanted or any(matches(key) for matches in wanted)) and key not in excluded
 
     return keep_entries(catalog, is_kept)
+
+
+def _name_globs(keys: Iterable[str]) -> str:
+    """Return the hint for a glob that matches nothing: those of the model and the optimizer."""
+    members: dict[str, list[str]] = {"model": [], "optimizer": []}
+    for key in keys:
+        members["optimizer" if is_optimizer_key(key) else "model"].append(key)
+    prefixes = {part: find_shared_prefix(group) for part, group in members.items()}
+    globs = [f"the {part} is {shlex.quote(f'{text}*')}" for part, text in prefixes.items() if text]
+    return "; ".join([*globs, LIST_THEM])
 
 
 def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:

@@ -377,7 +377,7 @@ def _collect_notes(
         result: what is written.
         source_notes: notes of checks of the sources.
     """
-    from core.verbs.convert.report.lightning import model_options
+    from core.verbs.convert.report.wrapped_model import model_options
 
     format, target, catalog = result.format, result.target, result.form.catalog
     notes = [
@@ -404,7 +404,7 @@ def _collect_notes(
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
     options = None if format.keeps_nesting else model_options(catalog)
     if options is not None:
-        notes.append(f"PyTorch Lightning checkpoint: to write only the model, add {options}")
+        notes.append(f"to write only the model, under its own names, add {options}")
     return notes
 
 

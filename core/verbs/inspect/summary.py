@@ -376,9 +376,15 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
     try:
         if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
+                from core.verbs.convert.report.wrapped_model import model_options
+
+                options = model_options(catalog, takes_submodule=True)
+                naming = "--config names one"
+                if options is not None:
+                    naming = f"for the model alone: {options} --config FILE"
                 return _Unsharded(
                     None,
-                    "neither Megatron training arguments nor a config.json (--config names one)",
+                    f"neither Megatron training arguments nor a config.json ({naming})",
                     config=config,
                     is_undescribed=config is None,
                 )

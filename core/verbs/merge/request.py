@@ -156,6 +156,8 @@ def build_merge(
         hint = "choose one of: " + ", ".join(f"--{method}" for method in given)
         if len(sources) == 1:
             hint += "; to join the shards of one checkpoint: ckpt reshard SRC DST --tp-new 1"
+        else:
+            hint += "; to fold in a LoRA adapter: ckpt merge BASE -o DST --lora ADAPTER"
         raise UsageError("no merge method was chosen", hint=hint)
     if len(methods) > 1:
         names = " and ".join(f"--{method}" for method in methods)

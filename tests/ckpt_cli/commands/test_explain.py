@@ -140,6 +140,84 @@ def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFix
     assert "did you mean deepspeed?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("question", "answer"),
+    [
+        ("missing s3 credentials", "ckpt help stores#credentials-and-settings"),
+        ("s3", "ckpt help stores"),
+        ("resume on fewer GPUs at the same TP and PP", "ckpt help megatron-other-sizes"),
+        ("change pipeline parallel size with optimizer", "ckpt help megatron-other-sizes"),
+        ("optimizer states in bf16", "ckpt help optimizer-with-or-without"),
+        ("drop the optimizer to save space", "ckpt help optimizer-with-or-without"),
+        ("missing lm_head", "ckpt explain vllm-no-module"),
+        (
+            "what does ctrl-c leave and how to go on",
+            "ckpt help convert#interruptions-and-existing-destinations",
+        ),
+        ("exit codes in CI", "ckpt help ci"),
+        ("how much disk space do I need", "ckpt help convert#disk-space"),
+        ("convert torch_dist to huggingface", "ckpt help torch-dist-to-hf"),
+        (
+            "convert hf model to megatron",
+            "ckpt help huggingface-megatron#hugging-face-to-megatron",
+        ),
+        ("verl checkpoint without megatron args to hf", "ckpt help verl-to-hf"),
+        ("fsdp2 checkpoint to single file", "ckpt help fsdp2-to-one-file"),
+        ("deepspeed zero3 to fp32 single file", "ckpt help deepspeed#consolidate"),
+        ("resume deepspeed on another number of gpus", "ckpt help deepspeed-other-size"),
+        ("merge lora into base model", "ckpt help merge-lora"),
+        ("how to prove the conversion is right", "ckpt help torch-dist-to-hf"),
+        ("out of memory when converting", "ckpt explain out-of-memory"),
+        ("which is the newest good checkpoint", "ckpt help newest-good-checkpoint"),
+        ("remove old checkpoints", "ckpt help prune"),
+        ("tokenizer missing after conversion", "ckpt explain no-tokenizer"),
+        ("dequantize fp8 deepseek weights", "ckpt help huggingface-megatron#float8"),
+        (
+            "megatron moe expert parallel change",
+            "ckpt help megatron-rank-files#mixtures-of-experts",
+        ),
+        ("convert orbax jax to pytorch", "ckpt help orbax"),
+        ("average checkpoints", "ckpt help merge#merge-methods"),
+        ("dataloader state at other DP", "ckpt help formats#what-is-kept"),
+    ],
+)
+def test_a_question_is_answered_by_one_of_the_first_three_sections(
+    question: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shown(capsys, "help", *question.split())
+    commands = re.findall(r"^  (ckpt (?:help|explain) \S+)$", out, re.MULTILINE)
+    assert answer in commands[:3] and len(commands) <= 5
+    # What is proposed opens.
+    section = shown(capsys, *answer.split()[1:])
+    assert len(section.splitlines()) > 3
+
+
+def test_explain_searches_the_pages_if_no_message_has_the_text(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = shown(capsys, "explain", "how much disk space is needed")
+    assert out.startswith("no message is known that has this text; the pages say:\n")
+    assert "\n  ckpt help convert#disk-space\n" in out
+    out = shown(capsys, "explain", "Unable to locate credentials")
+    assert out.startswith("Unable to locate credentials\n") and "ckpt help stores" in out
+
+
+def test_a_section_is_shown_with_those_below_it(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys, "help", "convert#disk-space")
+    assert out.startswith("## Disk space\n") and "\n## " not in out
+    assert "\n### " in shown(capsys, "help", "troubleshooting#deepspeed")
+    assert main(["help", "convert#disc-space"]) == 2
+    assert "did you mean disk-space?" in capsys.readouterr().err
+
+
+def test_a_command_of_several_words_is_a_question_and_a_page_may_be_spelled_as_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert shown(capsys, "help", "merge", "lora") == shown(capsys, "help", "merge-lora")
+    assert "ckpt help merge-lora" in shown(capsys, "help", "merge", "an", "adapter")
+    assert shown(capsys, "help", "merge").startswith("Usage: ckpt merge")
+
+
 def test_a_topic_is_drawn_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.engine.catalog.key_patterns import fold_keys, folded, matching, ranges
+from core.engine.catalog.key_patterns import find_shared_prefix, fold_keys, folded, matching, ranges
 from core.errors import UsageError
 
 KEYS = [f"decoder.layers.{i}.mlp.weight" for i in range(12)] + [
@@ -129,3 +129,10 @@ def test_keys_of_one_kind_fold_and_keep_their_members() -> None:
     # Every label is a pattern that selects its members.
     for label, keys in folded_keys:
         assert matching(["embed", *kinds, "final"], label) == keys
+
+
+def test_the_shared_prefix_leaves_a_component_of_each_key() -> None:
+    assert find_shared_prefix(["app.model.b.c", "app.model.a"]) == "app.model."
+    assert find_shared_prefix(["app.model.a", "app.model.ab"]) == "app.model."
+    assert find_shared_prefix(["a.b", "a"]) == find_shared_prefix(["ab", "ac"]) == ""
+    assert find_shared_prefix(["a.b.c"]) == "a.b." and find_shared_prefix([]) == ""

@@ -135,7 +135,7 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     Raises:
         UnsupportedError: always.
     """
-    from core.verbs.convert.report.lightning import model_options
+    from core.verbs.convert.report.wrapped_model import model_options
 
     first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     goal, formats = (
@@ -154,9 +154,12 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     options = model_options(catalog, takes_submodule=True)
     hint = f"pass the model's {CONFIG} with --config FILE, or {keeping}"
     if request.is_peft:
-        hint = f"for a peft adapter, pass the {CONFIG} of its base model with --config FILE"
+        hint = (
+            f"for a peft adapter, pass the {CONFIG} of its base model with --config FILE, or "
+            "fold it into the base: ckpt merge BASE -o DST --lora SRC"
+        )
     if options is not None:
-        hint = f"for the model of a PyTorch Lightning checkpoint, add {options} --config {CONFIG}"
+        hint = f"to write only the model, with its {CONFIG}, add {options} --config {CONFIG}"
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
         f"training arguments nor Hugging Face's names and a {CONFIG}",

@@ -84,3 +84,34 @@ def test_the_proposed_options_write_a_hugging_face_model(
     )
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+def test_the_names_of_the_optimizer_show_what_wraps_those_of_the_model(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = golden / "torch_dcp/fsdp2_dp2"
+    assert main(["inspect", str(source)]) == 0
+    expected = "--include 'app.model.*' --strip-prefix app.model."
+    assert f"for the model alone: {expected} --config FILE" in capsys.readouterr().out
+    command = ["convert", str(source), str(tmp_path / "a"), "--to", "hf"]
+    assert main(command) == 4
+    err = capsys.readouterr().err
+    assert f"add {expected} --config config.json\n" in err
+    assert main(["convert", str(source), str(tmp_path / "b.safetensors")]) == 0
+    options = proposed(capsys.readouterr().out)
+    assert shlex.join(options) == expected
+    assert main(["convert", str(source), str(tmp_path / "c.safetensors"), *options]) == 0
+    assert "--include" not in capsys.readouterr().out.replace("by --include", "")
+    keys = load_file(tmp_path / "c.safetensors").keys()
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= keys
+    assert not any(key.startswith("app.") for key in keys)
+
+
+def test_a_glob_that_matches_nothing_is_answered_with_those_of_model_and_optimizer(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["convert", str(golden / "torch_dcp/fsdp2_dp2"), str(tmp_path / "optim.pt")]
+    assert main([*command, "--include", "optimizer.*"]) == 2
+    err = capsys.readouterr().err
+    assert "the model is 'app.model.*'; the optimizer is 'app.optim.*'" in err
+    assert main([*command, "--include", "app.optim.*"]) == 0

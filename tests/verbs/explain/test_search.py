@@ -1,0 +1,62 @@
+"""The search of pages for the sections that answer a question."""
+
+from __future__ import annotations
+
+from core.verbs.explain.search import list_words, plain_text, rank_sections, split_sections
+
+PAGE = """# Cats and dogs
+
+Intro about pets.
+
+## Feeding
+
+- Cats eat *fish*.
+- Dogs eat [bones](bones.md).
+
+```sh
+# not a heading
+feed --dog
+```
+
+### At night
+
+| who | what |
+| --- | --- |
+| owl | mice |
+"""
+
+
+def test_headings_inside_of_code_begin_no_section() -> None:
+    sections = split_sections("pets", PAGE)
+    assert [section.heading for section in sections] == ["Cats and dogs", "Feeding", "At night"]
+    assert [section.anchor for section in sections] == ["cats-and-dogs", "feeding", "at-night"]
+
+
+def test_a_match_has_the_passage_that_shares_most_words() -> None:
+    (match, *_) = rank_sections(split_sections("pets", PAGE), "what bones do dogs eat")
+    assert match.section.heading == "Feeding" and match.passage == "Dogs eat bones."
+    (match, *_) = rank_sections(split_sections("pets", PAGE), "owl mice")
+    assert match.passage == "owl · mice"
+
+
+def test_a_question_with_other_words_matches_nothing() -> None:
+    sections = split_sections("pets", PAGE)
+    assert rank_sections(sections, "quantum chromodynamics") == []
+    assert rank_sections(sections, "") == rank_sections(sections, "how do I") == []
+    assert rank_sections([], "cats") == []
+
+
+def test_words_are_compared_by_their_stems() -> None:
+    assert list_words("resuming resumes resumed") == ["resum"] * 3
+    assert set(list_words("torch_dist")) == {"torch_dist", "torch", "dist"}
+
+
+def test_synonyms_are_found_and_count_less_than_the_word() -> None:
+    text = "# A\n\n## One\n\nmany ranks\n\n## Two\n\nmany gpus\n\n## Three\n\nnothing\n"
+    matches = rank_sections(split_sections("a", text), "gpus")
+    assert [match.section.heading for match in matches] == ["Two", "One"]
+
+
+def test_marks_of_markdown_are_removed_from_passages() -> None:
+    assert plain_text("- `--to` [hf](x.md#y), **now**") == "--to hf, now"
+    assert plain_text("| `a` | b &#124; c |") == "a · b | c"
