@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from scripts.benchmarks.measure import Case, Run
-from scripts.benchmarks.results import RESULTS_PATH, format_results, record_cases
+from scripts.benchmarks.results import RESULTS_PATH, format_results, list_table_rows, record_cases
 
 
 def test_recording_replaces_rows_and_drops_runs_that_no_row_is_of(
@@ -34,6 +34,16 @@ def test_recording_replaces_rows_and_drops_runs_that_no_row_is_of(
     assert (new["result"], new["range"], new["memory_mb"]) == (1.0, [0.5, 1.5], [47, 47])
     assert new["run"].endswith(" scripts/bench scale --runs 2")
     assert set(results["runs"]) == {new["run"], "kept"}
+
+
+def test_ends_of_names_are_columns_and_a_range_needs_no_median() -> None:
+    ends = (", 1 thread: GPU", ", kernel alone", "")
+    rows = [{"name": f"a{end}", "result": n, "unit": "s"} for n, end in enumerate(ends)]
+    rows.append({"name": "b, 2", "range": [2.8, 6.0], "unit": "s", "memory_mb": [4, 5]})
+    assert list_table_rows(rows) == (
+        ["work", "1 thread: GPU", "kernel alone", "result", "memory"],
+        [["a", "0 s", "1 s", "2 s", ""], ["b, 2", "", "", "2.8–6 s", "4–5 MB"]],
+    )
 
 
 def test_the_file_of_results_is_as_recording_writes_it() -> None:
