@@ -60,3 +60,21 @@ def test_every_result_is_on_the_page_of_numbers(repo_dir: Path) -> None:
             patterns = [pattern for name, pattern in blocks if name == bench]
             assert sum(bool(re.search(p, row["name"])) for p in patterns) == 1, row["name"]
             assert row["run"] in results["runs"]
+
+
+def test_other_pages_refer_to_the_figures_of_speed_instead_of_repeating_them(
+    repo_dir: Path,
+) -> None:
+    folders = ("guide", "howto", "tasks", "adding")
+    pages = [page for name in folders for page in (repo_dir / "docs" / name).glob("*.md")]
+    repeated = []
+    for page in (*pages, repo_dir / "README.md", repo_dir / "docs/index.md"):
+        text = re.sub(
+            r"^(```).*?^\1|<!-- generated: .*?<!-- end: ",
+            "",
+            page.read_text("utf-8"),
+            flags=re.MULTILINE | re.DOTALL,
+        )
+        figures = re.findall(r"\d ?× (?:the|as|copy)|\d ?[GM]i?B/s|times as \w+", text)
+        repeated += [f"{page.relative_to(repo_dir)}: {figure}" for figure in figures]
+    assert repeated == []
