@@ -1,19 +1,17 @@
-"""Draws the rows of a bench as bars: ``python -m scripts.benchmarks.chart JSON SVG [REGEX]``.
+"""Draw published results (``results.json``) as bars: docs/pictures/speed.svg.
 
-The JSON is what ``scripts/bench … --json FILE`` writes. Of its rows those are drawn that compare
-``ckpt`` with a copy of the same bytes (``× copy``), or another tool with ``ckpt`` (``× ours``), and
-whose names match.
+Of the rows those are drawn that compare ``ckpt`` with a copy of the same bytes (``× copy``), or
+another tool with ``ckpt`` (``× ours``), with fsync. ``scripts/make_reference`` writes the picture.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from scripts.benchmarks.results import NO_FSYNC, read_rows
 
 _ROW, _BAR, _WIDTH, _NAMES, _END, _MARGIN = 26, 16, 940, 400, 90, 20
 _STYLE = """
@@ -35,6 +33,27 @@ GROUPS = {
     ("× ours", True): ("other", "Memory of other tools for the same work, in that of ckpt", "ckpt"),
 }
 """Unit and whether it is of memory → class of the bars, the heading above, and what 1 is."""
+
+_DRAWN = re.compile("^reshard|^convert (dcp-4|dcp-1|megatron-tp8) |torch, (dcp-1|dcp-4)|save")
+"""Names of the rows that are drawn: the picture would be too long with all of them."""
+
+
+def read_drawn_rows() -> list[dict[str, Any]]:
+    """Return the published rows that are drawn."""
+    return [
+        row
+        for row in read_rows("conversions")
+        if group_of(row) in GROUPS and NO_FSYNC not in row["name"] and _DRAWN.search(row["name"])
+    ]
+
+
+def describe_picture() -> str:
+    """Return the alternative text: the range of each group."""
+    texts = []
+    for group, (_, heading, _unit) in GROUPS.items():
+        results = [row["result"] for row in read_drawn_rows() if group_of(row) == group]
+        texts += [f"{heading}: {min(results):.2g} to {max(results):.3g}"] if results else []
+    return "; ".join(texts)
 
 
 def group_of(case: Any) -> tuple[str, bool]:
@@ -102,26 +121,3 @@ def _text(
     place = {"x": f"{x:.1f}", "y": f"{y}", "text-anchor": anchor, "font-weight": weight}
     place |= {"class": kind} if kind else {}
     ElementTree.SubElement(svg, "text", place).text = text
-
-
-def main() -> int:
-    """Draw the chart."""
-    if not 3 <= len(sys.argv) <= 4:
-        print(__doc__)
-        return 2
-    source, target, *pattern = sys.argv[1:]
-    cases = json.loads(Path(source).read_text("utf-8"))["cases"]
-    chosen = [
-        case
-        for case in cases
-        if group_of(case) in GROUPS and re.search(pattern[0] if pattern else "", case["name"])
-    ]
-    if not chosen:
-        print(f"{source}: no row is a ratio of times and matches")
-        return 1
-    Path(target).write_text(chart_of(chosen), encoding="utf-8")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

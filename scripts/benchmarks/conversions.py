@@ -25,7 +25,19 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
-from scripts.benchmarks.measure import Case, Page, Run, ckpt, in_turn, remove, run, table, warm
+from scripts.benchmarks.measure import (
+    Case,
+    Page,
+    Run,
+    add_result_options,
+    ckpt,
+    in_turn,
+    remove,
+    run,
+    table,
+    warm,
+)
+from scripts.benchmarks.results import record_cases
 
 GIB = 1 << 30
 TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
@@ -389,7 +401,7 @@ def _options() -> argparse.Namespace:
         metavar="DIR",
         help="where to work [build/ of this repository]; needs 4 times the largest size",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
+    add_result_options(parser)
     return parser.parse_args()
 
 
@@ -420,6 +432,8 @@ def main() -> int:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     else:
         print(json.dumps(result))
+    if options.record:
+        record_cases(bench.cases)
     return 1 if bench.failures else 0
 
 

@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from scripts.benchmarks.results import record_cases
+
 MIB = 1 << 20
 
 
@@ -91,6 +93,19 @@ class Case:
             "copy_s": [round(copy, 4) for copy in self.copies],
             "peak_rss_bytes": self.rss_bytes,
         }
+
+    def as_row(self) -> dict[str, object]:
+        """Return what is published of the row: ``results.json``."""
+        row: dict[str, object] = {
+            "name": self.name,
+            "result": float(f"{self.result:.3g}"),
+            "unit": self.unit,
+        }
+        if self.value is None and len(self.ratios) > 1:
+            row["range"] = [round(min(self.ratios), 2), round(max(self.ratios), 2)]
+        if self.rss_bytes is not None and self.unit != "MB":
+            row["memory_mb"] = [round(self.rss_bytes / 1e6)] * 2
+        return row
 
 
 class CommandError(Exception):
@@ -243,8 +258,19 @@ def page_parser(prog: str, description: str | None, *, runs: int) -> argparse.Ar
         metavar="DIR",
         help="where to work [the system's temporary directory]",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
+    add_result_options(parser)
     return parser
+
+
+def add_result_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say where the results go."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here as well")
+    parser.add_argument(
+        "--record",
+        action="store_true",
+        help="publish the rows: write them to scripts/benchmarks/results.json; afterwards run "
+        "scripts/make_reference",
+    )
 
 
 def run_page(options: argparse.Namespace, measure: Callable[[Page], None]) -> int:
@@ -270,6 +296,8 @@ def run_page(options: argparse.Namespace, measure: Callable[[Page], None]) -> in
     }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.record:
+        record_cases(page.cases)
     return 1 if page.failures else 0
 
 

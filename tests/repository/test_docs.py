@@ -136,14 +136,6 @@ def test_no_heading_stands_twice_on_a_page_and_no_paragraph_on_two() -> None:
     assert [(words, names) for words, names in pages_of.items() if len(names) > 1] == []
 
 
-def test_the_figures_of_the_readme_are_those_of_the_numbers() -> None:
-    section = text_of(ROOT / "README.md").partition("## Performance")[2].partition("\n## ")[0]
-    figures = re.findall(r"\d+(?:\.\d+)? (?:×|s\b|MB)", section)
-    assert len(figures) >= 5
-    numbers = re.findall(r"\d+(?:\.\d+)?", text_of(ROOT / "docs/explanation/numbers.md"))
-    assert [figure for figure in figures if figure.split()[0] not in numbers] == []
-
-
 def test_every_page_is_on_the_first_one() -> None:
     linked = {match["target"] for match in _LINK.finditer(text_of(ROOT / "docs/index.md"))}
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md")}

@@ -370,7 +370,7 @@ def _collect_notes(
         result: what is written.
         source_notes: notes of checks of the sources.
     """
-    from core.verbs.convert.report.lightning import model_options
+    from core.verbs.convert.report.wrapped_model import model_options
 
     format, target, catalog = result.format, result.target, result.form.catalog
     notes = [
