@@ -33,7 +33,7 @@ from core.engine.catalog.file_image import CrcOf, FileImage, Literal, PlacedArra
 from core.engine.catalog.stored import Coords, PlannedArray
 from core.engine.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
-from core.formats.element_types import check_dtypes
+from core.formats.format import check_dtypes
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass

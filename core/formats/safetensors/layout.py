@@ -23,7 +23,7 @@ from core.engine.catalog.facets import PipelineFacts, WeightFileFacts, WriteOpti
 from core.engine.catalog.file_image import FileImage, literal_file
 from core.engine.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
-from core.formats.element_types import check_dtypes
+from core.formats.format import check_dtypes
 from core.formats.huggingface.files import file_images
 from core.formats.huggingface.index import INDEX_SUFFIX as ANY_INDEX_SUFFIX
 from core.formats.safetensors.files import DEFAULT_METADATA, INDEX_SUFFIX, STEMS, SUFFIX

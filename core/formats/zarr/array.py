@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import CorruptError, UnsafeError, UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.zarr.grid import ChunkGrid
 from core.pickle.fields import FieldReader
 from core.values import dataclass
@@ -249,8 +250,6 @@ def check_stored_dtypes(dtypes: Mapping[str, str]) -> None:
     Raises:
         UnsupportedError: names the first tensor.
     """
-    from core.formats.element_types import check_dtypes
-
     check_dtypes(dtypes, lambda dtype: dtype.name in _V3_DTYPES, owner="zarr")
 
 

@@ -38,6 +38,7 @@ from core.arrays.checksum import crc32_combine, crc32_of_zeros
 from core.arrays.dtypes import DTYPES, itemsize
 from core.engine.catalog.file_image import CrcOf, FileImage, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.torch.zip.container import (
     CENTRAL,
     END,
@@ -361,10 +362,7 @@ def plan_tree(
 
     with gc_paused():
         pickle = dumps(value, persistent_id=persistent_id, reducers={TensorLeaf: reduce})
-    if not all(DTYPES[dtype].is_in_torch for dtype in set(dtypes.values())):
-        from core.formats.element_types import check_dtypes
-
-        check_dtypes(dtypes, lambda dtype: dtype.is_in_torch, owner="torch")
+    check_dtypes(dtypes, lambda dtype: dtype.is_in_torch, owner="torch")
     storage_bytes = tuple(array.n_bytes for array in arrays)
     archive = (
         _plan_records(prefix, len(pickle), storage_bytes)
