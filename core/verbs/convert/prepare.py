@@ -370,8 +370,6 @@ def _collect_notes(
         result: what is written.
         source_notes: notes of checks of the sources.
     """
-    from core.verbs.convert.report.wrapped_model import model_options
-
     format, target, catalog = result.format, result.target, result.form.catalog
     notes = [
         *source.notes,
@@ -395,9 +393,12 @@ def _collect_notes(
     modules = [path for path in target.files if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
-    options = None if format.keeps_nesting else model_options(catalog)
-    if options is not None:
-        notes.append(f"to write only the model, under its own names, add {options}")
+    if not format.keeps_nesting and catalog.args is None:
+        from core.engine.catalog.wrapped_model import model_options
+
+        options = model_options(catalog)
+        if options is not None:
+            notes.append(f"to write only the model, under its own names, add {options}")
     return notes
 
 
@@ -457,10 +458,10 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     if format.lay_out is None:
         names = [writable.name for writable in formats() if writable.lay_out is not None]
         hint = f"choose a format to write with --to: {', '.join(names)}"
-        if format.name == "deepspeed":
-            hint = (
-                "--to deepspeed_universal, without sizes, writes what loads on any number of GPUs; "
-                + hint
-            )
+        # A form of the format that can be written is one that loads on any number of GPUs.
+        for name in names:
+            if name.startswith(f"{format.name}_"):
+                advice = "without sizes, writes what loads on any number of GPUs"
+                hint = f"--to {name}, {advice}; {hint}"
         raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format
