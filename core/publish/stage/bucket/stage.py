@@ -126,10 +126,12 @@ class StoreDestination(OutputDestination):
 
     @override
     def describe_remains(
-        self, *, inode: int | None, keeps_partial: bool, command: str | None
+        self, *, has_begun: bool, inode: int | None, keeps_partial: bool, command: str | None
     ) -> str:
         if inode is not None:
             return f"{self.dst} was already complete"
+        if not has_begun:
+            return "nothing was written (rerun the same command)"
         if keeps_partial and can_continue_uploads(self.dst):
             again = (
                 "rerun the same command to continue" if command is None else f"continue: {command}"
