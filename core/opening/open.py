@@ -161,7 +161,7 @@ def open_checkpoint(
             f"iteration {iteration} was requested, but the checkpoint "
             + ("records no iteration" if number is None else f"is iteration {number}"),
             file=str(path),
-            hint="point at the directory that holds the iterations",
+            hint="pass the directory that holds the iterations",
         )
     return Checkpoint(
         location.path,

@@ -342,8 +342,8 @@ class _ColumnBuilder:
             hint = _hint_of(class_name)
             kind = CorruptError if hint is None else UnsupportedError
             hint = hint or (
-                "this is not the checkpoint's .metadata: copy the one that was saved with these "
-                ".distcp files"
+                "this is not the checkpoint's .metadata; copy the .metadata that was saved with "
+                "these .distcp files"
             )
             raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
@@ -451,7 +451,7 @@ class _ColumnBuilder:
             and offset + n_bytes < _MAX_EXTENT
         ):
             raise CorruptError(
-                f"an item has the impossible position of {describe_value(n_bytes)} bytes at byte "
+                f"an item has an impossible position: {describe_value(n_bytes)} bytes at byte "
                 f"{describe_value(offset)}",
                 key=key,
             )

@@ -226,7 +226,9 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
         f"{', '.join(folders)} are read as one checkpoint (verl loads only separate directories)"
     ]
     if not folders[0].startswith("model/"):
-        notes.append("it does not contain the weights: to read them, pass model/huggingface")
+        notes.append(
+            "the checkpoint does not contain the weights; to read them, pass model/huggingface"
+        )
     return catalog.with_facet(TorchDistFacts(dialects[0], metadata.mcore_data)).noted(notes)
 
 

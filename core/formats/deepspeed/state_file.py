@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MAX_ELEMENTS = 1 << 62
 MIXED_STEPS_HINT = (
-    "the files may be from different saves: copy those of all ranks from one save into an empty "
-    "directory"
+    "the files may be from different saves; copy the files of all ranks from one save into an "
+    "empty directory"
 )
 SAVE_ANEW_HINT = (
-    "load the checkpoint with the DeepSpeed version that wrote it and save it again with another "
-    "one, or use an older checkpoint"
+    "load the checkpoint with the DeepSpeed version that wrote it and save it again with a "
+    "different one, or use an older checkpoint"
 )
 
 

@@ -133,7 +133,7 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
     try:
         fields = get_arguments(_read_model(store))
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
+        note = f"no training arguments, because {MODEL_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= get_saved_sizes(catalog)
     embedding = find_embedding(catalog)
@@ -236,7 +236,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         fields = get_arguments({str(name): value for name, value in model.items()})
         fields |= _rope_of(fields)
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments: {MODEL_YAML} cannot be used: {err.message}"
+        note = f"no training arguments, because {MODEL_YAML} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= {
         "tensor_model_parallel_size": 1,

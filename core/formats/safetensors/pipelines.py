@@ -75,7 +75,9 @@ def component_folders(store: ReadStore) -> tuple[str, ...]:
         is_component = isinstance(place, list) and len(place) == 2
         if is_component and isinstance(place, list) and isinstance(place[1], str):
             if "/" in check_name(name, found_in=INDEX):
-                raise UnsafeError(f"the component {name!r} is not a directory's name", file=INDEX)
+                raise UnsafeError(
+                    f"the component name {name!r} is not a directory name", file=INDEX
+                )
             names.append(name)
     return tuple(names)
 

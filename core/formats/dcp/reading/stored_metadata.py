@@ -102,7 +102,7 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                 raise MissingShardError(
                     f"{METADATA} is not in this directory but above it, in {folder}",
                     file=store.label,
-                    hint=f"point at {quote(str(folder))}",
+                    hint=f"pass {quote(str(folder))}",
                 )
         raise _unwritten(METADATA, store, file=store.label)
     return join_folders([(folder, read_metadata_in(store, folder)) for folder in folders], store)

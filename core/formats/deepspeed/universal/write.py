@@ -405,7 +405,7 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed uses an entry of this name for another purpose",
+                "DeepSpeed uses an entry of this name for a different purpose",
                 key=key,
                 hint=rename_hint([key]),
             )
