@@ -146,7 +146,7 @@ def open_checkpoint(
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
             keys = some_of(list(left_out))
-            notes = (*notes, f"left out, as an index lists it without data: {keys}")
+            notes = (*notes, f"left out, because an index lists it without data: {keys}")
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):

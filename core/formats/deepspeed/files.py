@@ -211,8 +211,8 @@ def list_rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
     # Without model files, the flat groups cannot be divided into parameters.
     if (optim or experts or expert_optim) and model is None and not zero_models:
         raise MissingShardError(
-            "*_model_states.pt, which names the parameters, is missing; there are only files of "
-            "the optimizer or of experts",
+            "*_model_states.pt, which names the parameters, is missing; there are only "
+            "optimizer or expert files",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )

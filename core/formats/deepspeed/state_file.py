@@ -90,7 +90,7 @@ class StateFile:
         """
         array = self.tensor(value, path)
         if len(array.shape) != 1 or array.extent.strides is not None:
-            raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat one")
+            raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat tensor")
         return array
 
     def shapes(self, value: object, path: str) -> Shapes:

@@ -457,7 +457,7 @@ class _ShardMerger:
             )
         if listed_shard not in (None, shard):
             raise CorruptError(
-                f"{index.file} lists the entry in {listed_shard}",
+                f"{index.file} lists the entry in {listed_shard}, not in this file",
                 file=shard,
                 key=name,
                 hint=STALE_INDEX_HINT,

@@ -261,6 +261,6 @@ def _rope_of(fields: Mapping[str, object]) -> dict[str, object]:
     for name, number in _ROPE.items():
         if fields.get(name, number) != number:
             raise UnsupportedError(
-                f"{name} is {fields[name]}, and Megatron-LM's arguments allow only {number}"
+                f"{name} is {fields[name]}, but Megatron-LM's arguments allow only {number}"
             )
     return {"use_rope_scaling": True, "rope_scaling_factor": factor}

@@ -269,7 +269,7 @@ def _parse_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterat
     lengths = cursor.numbers(n)
     kinds = cursor.numbers(n)
     if set(kinds) - {0, 1}:
-        raise CorruptError(f"a value has the unknown kind {max(kinds)}")
+        raise CorruptError(f"a value is of unknown kind {max(kinds)}")
     # File numbers and offsets are only listed for the values in data files.
     indirect_lengths = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     numbers = cursor.numbers(len(indirect_lengths))

@@ -375,7 +375,7 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
                 problem = (
                     f"{index.file} does not list the tensor"
                     if listed_file is None
-                    else f"{index.file} lists the tensor in {listed_file}"
+                    else f"{index.file} lists the tensor in {listed_file}, not in this file"
                 )
                 raise CorruptError(problem, file=name, key=key, hint=STALE_INDEX_HINT)
     return _size_notes(sum(header.n_bytes for header in headers), index)

@@ -314,7 +314,7 @@ def _arrays_in_order(
         )
         end = max(end, entry.end)
     if start + end < size and not n_refused:
-        message = f"{size - start - end} bytes after the last tensor do not belong to any"
+        message = f"{size - start - end} bytes after the last tensor do not belong to any tensor"
         report(CorruptError(message, file=file, span=(start + end, size), rule="safetensors.rest"))
     return arrays
 

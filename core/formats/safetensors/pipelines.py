@@ -17,7 +17,7 @@ name, so the result is a pipeline again (``PipelineFacts``).
 
 Not supported: a component with a directory that is a pipeline itself; objects of a component, which
 are listed as not carried; a pipeline that is written with some of its components only (a component
-alone is a checkpoint: point at its directory).
+alone is a checkpoint: pass its directory).
 Directories that ``model_index.json`` does not list are separate checkpoints.
 
 Source: diffusers 0.42.1 ``pipelines/pipeline_utils.py``, whose pipeline is pinned in tests/golden

@@ -208,8 +208,8 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
     flat = [key for key in tensors if key.rpartition(".")[2] == FLAT_PARAMETER]
     if flat:
         notes.append(
-            f"{some_of(flat)}: flat parameters of FSDP (a local state dict), with one axis; the "
-            "files record no shapes of the parameters in them"
+            f"{some_of(flat)}: flat FSDP parameters (a local state dict) with one axis; the files "
+            "do not record the shapes of the original parameters"
         )
     return MergedFiles(
         tensors=_tied(tensors),

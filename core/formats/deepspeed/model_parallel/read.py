@@ -271,7 +271,9 @@ def _join_modules(
         shards = []
         for model in models:
             if name not in model.module:
-                raise model.state.mismatch("other ranks have the parameter", key=name)
+                raise model.state.mismatch(
+                    "the parameter is missing from this rank, but other ranks have it", key=name
+                )
             shards.append(whole_tensor(model.module[name]))
         if len(models) == 1:
             weights[name] = shards[0]

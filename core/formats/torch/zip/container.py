@@ -338,7 +338,9 @@ class _ArchiveReader:
             values = self._unpack_end64(tail, at, expected_end, values)
         disk, first_disk, n_on_disk, n_entries, n_bytes, offset = values
         if disk or first_disk or n_on_disk not in (n_entries, U16):
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
         if n_bytes > _MAX_DIRECTORY_BYTES:
             raise CapacityError(
                 f"the zip's directory is {n_bytes >> 20:,} MiB long; the limit is "
@@ -368,7 +370,9 @@ class _ArchiveReader:
         end_bytes = END64.size + LOCATOR64.size + END.size
         _, disk, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
         if disk or n_disks > 1:
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
         record_at = at - LOCATOR64.size - END64.size
         if at64 != expected or record_at < 0:
             self._contradiction(
@@ -482,7 +486,9 @@ class _ArchiveReader:
                 )
             )
         if disk:
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
 
     def _check_compression(self, entries: list[_DirectoryEntry]) -> None:
         """Check that every record is stored, or deflated to a possible length."""
