@@ -77,11 +77,7 @@ def test_a_file_names_them(tmp_path: Path, text: str) -> None:
     ("names", "message"),
     [
         (["b", "a", "c"], "parameter 0 would be b, but its master weights do not round"),
-        (
-            ["a", "c", "b"],
-            r"parameter 1 is named c, which has shape \[5\], but its optimizer state has shape "
-            r"\[4, 3\]",
-        ),
+        (["a", "c", "b"], r"is named c, which has shape \[5\], but .* state has shape \[4, 3\]"),
         (["a", "b", "d"], "no parameter 'd'"),
         (["a", "b"], "the file has 2 names, but the optimizer has 3 parameters"),
         (["a", "a", "b"], "'a' is listed twice"),
