@@ -246,7 +246,7 @@ CONTRADICTIONS = {
     "two equal names": (
         zipped([("a/data.pkl", b"N."), ("a/data.pkl", b"N.")]),
         CorruptError,
-        "two records 'data.pkl'",
+        "two records named 'data.pkl'",
     ),
     "two roots": (
         zipped([("a/data.pkl", b"N."), ("b/data/0", b"12")]),
