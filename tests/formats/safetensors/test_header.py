@@ -244,10 +244,10 @@ BROKEN: dict[
     "no data": ({"w": entry()}, 0, TruncatedError, "the tensor ends at byte"),
     "trailing bytes": ({"w": entry()}, 9, CorruptError, "1 bytes after the last tensor"),
     "data without tensors": ("{}", 3, CorruptError, "3 bytes after the last tensor"),
-    "half a surrogate pair": ('{"\\ud800":' + W + "}", 8, CorruptError, "not valid text"),
-    "no UTF-8": (b'{"\xff":' + W.encode() + b"}", 8, CorruptError, "not valid text"),
+    "half a surrogate pair": ('{"\\ud800":' + W + "}", 8, CorruptError, "an invalid string"),
+    "no UTF-8": (b'{"\xff":' + W.encode() + b"}", 8, CorruptError, "an invalid string"),
     "no UTF-8 in an entry": (b'{"w":{"\xff":1}}', 0, CorruptError, "the entry is not valid JSON"),
-    "an escape that is none": ('{"\\x":' + W + "}", 8, CorruptError, "not valid text"),
+    "an escape that is none": ('{"\\x":' + W + "}", 8, CorruptError, "an invalid string"),
 }
 
 
