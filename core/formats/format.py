@@ -99,6 +99,8 @@ class Format:
         load_call: returns the call of the format's own library that loads what was written, given
             the destination, the catalog and the files (``core.formats.load_calls``); None if there
             is none, or none for these files.
+        written_as: name of a format of the same software to propose as the destination; for
+            read-only formats.
         reading_once: returns a context in which metadata that several readers need is parsed once.
     """
 
@@ -138,6 +140,7 @@ class Format:
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
     load_call: Callable[[Path, TargetCatalog, Sequence[FileImage]], str | None] | None = None
+    written_as: str | None = None
     reading_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:

@@ -163,6 +163,11 @@ def choose_family(
     return plainest[0]
 
 
+def list_fitting_families(fields: Mapping[str, object], features: frozenset[str]) -> list[Family]:
+    """Return the families whose models may have such arguments, whatever their tensors are."""
+    return [family for family in families().values() if not _misfits_of(family, fields, features)]
+
+
 def _misfits_of(
     family: Family, fields: Mapping[str, object], features: frozenset[str]
 ) -> list[str]:

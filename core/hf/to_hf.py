@@ -8,7 +8,7 @@ destinations, DeepSpeed's, the optimizer gets the same names (``core.hf.optimize
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog, StoredObject
@@ -17,10 +17,11 @@ from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
 from core.engine.catalog.key_patterns import natural_order
 from core.engine.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
 from core.engine.catalog.tensor import Tensor
-from core.errors import MissingShardError, UnsupportedError
-from core.hf.choice import choose_family
+from core.errors import CorruptError, MissingShardError, UnsupportedError
+from core.hf.choice import choose_family, list_fitting_families
 from core.hf.config_json.config import build_config, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
+from core.hf.config_json.rope import list_unsaid_rope
 from core.hf.family import Family
 from core.hf.name_tables import Pair, pairs_of
 from core.hf.notes import list_model_notes
@@ -77,10 +78,11 @@ def to_hf(
 
     # Derive the model from the arguments and choose its family.
     model = model_of(fields, n_rows=_true_vocab_size(catalog), n_tensors=len(weights))
+    requested = family or model_type
     family = choose_family(
         fields,
         model.features,
-        requested=family or model_type,
+        requested=requested,
         origin=None if origin is None else origin.model_type,
     )
     classified = family
@@ -89,17 +91,22 @@ def to_hf(
     head = choose_value_head(weights, classified, None if origin is None else origin.config)
 
     # Find the weight of every pair. Every weight must be used, so that none is lost silently.
-    pairs = _pairs_by_name(family if head is None else head.add_to(family), model, weights)
-    tensors = hf_tensors(catalog, pairs)
+    # A family that the arguments alone suggested may be the wrong one.
+    candidates = [family]
+    if requested is None and origin is None:
+        candidates = list_fitting_families(fields, model.features)
+    try:
+        pairs, tensors = _convert_weights(catalog, weights, family, model, head)
+    except (CorruptError, MissingShardError, UnsupportedError) as err:
+        fitting = _keep_fitting(candidates, catalog, weights, model, head)
+        names = [other.model_type for other in fitting]
+        if names:
+            err.hint = (
+                f"arguments and tensors fit: {', '.join(names)}; name one, as in "
+                f"--names hf:{names[0]}"
+            )
+        raise
     padding = list_padding(catalog.tensors, pairs)
-    unused = [key for key in weights if key not in pairs]
-    if unused:
-        suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
-        raise UnsupportedError(
-            f"{family.model_type} models in transformers do not have this tensor{suffix}",
-            key=unused[0],
-            hint=UNUSED_WEIGHT_HINT,
-        )
 
     # Convert the optimizer's states like the weights.
     objects: Mapping[str, StoredObject] = {}
@@ -121,6 +128,14 @@ def to_hf(
             origin, values, fields=fields, family=family, model=model, head=head
         )
         notes.append(note)
+        if origin is None:
+            likely = [other for other in candidates if list_unsaid_rope([other])]
+            unsaid = list_unsaid_rope(_keep_fitting(likely, catalog, weights, model, head))
+            if unsaid:
+                notes.append(
+                    f"the arguments cannot say whether the model has {' or '.join(unsaid)}: if it "
+                    f"has, pass its {CONFIG} with --config"
+                )
 
     result = Catalog(
         format=catalog.format,
@@ -156,6 +171,49 @@ def weights_of(catalog: Catalog) -> Mapping[str, Pair]:
     )
     head = choose_value_head(weights, family, None if origin is None else origin.config)
     return _pairs_by_name(family if head is None else head.add_to(family), model, weights)
+
+
+def _convert_weights(
+    catalog: Catalog,
+    weights: Mapping[str, Tensor],
+    family: Family,
+    model: Model,
+    head: ValueHead | None,
+) -> tuple[dict[str, Pair], dict[str, Tensor]]:
+    """Return the pairs of a family by Megatron's names, and the Hugging Face tensors.
+
+    Raises:
+        MissingShardError: a tensor is missing.
+        CorruptError: a tensor has another shape than the arguments imply.
+        UnsupportedError: the family does not have one of the tensors.
+    """
+    pairs = _pairs_by_name(family if head is None else head.add_to(family), model, weights)
+    tensors = dict(hf_tensors(catalog, pairs))
+    unused = [key for key in weights if key not in pairs]
+    if unused:
+        suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
+        raise UnsupportedError(
+            f"{family.model_type} models in transformers do not have this tensor{suffix}",
+            key=unused[0],
+            hint=UNUSED_WEIGHT_HINT,
+        )
+    return pairs, tensors
+
+
+def _keep_fitting(
+    candidates: Iterable[Family],
+    catalog: Catalog,
+    weights: Mapping[str, Tensor],
+    model: Model,
+    head: ValueHead | None,
+) -> Iterator[Family]:
+    """Yield the families that have exactly the tensors of a model."""
+    for family in candidates:
+        try:
+            _convert_weights(catalog, weights, family, model, head)
+        except (CorruptError, MissingShardError, UnsupportedError):
+            continue
+        yield family
 
 
 def _pairs_by_name(family: Family, model: Model, weights: Mapping[str, Tensor]) -> dict[str, Pair]:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
+from core.errors import CorruptError, MissingShardError
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.family import family_of
 from core.hf.names import is_hf, model_types
@@ -92,6 +93,7 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         or name == "ministral3_plain"
     ):
         untold |= {"rope_parameters"}
+        assert any(note.startswith("the arguments cannot say") for note in model.notes)
     if name == "qwen3_moe_sparse":
         untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
     if name == "ernie4_5_moe_sparse":  # the same in other words
@@ -107,8 +109,6 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         untold |= {"max_window_layers"}  # layer_types in other words
     if name in ("gpt2", "gpt_bigcode_heads"):
         untold |= {"n_inner"}  # null: four times the hidden size
-    if name == "minimax_m2":
-        untold |= {"rotary_dim"}  # partial_rotary_factor in other words
     differing = {
         key: (config_of_ours.get(key), value)
         for key, value in wanted.items()
@@ -123,6 +123,43 @@ def _as_megatron_saves_it(catalog: Catalog) -> Catalog:
     """The checkpoint with the arguments that Megatron's own run would save: all but the origin."""
     fields = {key: value for key, value in arguments(catalog).items() if key != ARGUMENT}
     return replace(catalog, args=make_namespace(fields))
+
+
+def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chosen(
+    tmp_path: Path,
+) -> None:
+    for name, text in (
+        ("phi3_longrope", "longrope scaling of the rotary embeddings (phi3)"),
+        ("olmo3_yarn", "in layers without a window (olmo3)"),
+        ("ministral3", "llama_4_scaling_beta (ministral3)"),
+        ("qwen3", None),
+    ):
+        folder = saved(name, tmp_path / name)
+        _, source = catalog_of(folder)
+        middle = to_megatron(source, config_of(folder))
+        notes = to_hf(_as_megatron_saves_it(middle)).notes
+        unsaid = [note for note in notes if note.startswith("the arguments cannot say")]
+        assert [text in note for note in unsaid if text] == ([True] if text else [])
+        assert all("--config" in note for note in unsaid)
+        assert not any(note in unsaid for note in to_hf(middle).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "families"),
+    [("olmo2", "olmo2, olmo3"), ("olmoe", "olmoe"), ("exaone4", "exaone4")],
+)
+def test_tensors_of_another_family_than_the_arguments_suggest_name_those_that_fit(
+    name: str, families: str, tmp_path: Path
+) -> None:
+    folder = saved(name, tmp_path / "model")
+    _, source = catalog_of(folder)
+    middle = _as_megatron_saves_it(to_megatron(source, config_of(folder)))
+    with pytest.raises((CorruptError, MissingShardError)) as refusal:
+        to_hf(middle)
+    assert refusal.value.hint == (
+        f"arguments and tensors fit: {families}; name one, as in --names hf:{name}"
+    )
+    assert to_hf(middle, model_type=name).tensors.keys() == source.tensors.keys()
 
 
 def test_what_arguments_cannot_say_comes_back_and_what_they_say_is_theirs(tmp_path: Path) -> None:

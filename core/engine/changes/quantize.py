@@ -25,8 +25,9 @@ torchao: ``X.qdata`` and its other parts (``torchao_weights``).
 
 MXFP4: ``X_blocks`` and ``X_scales`` of gpt-oss become ``X`` (``core.engine.quantize.from_mxfp4``).
 
-Written: ``X_scale_inv`` in float32, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)`` or, for one scale per tensor,
-``()``.
+Written, in float32: ``X_scale_inv``, ``(…, ⌈r / 128⌉, ⌈c / 128⌉)``, or ``()`` for one scale per
+tensor. If all scales are for complete tensors, they are ``X_scale``, ``(1,)``, as in
+compressed-tensors: vLLM and SGLang look for these names.
 
 Tensors with more than two axes (stacked layers, experts) are many matrices, each with its own
 scales.
@@ -437,7 +438,8 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
         and itemsize(tensor.dtype) >= 2
     ]
     kinds = _choose_kinds(catalog, matrices, rules)
-    scales_of = {key: f"{key}{_SUFFIXES[0]}" for key in kinds}
+    suffix, shape_of_one = ("_scale_inv", ()) if "block" in kinds.values() else ("_scale", (1,))
+    scales_of = {key: f"{key}{suffix}" for key in kinds}
     taken = next(
         (new for new in scales_of.values() if new in catalog.tensors or new in catalog.objects),
         None,
@@ -469,7 +471,9 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
             continue
         shape = tensor.shape
         blocks = (
-            (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:])) if kinds[key] == "block" else ()
+            (*shape[:-2], *(-(-n // BLOCK) for n in shape[-2:]))
+            if kinds[key] == "block"
+            else shape_of_one
         )
         tensors[key] = replace(
             tensor, dtype="float8_e4m3fn", tiling=compute_whole(partial(quantize_weight, key))
@@ -534,7 +538,7 @@ def _with_scales(skeleton: object, scales_of: Mapping[str, str]) -> object:
             path = (
                 (new,)
                 if isinstance(name, ListIndex)
-                else (*entry.path[:-1], f"{name}{_SUFFIXES[0]}")
+                else (*entry.path[:-1], f"{name}{new.removeprefix(entry.key)}")
             )
             leaves[path] = TensorLeaf(new)
     return nest_again(leaves)

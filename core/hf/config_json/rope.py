@@ -15,7 +15,8 @@ A family's table lists the types that its models may have (``rope``), and whethe
 only a part of each head's channels (``partial``: ``rotary_percent``).
 
 ``none``: a family without position embeddings; ``learned``: each position has an embedding, and
-nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4.
+nothing rotates. ``rotary_pct``: GPT-NeoX's names in files of transformers 4. ``rotary_dim``:
+MiniMax-M2's name for the number of channels that rotate, without which vLLM does not load it.
 
 ``windows``, ``full``: layers with a window rotate differently from the others::
 
@@ -42,7 +43,7 @@ scaling in layers with a window; OLMo 3 with two bases.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from core.errors import UnsupportedError
 from core.hf.config_json.per_layer import per_layer_arguments, per_layer_config
@@ -204,6 +205,24 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
     return None
 
 
+_UNSAID: Mapping[str, str] = {
+    "longrope": "longrope scaling of the rotary embeddings",
+    "full": "a scaling of the rotary embeddings in layers without a window",
+    "layers": "a scaling of the rotary embeddings in some layers",
+    "llama4": "llama_4_scaling_beta",
+}
+"""Type in a family's table → what ``config.json`` may state and no argument of Megatron does."""
+
+
+def list_unsaid_rope(candidates: Iterable[Family]) -> list[str]:
+    """List what no argument says about the rotary embeddings of models of some families."""
+    names_of: dict[str, list[str]] = {}
+    for family in candidates:
+        for rope in _UNSAID.keys() & family.rope:
+            names_of.setdefault(_UNSAID[rope], []).append(family.model_type)
+    return [f"{text} ({', '.join(sorted(names))})" for text, names in sorted(names_of.items())]
+
+
 def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, object]:
     """Return the entries of ``config.json`` for the rotary embeddings of training arguments.
 
@@ -266,6 +285,8 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         parameters["partial_rotary_factor"] = entries["partial_rotary_factor"] = part
         if "rotary_pct" in family.rope:
             entries |= {"rotary_pct": part, "rotary_emb_base": base}
+        if "rotary_dim" in family.rope:
+            entries["rotary_dim"] = round(part * count_of(fields, "kv_channels"))
     return entries
 
 

@@ -406,17 +406,41 @@ def _quantize(catalog: Catalog, job: Job) -> _ChangeStep:
     result = quantize(catalog, job.quantize)
     notes = [f"{len(result.keys)} tensors become float8_e4m3fn with scales", *result.notes]
 
-    # Describe them in ``quantization_config`` as DeepSeek-V3 does.
-    per_block = [bool(result.catalog.tensors[f"{key}_scale_inv"].shape) for key in result.keys]
-    config: dict[str, object] = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "quant_method": "fp8",
-        "weight_block_size": [BLOCK, BLOCK] if any(per_block) else None,
-    }
+    scales = [result.catalog.tensors.get(f"{key}_scale_inv") for key in result.keys]
     modules = [key.removesuffix(".weight") for key in result.remaining if key.endswith(".weight")]
-    if modules:
-        config["modules_to_not_convert"] = modules
+    if None in scales:
+        # One scale for each tensor: describe them as compressed-tensors does, which vLLM, SGLang
+        # and transformers read. Its target is every linear layer, and so a tied output layer.
+        number: dict[str, object] = {"num_bits": 8, "type": "float", "symmetric": True}
+        group = {
+            "targets": ["Linear"],
+            "weights": {**number, "strategy": "tensor", "dynamic": False},
+            "input_activations": {**number, "strategy": "tensor", "dynamic": True},
+        }
+        if "lm_head.weight" not in result.keys:
+            modules = [*modules, *({"lm_head"} - {*modules})]
+        config: dict[str, object] = {
+            "config_groups": {"group_0": group},
+            "format": "float-quantized",
+            "ignore": modules,
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+        }
+    else:
+        # Blocks: as DeepSeek-V3 does.
+        config = {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+        }
+        if modules:
+            config["modules_to_not_convert"] = modules
+        if any(tensor is not None and not tensor.shape for tensor in scales):
+            notes.append(
+                "some scales are of blocks and some of complete tensors: transformers dequantizes "
+                "both, but vLLM and SGLang expect one kind"
+            )
     return _ChangeStep(result.catalog, notes, edits={"quantization_config": config})
 
 

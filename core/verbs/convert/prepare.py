@@ -377,7 +377,7 @@ def _collect_notes(
         result: what is written.
         source_notes: notes of checks of the sources.
     """
-    from core.verbs.convert.report.lightning import model_options
+    from core.verbs.convert.report.wrapped_model import model_options
 
     format, target, catalog = result.format, result.target, result.form.catalog
     notes = [
@@ -466,10 +466,10 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     if format.lay_out is None:
         names = [writable.name for writable in formats() if writable.lay_out is not None]
         hint = f"choose a format to write with --to: {', '.join(names)}"
-        if format.name == "deepspeed":
+        if format.written_as is not None:
             hint = (
-                "--to deepspeed_universal, without sizes, writes what loads on any number of GPUs; "
-                + hint
+                f"--to {format.written_as}, without sizes, writes what loads on any number of "
+                f"GPUs; {hint}"
             )
         raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format

@@ -376,7 +376,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
     try:
         if not catalog.is_rank_local and catalog.args is None:
             if "args" not in catalog.objects:
-                from core.verbs.convert.report.lightning import model_options
+                from core.verbs.convert.report.wrapped_model import model_options
 
                 options = model_options(catalog, takes_submodule=True)
                 naming = "--config names one"

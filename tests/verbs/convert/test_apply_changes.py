@@ -227,9 +227,41 @@ def test_a_configuration_states_new_scales_and_what_has_none() -> None:
         "quantization_config": {**FP8, "modules_to_not_convert": ["lm_head"]},
     }
     assert result.config_notes == ("config.json: dtype is now bfloat16, quantization_config added",)
-    per_tensor = apply_changes(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
-    stated = json.loads(per_tensor.documents["config.json"])["quantization_config"]
-    assert stated["weight_block_size"] is None
+
+
+def test_one_scale_per_tensor_is_described_as_vllm_and_transformers_read_it() -> None:
+    config = {"model_type": "llama"}
+    catalog, store = stored({"model.l.up_proj.weight": torch.ones(2, 2)}, config=config)
+    changed = apply_changes(catalog, job(quantize=((None, "tensor"),)), config=config).catalog
+    assert list(changed.tensors) == ["model.l.up_proj.weight", "model.l.up_proj.weight_scale"]
+    stated = json.loads(changed.documents["config.json"])
+    quantization = stated["quantization_config"]
+    assert (quantization["quant_method"], quantization["format"]) == (
+        "compressed-tensors",
+        "float-quantized",
+    )
+    assert quantization["config_groups"]["group_0"]["weights"]["strategy"] == "tensor"
+    # Tied to the embedding, the output layer has no tensor, but is a linear layer all the same.
+    assert quantization["ignore"] == ["lm_head"]
+    wide = apply_changes(changed, job(dequantize="bf16"), config=stated)
+    assert list(wide.catalog.tensors) == ["model.l.up_proj.weight"]
+    assert moved(wide.catalog, store)["model.l.up_proj.weight"] == raw(
+        torch.ones(2, 2, dtype=torch.bfloat16)
+    )
+    assert "quantization_config" not in json.loads(wide.catalog.documents["config.json"])
+
+
+def test_two_kinds_of_scales_are_told_of() -> None:
+    config = {"model_type": "llama"}
+    catalog, _ = stored({"a.weight": torch.ones(2, 2), "b.weight": torch.ones(2, 2)}, config=config)
+    result = apply_changes(
+        catalog, job(quantize=(("a.*", "block"), ("b.*", "tensor"))), config=config
+    )
+    assert any("vLLM and SGLang expect one kind" in note for note in result.notes)
+    assert {key for key in result.catalog.tensors if "scale" in key} == {
+        "a.weight_scale_inv",
+        "b.weight_scale_inv",
+    }
 
 
 def test_a_configuration_that_was_made_already_counts_instead_of_the_carried_one() -> None:
