@@ -20,10 +20,10 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError, did_you_mean
 from core.verbs.explain.messages import read_messages
-from core.verbs.explain.search import Match, Section, plain_text, rank_sections, split_sections
+from core.verbs.explain.search import Match, PageSection, plain_text, rank_sections, split_sections
 
 if TYPE_CHECKING:
-    from ckpt_cli.screen.help_page import Section as HelpSection
+    from ckpt_cli.screen.help_page import Section
 
 _PACKAGE_DIR = Path(__file__).resolve().parents[1]
 _TASKS = "tasks"
@@ -97,14 +97,14 @@ def answer_blocks(question: str) -> Iterator[Block]:
 
 def find_answers(question: str) -> list[Match]:
     """Return the sections of all pages that share most words with a question, the best first."""
-    sections: list[Section] = []
+    sections: list[PageSection] = []
     for path in find_pages().values():
         weight = _WEIGHTS.get(path.stem, _WEIGHTS.get(path.parent.name, 1.0))
         sections += split_sections(path.stem, _read_page(path), weight=weight)
     return rank_sections(sections, question)
 
 
-def _name_command(section: Section) -> str:
+def _name_command(section: PageSection) -> str:
     """Return the command that shows a section."""
     if section.page == "troubleshooting":
         # The page is made of messages, which have their own command.
@@ -143,16 +143,16 @@ def _read_page(path: Path) -> str:
     return re.sub(r"<!--.*?-->\n*", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def topic_sections() -> Iterator[HelpSection]:
+def topic_sections() -> Iterator[Section]:
     """Yield the topics of ``ckpt help``: the tasks by title, the other pages by name."""
-    from ckpt_cli.screen.help_page import Section as HelpSection
+    from ckpt_cli.screen.help_page import Section
 
     pages = find_pages()
     tasks = {name: path for name, path in pages.items() if name.startswith(f"{_TASKS}/")}
     rows = [(name.rpartition("/")[2], _read_title(path)) for name, path in tasks.items()]
-    yield HelpSection("Topics (ckpt help TOPIC)", rows)
+    yield Section("Topics (ckpt help TOPIC)", rows)
     others = [name for name in pages if name not in tasks]
-    yield HelpSection("Pages (ckpt help PAGE)", [("", ", ".join(others))])
+    yield Section("Pages (ckpt help PAGE)", [("", ", ".join(others))])
 
 
 def _read_title(path: Path) -> str:

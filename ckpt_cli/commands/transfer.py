@@ -72,6 +72,7 @@ from ckpt_cli.workers.work_state import traffic_fields
 from core.engine.team.protocol import broadcast_result, gather_results, is_lead
 from core.errors import NoEffect, ReplicaMismatchError, UsageError, refuse_without_effect
 from core.files.remote_path import location_of
+from core.progress import Phase, Progress
 from core.values import changed_fields
 from core.verbs.convert.job import SIZES
 from core.verbs.convert.job_options import OPTIONS, parse_job
@@ -309,7 +310,14 @@ def _run(job: Job, workers: Team, options: TransferOptions) -> Report:
         remember_report(report, inode)
 
     try:
-        with show_progress(_form_of(options)) as progress:
+        with show_progress(_form_of(options)) as shown:
+
+            def progress(step: Progress) -> None:
+                # The stage is opened for the copy: what exists until then is another run's.
+                destination.has_begun |= step.phase is Phase.COPYING
+                if shown is not None:
+                    shown(step)
+
             report = _published_report(workers)
             if report is not None:
                 return report

@@ -206,7 +206,7 @@ def _remaining(history: LaunchHistory, dst: Path | None) -> str:
     if report is not None:
         return f"{report.dst} was already complete"
     # Workers that share a job always keep their partial output.
-    return InterruptedOutput(dst, keeps_partial=True).remaining()
+    return InterruptedOutput(dst, keeps_partial=True, has_begun=bool(history.attempts)).remaining()
 
 
 def _run(

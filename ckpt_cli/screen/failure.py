@@ -16,14 +16,14 @@ one line that tells what remains::
  code    meaning
 ======  ===============================================================
  0       success
- 1       findings (``validate``, ``diff``); nothing valid (``prune``), nothing known (``explain``)
- 2       usage: invalid request
+ 1       findings (``validate``, ``diff``), nothing valid (``prune``), nothing known (``explain``)
+ 2       usage: invalid request, no such source, or the destination exists
  3       the checkpoint is corrupt or incomplete
  4       unsupported format, layout or feature
  5       refused as unsafe
  6       input or output failed
  7       not enough memory or disk space
- 8       a worker failed
+ 8       a worker failed, or the hosts did not find each other
  70      internal error: a bug in ckpt
  129     hung up (SIGHUP)
  130     interrupted (SIGINT, Ctrl-C)

@@ -550,7 +550,7 @@ class ShardedObject(ShardedBase):
                 "the name does not have the form <key>/shard_<offset>_<shape>", key=unique_key
             )
         key, offset, shape = parts
-        # Old checkpoints have names such as key/shard_3_: offset 3 in a grid of unknown extent.
+        # Names of old checkpoints lack the last extent: key/shard_0.3_2 has the offset (0, 3).
         if len(shape) + 1 == len(offset):
             shape += (-1,)
         return cls(key, None, shape, offset, replica_id)

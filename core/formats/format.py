@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Protocol
 
-from core.errors import Report
+from core.arrays.dtypes import DTYPES, DType
+from core.errors import Report, UnsupportedError
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -99,6 +101,8 @@ class Format:
         load_call: returns the call of the format's own library that loads what was written, given
             the destination, the catalog and the files (``core.formats.load_calls``); None if there
             is none, or none for these files.
+        written_as: name of a format of the same software to propose as the destination; for
+            read-only formats.
         reading_once: returns a context in which metadata that several readers need is parsed once.
     """
 
@@ -138,6 +142,7 @@ class Format:
     own_folders: Callable[[ReadStore], Sequence[str]] | None = None
     list_indexed: Callable[[ReadStore], Collection[str]] | None = None
     load_call: Callable[[Path, TargetCatalog, Sequence[FileImage]], str | None] | None = None
+    written_as: str | None = None
     reading_once: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
@@ -213,3 +218,53 @@ Megatron-Bridge call them; Bridge writes them into the directory of the iteratio
 def no_folders(store: ReadStore) -> tuple[str, ...]:
     """Return (), for formats whose files are all in the checkpoint directory itself."""
     return ()
+
+
+_CAST_TO = "float32"
+"""The element type that hints propose."""
+
+
+def check_dtypes(dtypes: Mapping[str, str], holds: Callable[[DType], bool], *, owner: str) -> None:
+    """Raise if the element type of a tensor cannot be stored.
+
+    The hint names exactly the tensors that are refused, so that following it once is enough.
+
+    Args:
+        dtypes: key → canonical dtype of all tensors.
+        holds: returns whether tensors of an element type can be stored.
+        owner: what lacks the other types, for the message: ``zarr``.
+
+    Raises:
+        UnsupportedError: names the first tensor, and the number of the others.
+    """
+    lacking = {name for name in set(dtypes.values()) if not holds(DTYPES[name])}
+    if not lacking:
+        return
+    from core.arrays.cast import is_supported
+
+    refused = [key for key, dtype in dtypes.items() if dtype in lacking]
+    castable = [key for key in refused if is_supported(dtypes[key], _CAST_TO)]
+    fixed = [key for key in refused if not is_supported(dtypes[key], _CAST_TO)]
+    first = refused[0]
+    others = "" if len(refused) == 1 else f", nor those of {len(refused) - 1:,} other tensors"
+    casts = _write_options("--dtype", castable, f"={_CAST_TO}")
+    skips = _write_options("--exclude", fixed, "")
+    hint = f"cast with {casts}" if castable else ""
+    # Skipping everything would leave an empty result.
+    if fixed and len(refused) < len(dtypes):
+        hint += f"{' and ' if hint else ''}skip with {skips}"
+    elif len(refused) < len(dtypes):
+        hint += f", or skip with {_write_options('--exclude', refused, '')}"
+    raise UnsupportedError(
+        f"{owner} has no element type {dtypes[first]}{others}", key=first, hint=hint or None
+    )
+
+
+def _write_options(name: str, keys: Sequence[str], suffix: str) -> str:
+    """Return options whose patterns select exactly these keys, the first of many patterns."""
+    from core.engine.catalog.key_patterns import MAX_LISTED, fold_keys
+
+    patterns = [label for label, _ in fold_keys(dict.fromkeys(keys))]
+    options = [f"{name} {quote(pattern + suffix)}" for pattern in patterns[:MAX_LISTED]]
+    more = f" and {len(patterns) - MAX_LISTED:,} more" if len(patterns) > MAX_LISTED else ""
+    return " ".join(options) + more

@@ -15,90 +15,74 @@ them.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import shutil
 import statistics
-import subprocess
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-MIB = 1 << 20
-LOAD_EXTRA_BYTES = 128 * MIB
+from scripts.benchmarks.measure import MIB, Case, Page, page_parser, run, run_page
+
+LOAD_EXTRA_MIB = 128
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = page_parser("bench api", __doc__, runs=3)
     parser.add_argument(
         "--size", type=float, default=2.0, help="GiB of the whole state dict (default 2)"
     )
     parser.add_argument("--ranks", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--runs", type=int, default=3, help="measurements of each (default 3)")
-    parser.add_argument("--dir", type=Path, help="where to write (default: a temporary directory)")
     parser.add_argument(
-        "--async", dest="is_async", action="store_true", help="how long asynchronous saves block"
+        "--async",
+        dest="is_async",
+        action="store_true",
+        help="print how long asynchronous saves block; no --json, no --record",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
-    scratch_dir = Path(tempfile.mkdtemp(prefix="ckpt-bench-", dir=args.dir))
-    try:
-        command = [
+    options = parser.parse_args()
+    if options.is_async and (options.json or options.record):
+        parser.error("--async prints a table only: leave out --json and --record")
+    return run_page(options, measure)
+
+
+def measure(page: Page) -> None:
+    """Run the ranks and read what they measured."""
+    options = page.options
+    worker = f"{'async' if options.is_async else 'api'}_worker.py"
+    run(
+        [
             sys.executable,
             "-m",
             "torch.distributed.run",
             "--standalone",
-            f"--nproc-per-node={args.ranks}",
+            f"--nproc-per-node={options.ranks}",
+            Path(__file__).with_name(worker),
+            page.scratch_dir,
+            str(options.size),
+            str(options.runs),
         ]
-        worker = Path(__file__).with_name("async_worker.py" if args.is_async else "api_worker.py")
-        command += [str(worker), str(scratch_dir), str(args.size), str(args.runs)]
-        root = str(Path(__file__).resolve().parents[2])
-        done = subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root}
-        )
-        if done.returncode != 0:
-            sys.stderr.write(done.stderr[-6000:])
-            return 1
-        found = json.loads((scratch_dir / "result.json").read_text())
-    finally:
-        shutil.rmtree(scratch_dir, ignore_errors=True)
-    print(
-        json.dumps(found) if args.json else _table_async(found) if args.is_async else _table(found)
     )
-    return 0
+    results = json.loads((page.scratch_dir / "result.json").read_text())
+    if options.is_async:
+        print(_table_async(results))
+    else:
+        for verb, tools in results.items():
+            page.add(*(case for case in _list_cases(verb, tools) if page.wants(case.name)))
 
 
-def _table(found: dict[str, dict[str, list[dict[str, float]]]]) -> str:
-    lines = [f"{'':24}{'seconds (median)':>18}{'× ckpt (median, range)':>28}{'memory above':>16}"]
-    for verb, tools in found.items():
-        ours = [run["seconds"] for run in tools["ckpt"]]
-        for name, runs in tools.items():
-            seconds = [run["seconds"] for run in runs]
-            ratios = [theirs / mine for theirs, mine in zip(seconds, ours, strict=True)]
-            extra = max(run["extra_bytes"] for run in runs) / MIB
-            spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
-            lines.append(
-                f"{verb} "
-                f"{name:<19}{statistics.median(seconds):>18.2f}{spread:>28}{f'{extra:.0f} MiB':>16}"
-            )
-    extra = max(run["extra_bytes"] for run in found["load"]["ckpt"])
-    verdict = "met" if extra <= LOAD_EXTRA_BYTES else "NOT met"
-    lines.append(f"load of ckpt takes at most 128 MiB beside the state dict: {verdict}")
-    for verb, tools in found.items():
-        ours = [run["seconds"] for run in tools["ckpt"]]
-        worst = min(
-            statistics.median(run["seconds"] / mine for run, mine in zip(runs, ours, strict=True))
-            for name, runs in tools.items()
-            if name != "ckpt"
-        )
-        lines.append(
-            f"{verb}: at least as fast as the others: {'met' if worst >= 1 else 'NOT met'} "
-            f"({worst:.2f})"
-        )
-    return "\n".join(lines)
+def _list_cases(verb: str, tools: dict[str, list[dict[str, float]]]) -> Iterator[Case]:
+    """Yield the rows of saving, or of loading."""
+    ours = [run["seconds"] for run in tools["ckpt"]]
+    for name, runs in tools.items():
+        seconds = [run["seconds"] for run in runs]
+        work = verb if name == "ckpt" else f"{verb} of {name}"
+        if name == "ckpt":
+            yield Case(work, value=statistics.median(seconds), unit="s")
+        else:
+            ratios = [theirs / own for theirs, own in zip(seconds, ours, strict=True)]
+            yield Case(work, 1, values=ratios, unit="× ours", is_lower_better=False)
+        extra = max(run["extra_bytes"] for run in runs) / MIB
+        reach = LOAD_EXTRA_MIB if work == "load" else None
+        yield Case(f"{work}: memory beside the state dict", reach, value=extra, unit="MiB")
 
 
 def _table_async(found: dict[str, dict[str, list[float]]]) -> str:

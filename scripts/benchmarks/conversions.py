@@ -10,7 +10,6 @@ megatron-core needs a model to write them.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import shutil
@@ -36,8 +35,8 @@ from scripts.benchmarks.measure import (
     run,
     table,
     warm,
+    write_results,
 )
-from scripts.benchmarks.results import record_cases
 
 GIB = 1 << 30
 TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
@@ -422,18 +421,12 @@ def main() -> int:
         shutil.rmtree(scratch_dir, ignore_errors=True)
         if bench.cases:
             print(table(bench.cases))
-    result = {
+    facts = {
         "machine": machine,
         "size_bytes": round(options.size * GIB),
-        "cases": [case.as_dict() for case in bench.cases],
+        "failures": bench.failures,
     }
-    result["failures"] = bench.failures
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    else:
-        print(json.dumps(result))
-    if options.record:
-        record_cases(bench.cases)
+    write_results(bench.cases, options, facts)
     return 1 if bench.failures else 0
 
 

@@ -1,4 +1,4 @@
-"""Speed of per-byte work on a device, as Markdown tables, in one run.
+"""Speed of per-byte work on a device, in one run.
 
 First the limits: how fast bytes go to the device and back, alone and at once, from pinned and from
 other memory, and within the device. Then every kind of work: the processor's way, the kernel on
@@ -10,12 +10,10 @@ tables then show what it costs there, and nothing about a GPU.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -35,6 +33,7 @@ from core.engine.device.device import (
 from core.engine.device.lane import PIECE_BYTES, Lane, as_tensor, host_buffer, lane_of
 from core.engine.fingerprint.kernel import factors_on, products_kernel
 from core.engine.numbers.facts_on_device import extremes_kernel
+from scripts.benchmarks.measure import Case, add_result_options, table, write_results
 
 CASTS = (
     ("float32", "bfloat16"),
@@ -130,9 +129,33 @@ def kernel_rate(lane: Lane, work: str, rounds: int) -> float | None:
     return rate(n * len(data), timed(lane, lambda: [kernel(data) for _ in range(n)], rounds=rounds))
 
 
+def list_cases(lane: Lane, threads: Sequence[int], *, n_bytes: int, rounds: int) -> Iterator[Case]:
+    """Yield the limits, and the rows of each kind of work.
+
+    Raises:
+        SystemExit: the device's bits are not the processor's.
+    """
+    for name, speed in limits(lane, n_bytes, rounds).items():
+        yield Case(f"copy, {name}", value=speed, unit="GB/s")
+    for work in (*(cast_work(*pair) for pair in CASTS), *OTHERS):
+        trial = trial_of(work)
+        able = Device(lane.device.torch_name, work=frozenset({work}))
+        if not trial.is_exact(able):
+            raise SystemExit(f"{work}: the bits of {able.torch_name} are not the processor's")
+        if (kernel := kernel_rate(lane, work, rounds)) is not None:
+            yield Case(f"{work}, kernel alone", value=kernel, unit="GB/s")
+        for n in threads:
+            for way, place in (("processor", None), ("GPU", able)):
+                speed = bytes_per_s(trial, place, threads=n, sample_bytes=n_bytes, rounds=rounds)
+                name = f"{work}, {n} thread{'s' * (n > 1)}: {way}"
+                yield Case(name, value=speed / 1e9, unit="GB/s")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="scripts/bench device",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--device", default=None, help="cuda:N or cpu (default: the first GPU, else cpu)"
@@ -148,16 +171,14 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=3, help="the best of so many counts (default 3)"
     )
-    parser.add_argument("--json", action="store_true", help="one object in place of tables")
+    add_result_options(parser)
     options = parser.parse_args()
     has_gpu = torch.cuda.is_available()
     device = Device(options.device or ("cuda:0" if has_gpu else "cpu"))
     if device.is_cuda and not has_gpu:
-        print(
-            "bench_device: there is no GPU here; without --device it measures torch's CPU",
-            file=sys.stderr,
-        )
-        return 2
+        parser.error("there is no GPU here; without --device, torch's CPU is measured")
+    if options.record and not device.is_cuda:
+        parser.error("--record publishes what a GPU does, and there is none here")
     n_cores = len(os.sched_getaffinity(0))
     threads = (
         [int(n) for n in options.threads.split(",")] if options.threads else sorted({1, n_cores})
@@ -169,70 +190,11 @@ def main() -> int:
         if device.is_cuda
         else "torch's CPU in place of a GPU"
     )
-    found: dict[str, object] = {
-        "device": name,
-        "has_gpu": device.is_cuda,
-        "torch": torch.__version__,
-        "cores": n_cores,
-        "host": platform.processor() or platform.machine(),
-        "limits_gb_s": limits(lane, options.mib << 20, options.rounds),
-    }
-    rows = []
-    for work in (*(cast_work(*pair) for pair in CASTS), *OTHERS):
-        trial = trial_of(work)
-        able = Device(device.torch_name, work=frozenset({work}))
-        row: dict[str, object] = {
-            "work": work,
-            "is_exact": trial.is_exact(able),
-            "kernel_gb_s": kernel_rate(lane, work, options.rounds),
-        }
-        for n in threads:
-            for way, place in (("cpu", None), ("device", able)):
-                speed = bytes_per_s(
-                    trial, place, threads=n, sample_bytes=options.mib << 20, rounds=options.rounds
-                )
-                row[f"{way}_{n}_threads_gb_s"] = speed / 1e9
-        rows.append(row)
-    found["work"] = rows
-    if options.json:
-        print(json.dumps(found))
-    else:
-        show(found, rows, threads)
-    return 0 if all(row["is_exact"] for row in rows) else 1
-
-
-def show(found: dict[str, object], rows: list[dict[str, object]], threads: list[int]) -> None:
-    """Prints the tables."""
-    if not found["has_gpu"]:
-        print(
-            "There is no GPU here: torch's CPU stands in for it. This shows that the code "
-            "runs, not what a GPU does.\n"
-        )
-    print(
-        f"{found['device']}, torch {found['torch']}, {found['cores']} cores; GB/s of source bytes\n"
-    )
-    print("| limit | GB/s |\n| --- | ---: |")
-    limits_of = found["limits_gb_s"]
-    assert isinstance(limits_of, dict)
-    for name, speed in limits_of.items():
-        print(f"| {name} | {speed:.1f} |")
-    heads = [
-        f"{way}, {n} thread{'s' * (n > 1)}"
-        for n in threads
-        for way in ("processor", "device, there and back")
-    ]
-    print(f"\n| work | same bits | kernel alone | {' | '.join(heads)} |")
-    print("| --- | --- | ---: |" + " ---: |" * len(heads))
-    for row in rows:
-        kernel = row["kernel_gb_s"]
-        cells = [
-            f"{row[f'{way}_{n}_threads_gb_s']:.2f}" for n in threads for way in ("cpu", "device")
-        ]
-        print(
-            f"| {row['work']} | {'yes' if row['is_exact'] else 'NO'} | "
-            f"{'' if kernel is None else f'{kernel:.1f}'} "
-            f"| {' | '.join(cells)} |"
-        )
+    cases = list(list_cases(lane, threads, n_bytes=options.mib << 20, rounds=options.rounds))
+    print(f"{name}, torch {torch.__version__}, {n_cores} cores; source bytes\n")
+    print(table(cases))
+    write_results(cases, options, {"device": name}, machine=f"{name}, ")
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Speed of fingerprints: bytes a second of one core's time, and their cost in the copy pass, as
-Markdown tables.
+"""Speed of fingerprints: bytes a second of one core's time, and their cost in the copy pass.
 
 The arithmetic is fed as a copy feeds it, in pieces of 1 MiB that have just been written or read.
 Times are processor time of the thread, so that other work on the machine counts less; CRC-32,
@@ -10,11 +9,11 @@ and by the clock.
 
 from __future__ import annotations
 
-import argparse
 import shutil
-import tempfile
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from core.engine.fingerprint.definition import form_of
 from core.engine.fingerprint.kernel import fastest_products, products_in_numpy
 from core.engine.fingerprint.sums import FormSum
 from core.verbs.convert.run import Job, run
+from scripts.benchmarks.measure import MIB, Case, Page, page_parser, run_page
 
-MIB = 1 << 20
 SHAPES = (
     ("rows of 16 KiB", (4096, 8192)),
     ("rows of 22 KiB (11264)", (5000, 11264)),
@@ -47,13 +46,13 @@ def best(work: Callable[[], object], *, times: int) -> float:
     return min(found)
 
 
-def rate(n_bytes: int, seconds: float) -> str:
+def rate(n_bytes: int, seconds: float) -> float:
     """Gigabytes a second."""
-    return f"{n_bytes / seconds / 1e9:.1f}"
+    return n_bytes / seconds / 1e9
 
 
-def arithmetic(times: int) -> None:
-    """The table of one core."""
+def arithmetic(times: int) -> Iterator[Case]:
+    """Yield the rows of one core, with pieces of 1 MiB in the cache."""
     import numpy as np
     import xxhash
 
@@ -64,35 +63,34 @@ def arithmetic(times: int) -> None:
     def copied(piece: memoryview) -> None:
         spare[:] = piece
 
-    print("| pieces of 1 MiB, in cache | GB/s of a core |\n| --- | ---: |")
+    def case(name: str, n_bytes: int, work: Callable[[], object]) -> Case:
+        return Case(name, value=rate(n_bytes, best(work, times=times)), unit="GB/s")
+
     for name, work in (("copy", copied), ("CRC-32", crc32), ("XXH3-128", xxhash.xxh3_128_digest)):
-        print(f"| {name} | {rate(MIB, best(lambda work=work: work(pieces[0]), times=times))} |")
+        yield case(name, MIB, partial(work, pieces[0]))
+    cases = []
     for engine in ("torch", "numpy"):
         with fastest_products(1 << 40) as chosen:
             products = chosen if engine == "torch" else products_in_numpy
             for name, shape in SHAPES:
-                made = FormSum(form_of(shape, 2), products)
-                made.add_run(0, pieces[0])
-                seconds = best(lambda made=made: made.add_run(0, pieces[0]), times=times)
-                print(f"| fingerprint ({engine}), {name} | {rate(MIB, seconds)} |")
+                form = FormSum(form_of(shape, 2), products)
+                form.add_run(0, pieces[0])
+                work = partial(form.add_run, 0, pieces[0])
+                cases.append(case(f"fingerprint ({engine}), {name}", MIB, work))
             for tp in (2, 8):
                 shape = (4096, 8192)
                 box = Box((0, 0), (MIB * tp // prod(shape[1:]) // 2, shape[1] // tp))
-                made = FormSum(form_of(shape, 2), products)
-                seconds = best(
-                    lambda m=made, b=box, s=shape: m.add_box(
-                        s, b, 2, pieces[0][: b.n_elements * 2]
-                    ),
-                    times=times,
-                )
-                print(
-                    f"| fingerprint ({engine}), columns of TP {tp} | "
-                    f"{rate(box.n_elements * 2, seconds)} |"
-                )
+                n_bytes = box.n_elements * 2
+                form = FormSum(form_of(shape, 2), products)
+                work = partial(form.add_box, shape, box, 2, pieces[0][:n_bytes])
+                cases.append(case(f"fingerprint ({engine}), columns of TP {tp}", n_bytes, work))
+    yield from cases
+    rates = [case.result for case in cases if "torch" in case.name]
+    yield Case("fingerprint of one core, by shape and cut", values=rates, unit="GB/s")
 
 
-def conversion(n_bytes: int, folder: Path, runs: int) -> None:
-    """What ``--fingerprint`` costs a conversion."""
+def conversion(n_bytes: int, folder: Path, runs: int) -> Iterator[Case]:
+    """Yield what ``--fingerprint`` costs a conversion, torch → safetensors, from the cache."""
     import numpy as np
     import torch
 
@@ -107,11 +105,6 @@ def conversion(n_bytes: int, folder: Path, runs: int) -> None:
     source = folder / "source.pt"
     torch.save(tensors, source)
     del tensors
-    print(
-        f"\n| torch → safetensors, {n_bytes / MIB:.0f} MiB in the cache, 2 threads | s | s of "
-        "processor |\n"
-        "| --- | ---: | ---: |"
-    )
     found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
     for _ in range(runs):
         for fingerprint in (False, True):
@@ -120,35 +113,32 @@ def conversion(n_bytes: int, folder: Path, runs: int) -> None:
             run(Job(src=source, dst=out, to="safetensors", fsync=False, fingerprint=fingerprint))
             found[fingerprint].append((time.monotonic() - begun, time.process_time() - used))
             shutil.rmtree(out)
-    for fingerprint, name in ((False, "CRC-32 and digests"), (True, "and fingerprints")):
-        wall, used = (min(one[n] for one in found[fingerprint]) for n in (0, 1))
-        print(f"| {name} | {wall:.2f} | {used:.2f} |")
-    ratios = [
-        min(one[n] for one in found[True]) / min(one[n] for one in found[False]) for n in (0, 1)
-    ]
-    print(f"| ratio | {ratios[0]:.2f} | {ratios[1]:.2f} |")
-
-
-def main() -> None:
-    """Prints the tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    plain, with_sums = (
+        [min(column) for column in zip(*found[fingerprint], strict=True)]
+        for fingerprint in (False, True)
     )
+    for name, column in (("conversion", 0), ("conversion, processor", 1)):
+        ratio = with_sums[column] / plain[column]
+        yield Case(name, value=plain[column], unit="s")
+        yield Case(f"{name} with fingerprints", value=ratio, unit="× without")
+
+
+def main() -> int:
+    parser = page_parser("bench fingerprint", __doc__, runs=3)
     parser.add_argument("--times", type=int, default=100, help="repetitions of the arithmetic")
     parser.add_argument(
         "--mib", type=int, default=1024, help="size of the checkpoint that is converted; 0 for none"
     )
-    parser.add_argument("--runs", type=int, default=3, help="repetitions of the conversion")
-    parser.add_argument(
-        "--folder", type=Path, help="where it is written; default: a temporary directory"
-    )
     options = parser.parse_args()
 
-    arithmetic(options.times)
-    if options.mib:
-        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            conversion(options.mib * MIB, Path(folder), options.runs)
+    def measure(page: Page) -> None:
+        cases = list(arithmetic(options.times))
+        if options.mib:
+            cases += conversion(options.mib * MIB, page.scratch_dir, options.runs)
+        page.add(*(case for case in cases if page.wants(case.name)))
+
+    return run_page(options, measure)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -129,10 +129,10 @@ class Bench:
         ours_s = _median(runs["workers"])
         for way, reach in (("threads", SINGLE), ("one thread", ALONE)):
             other_s = _median(runs[way])
-            for what, more_s in (("without start-up", self.start_s), ("whole command", 0.0)):
+            for end, more_s in (("", self.start_s), (", with start-up", 0.0)):
                 self.page.add(
                     Case(
-                        f"{name}: {self.n_workers} workers against {way}, {what}",
+                        f"{name}: {self.n_workers} workers beside {way}{end}",
                         reach if more_s else None,
                         None,
                         runs["workers"],
@@ -142,7 +142,6 @@ class Bench:
                         is_lower_better=False,
                     )
                 )
-        rss_bytes = max(done.rss_bytes for done in runs["workers"])
         work_cpu_s = max(_median_cpu(runs["workers"]) - self.start_cpu_s, 1e-3)
         for way in ("threads", "one thread"):
             value = work_cpu_s / _median_cpu(runs[way])
@@ -153,9 +152,6 @@ class Bench:
                     unit="×",
                 )
             )
-        self.page.add(
-            Case(f"{name}: largest process", value=rss_bytes / 1e6, unit="MB", ours=runs["workers"])
-        )
         done = self.timed(
             [word for word in (*launched(self.n_workers, command), "--json") if word != "-q"]
         )

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ class Case:
         reach, aim: bounds for ``ratio`` (or for ``value``); None where there is none.
         ours, copies: the runs, in turn, and the seconds of what they are compared with.
         value: the number that is judged where it is no ratio to a copy; ``unit`` says of what.
+        values: numbers in place of the ratios to a copy.
         is_lower_better: whether ``reach`` is an upper bound.
     """
 
@@ -60,10 +61,13 @@ class Case:
     value: float | None = None
     unit: str = "× copy"
     is_lower_better: bool = True
+    values: list[float] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
-        return [run.wall_s / copy for run, copy in zip(self.ours, self.copies, strict=False)]
+        return self.values or [
+            run.wall_s / copy for run, copy in zip(self.ours, self.copies, strict=False)
+        ]
 
     @property
     def result(self) -> float:
@@ -287,18 +291,34 @@ def run_page(options: argparse.Namespace, measure: Callable[[Page], None]) -> in
         shutil.rmtree(page.scratch_dir, ignore_errors=True)
         if page.cases:
             print(table(page.cases))
-    result = {
+    facts = {
         "python": platform.python_version(),
         "n_cpus": len(os.sched_getaffinity(0)),
-        "cases": [case.as_dict() for case in page.cases],
         "failures": page.failures,
         "skipped": page.skipped,
     }
+    write_results(page.cases, options, facts)
+    return 1 if page.failures else 0
+
+
+def write_results(
+    cases: Sequence[Case],
+    options: argparse.Namespace,
+    facts: Mapping[str, object],
+    *,
+    machine: str = "",
+) -> None:
+    """Write the rows where the options say (``add_result_options``).
+
+    Args:
+        facts: what the file of ``--json`` has beside the rows.
+        machine: begins the text of the machine in the published results.
+    """
     if options.json:
+        result = {**facts, "cases": [case.as_dict() for case in cases]}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.record:
-        record_cases(page.cases)
-    return 1 if page.failures else 0
+        record_cases(cases, machine=machine)
 
 
 def table(cases: Sequence[Case]) -> str:

@@ -4,8 +4,10 @@
      "cases": {"conversions": [{"name": …, "result": 0.92, "unit": "× copy", "range": [0.8, 1.1],
                                 "memory_mb": [47, 47], "run": …}]}}    by the name of the bench
 
-``scripts/bench NAME --record`` replaces the rows that it measured. ``scripts/make_reference`` makes
-the tables of docs/explanation/numbers.md, the figures of README.md and the picture of them.
+A row without ``result`` has a range of several measurements; ``memory_mb`` is a range as well.
+``scripts/bench NAME --record`` replaces the rows that it measured; ``diff``, ``reading``,
+``explore`` and ``api --async`` only print theirs. ``scripts/make_reference`` makes the tables of
+docs/explanation/numbers.md, the figures of README.md and the picture of them.
 """
 
 from __future__ import annotations
@@ -28,22 +30,24 @@ if TYPE_CHECKING:
 RESULTS_PATH = Path(__file__).with_name("results.json")
 NO_FSYNC = ", no fsync"
 """End of the names of rows without fsync on both sides."""
+_COLUMN = re.compile(f"({NO_FSYNC}|, with start-up|, kernel alone|, [0-9]+ threads?: .+)$")
+"""End of a name that becomes a column of the table: the rest of the name is the row."""
 
 
-def record_cases(cases: Sequence[Case], path: Path = RESULTS_PATH) -> None:
+def record_cases(cases: Sequence[Case], path: Path = RESULTS_PATH, *, machine: str = "") -> None:
     """Replace the rows of the same names, or add them, and drop the runs that no row is of."""
     results = json.loads(path.read_text("utf-8"))
     bench = sys.argv[0].rpartition(" ")[2]
     run = f"{time.strftime('%Y-%m-%d')} {shlex.join(list_recorded_arguments())}"
     cores, python = len(os.sched_getaffinity(0)), platform.python_version()
-    results["runs"][run] = f"{cores} cores, Python {python}, torch {version('torch')}"
+    results["runs"][run] = f"{machine}{cores} cores, Python {python}, torch {version('torch')}"
     rows = {row["name"]: row for row in results["cases"].get(bench, ())}
-    names = {case.name for case in cases}
-    rows |= {
-        case.name: {**case.as_row(), "run": run}
-        for case in cases
-        if case.unit != "MB" or case.name.removesuffix(": memory") not in names - {case.name}
-    }  # a row has its own memory as a field
+    rows |= {case.name: {**case.as_row(), "run": run} for case in cases}
+    for case in cases:
+        work = case.name.removesuffix(": memory")
+        if case.unit == "MB" and work != case.name and work in rows:
+            rows[work]["memory_mb"] = [round(case.result)] * 2
+            del rows[case.name]
     results["cases"][bench] = list(rows.values())
     used = {row["run"] for bench_rows in results["cases"].values() for row in bench_rows}
     results["runs"] = {name: text for name, text in results["runs"].items() if name in used}
@@ -90,28 +94,34 @@ def read_row(bench: str, name: str) -> dict[str, Any]:
 
 
 def list_table_rows(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return head and rows of a table; what was measured without fsync too is one row."""
-    by_name = {row["name"]: row for row in rows}
-    table = []
-    for name, row in by_name.items():
-        unsynced = by_name.get(name + NO_FSYNC)
-        if name.endswith(NO_FSYNC) and name.removesuffix(NO_FSYNC) in by_name:
-            continue
-        low, high = row.get("memory_mb", (0, 0))
-        memory = "" if not high else f"{low} MB" if low == high else f"{low}–{high} MB"
-        table.append([name, format_result(row), unsynced and format_result(unsynced), memory])
-    columns = list(zip(("work", "result", "without fsync", "memory"), *table, strict=True))
-    columns = [column for column in columns if any(column[1:])]
-    head, *body = ([cell or "" for cell in line] for line in zip(*columns, strict=True))
-    return head, body
+    """Return head and rows of a table; ends of names such as ``NO_FSYNC`` are columns."""
+    lines: dict[str, dict[str, str]] = {}
+    heads = {"work": None}
+    for row in rows:
+        end = _COLUMN.search(row["name"])
+        column = end[0].removeprefix(", ") if end else "result"
+        name = row["name"][: end.start()] if end else row["name"]
+        heads[column] = None
+        line = lines.setdefault(name, {"work": name})
+        line[column] = format_result(row)
+        if "memory_mb" in row:
+            line["memory"] = f"{format_range(row['memory_mb'], '.0f')} MB"
+    if any("memory" in line for line in lines.values()):
+        heads["memory"] = None
+    return [*heads], [[line.get(head, "") for head in heads] for line in lines.values()]
 
 
 def format_result(row: dict[str, Any]) -> str:
-    """Return a result with its unit, and the range of single ratios."""
+    """Return a result with its unit, and the range of single measurements."""
+    if "result" not in row:
+        return f"{format_range(row['range'], 'g')} {row['unit']}"
     text = f"{row['result']:.3g} {row['unit']}"
-    if "range" in row:
-        text += " ({:.2f}–{:.2f})".format(*row["range"])
-    return text
+    return f"{text} ({format_range(row['range'], '.2f')})" if "range" in row else text
+
+
+def format_range(bounds: Sequence[float], form: str) -> str:
+    """Return two bounds, or the number that both are."""
+    return "–".join(dict.fromkeys(f"{bound:{form}}" for bound in bounds))
 
 
 def list_runs(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

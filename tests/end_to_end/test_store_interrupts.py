@@ -151,3 +151,34 @@ def test_a_pause_that_the_store_asks_for_ends_too(store: S3Server, tmp_path: Pat
         tmp_path,
     )
     assert code == 130
+
+
+@pytest.mark.parametrize(
+    ("first", "number"),
+    [
+        (1, signal.SIGTERM),
+        # Of two files of data and the metadata: the metadata.
+        pytest.param(3, signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
+def test_a_publication_that_a_store_does_not_answer_is_finished_by_the_next_run(
+    store: S3Server, tmp_path: Path, first: int, number: signal.Signals
+) -> None:
+    dst = f"s3://written/published_{first}"
+    words = ["convert", "s3://runs/hf/llama/safetensors_single", dst, "--to", "dcp"]
+    store.set_rules(
+        Rule(fault="hang", operation="CompleteMultipartUpload", first=first, times=None)
+    )
+    code, err = end_when(lambda: store.n_hanging() > 0, store, words, tmp_path, number=number)
+    assert code == 128 + number
+    assert "some of its objects may be in the bucket" in err
+    assert store.settle()
+    store.set_rules()
+    environment = {**os.environ, **store.environment(), "PYTHONPATH": os.getcwd()}
+    again = [sys.executable, "-m", "ckpt_cli", *words, "-q"]
+    subprocess.run(again, env=environment, check=True, timeout=10 * GUARD_S)
+    objects = store.objects("written", f"published_{first}/")
+    names = {name.rpartition("/")[2] for name in objects}
+    assert {".metadata", "ckpt-manifest.json"} < names
+    assert store.objects("written", f".published_{first}.ckpt-stage/") == {}
+    assert store.uploads() == []

@@ -55,6 +55,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    (oldest,) = re.findall(r'requires-python = ">=(.+)"', text_of(ROOT / "pyproject.toml"))
+    named = {
+        f"{name_of(path)}: {version}"
+        for path in (*PAGES, ROOT / "scripts/setup")
+        for version in re.findall(r"Python (3\.\d+) or (?:newer|later)", text_of(path))
+    }
+    assert len(named) > 3
+    assert {text.partition(": ")[2] for text in named} == {oldest}, sorted(named)
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 def test_every_link_leads_to_a_file_and_an_anchor(page: Path) -> None:
     broken = []

@@ -125,7 +125,9 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
         remaining = replace(remaining, optimizer=None)
     used = find_used_tensors(remaining)
     hidden = {key: tensor for key, tensor in remaining.hidden.items() if key in used}
-    remaining = replace(remaining, hidden=hidden)
+    # A note about an entry begins with its key.
+    notes = tuple(note for note in catalog.notes if note.partition(": ")[0] not in removed)
+    remaining = replace(remaining, hidden=hidden, notes=notes)
     return Selection(record_unlisted(remaining, catalog, "as requested"), tuple(removed))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 from core.files.requests.ending import stop_waiting_when
@@ -12,9 +13,39 @@ from core.files.requests.ending import stop_waiting_when
 Item = TypeVar("Item")
 _WAIT_SECONDS = 0.5
 """Timeout of one join; without a timeout, the calling thread would not handle signals."""
-_POLL_SECONDS = 0.01
+_POLL_SECONDS = 0.005
 _PATIENCE = 3
 """Number of interrupts after which ``run`` no longer waits for threads that were asked to stop."""
+
+
+class RunningThreads:
+    """The threads that are at work, for a wait that an interrupt cannot end too early.
+
+    ``Thread.join`` is none: before Python 3.13, one that a signal interrupts takes its thread for
+    ended (CPython's remedy for bpo-45274; seen in 3.11.7 and 3.12.1). ``Thread.is_alive``
+    too, in the same way.
+    """
+
+    def __init__(self) -> None:
+        self._idents: set[int] = set()
+
+    @contextmanager
+    def include(self) -> Iterator[None]:
+        """Count the calling thread as running within the context.
+
+        A thread may enter it after a ``wait``, so it must then look whether it was asked to stop.
+        """
+        self._idents.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._idents.discard(threading.get_ident())
+
+    def wait(self, timeout_s: float = float("inf")) -> None:
+        """Wait until no thread is running, or for some seconds; it can be called again."""
+        give_up_at = time.monotonic() + timeout_s
+        while self._idents and time.monotonic() < give_up_at:
+            time.sleep(_POLL_SECONDS)
 
 
 class ThreadGroup:
@@ -29,6 +60,7 @@ class ThreadGroup:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
+        self._running = RunningThreads()
 
     def is_stopped(self) -> bool:
         """Return True if the threads have been asked to stop."""
@@ -53,20 +85,16 @@ class ThreadGroup:
             BaseException: the first error of a thread, or an interrupt of the calling thread.
         """
 
-        running: set[int] = set()
-
         def guarded() -> None:
-            running.add(threading.get_ident())
             stop_waiting_when(self.is_stopped)
-            try:
-                if not self.is_stopped():  # it may have been started by an interrupted start()
-                    work()
-            except BaseException as err:
-                with self._lock:
-                    self._error = self._error or err
-                self._stop.set()
-            finally:
-                running.discard(threading.get_ident())
+            with self._running.include():
+                try:
+                    if not self.is_stopped():  # it may have been started by an interrupted start()
+                        work()
+                except BaseException as err:
+                    with self._lock:
+                        self._error = self._error or err
+                    self._stop.set()
 
         threads = [
             threading.Thread(target=guarded, name=f"{self._name}-{i}", daemon=True)
@@ -82,10 +110,21 @@ class ThreadGroup:
         except BaseException:
             # An interrupt, or a thread could not be started: stop the running threads.
             self._stop.set()
-            _wait_until_empty(running)
+            self._wait_for_stopped()
             raise
         if self._error is not None:
             raise self._error
+
+    def _wait_for_stopped(self) -> None:
+        """Wait for threads that were asked to stop, or until too many interrupts have come."""
+        # The first interrupts are ignored, since the threads still use files.
+        for n_left in reversed(range(_PATIENCE)):
+            try:
+                self._running.wait()
+                return
+            except KeyboardInterrupt:
+                if not n_left:
+                    raise
 
 
 class _SharedItems(Iterator[Item]):
@@ -101,20 +140,3 @@ class _SharedItems(Iterator[Item]):
             if self._is_stopped():
                 raise StopIteration
             return next(self._items)
-
-
-def _wait_until_empty(running: set[int]) -> None:
-    """Wait for threads that were asked to stop, or until too many interrupts have come.
-
-    ``Thread.join`` would not: before Python 3.13, one that a signal interrupts takes its thread for
-    ended (CPython's remedy for bpo-45274; seen in 3.11.7 and 3.12.1).
-    """
-    # The first interrupts are ignored, since the threads still use files.
-    patience = _PATIENCE
-    while running:
-        try:
-            time.sleep(_POLL_SECONDS)
-        except KeyboardInterrupt:
-            patience -= 1
-            if patience == 0:
-                raise

@@ -46,6 +46,8 @@ _SIGNER = "ckpt-s3v4"
 """Name of the signer of parts, in boto3's table."""
 _GRACE_S = 1.0
 """Seconds that a request may still take after a signal; what it did is then known."""
+_FINISH_GRACE_S = 5.0
+"""The same for a request that makes an object visible."""
 _CHECKSUMS: Sequence[Mapping[str, str]] = (
     {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"},
     {"ChecksumAlgorithm": "CRC32"},
@@ -260,12 +262,13 @@ class _S3Upload(ObjectUpload):
         forget_listings()
         with translate_s3_errors(self.path):
             try:
-                # Waited for to the end: nobody else can tell whether the object is visible.
-                self._client.complete_multipart_upload(
+                complete = partial(
+                    self._client.complete_multipart_upload,
                     **self._names,
                     **condition,
                     MultipartUpload={"Parts": [self._described(part) for part in parts]},
                 )
+                call_interruptibly(complete, grace_s=_FINISH_GRACE_S)
             except ClientError as err:
                 status, code = get_error_code(err)
                 if status == 501 and not replaces:

@@ -25,16 +25,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import chain
-from shlex import quote
 from typing import TYPE_CHECKING, overload
 
 from core.arrays.box import Box, Shape
-from core.arrays.dtypes import DTYPES
 from core.engine.catalog.catalog import TargetCatalog
 from core.engine.catalog.file_image import CrcOf, FileImage, Literal, PlacedArray
 from core.engine.catalog.stored import Coords, PlannedArray
 from core.engine.catalog.tensor import held_boxes
 from core.errors import UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.torch.zip.tree_layout import TreePlan, plan_tree
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
@@ -252,9 +251,15 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
     """Return the items of each tensor's chunks, by key.
 
     Raises:
-        UnsupportedError: a chunk does not fit its tensor, or two chunks of a tensor begin at the
-            same element.
+        UnsupportedError: a chunk does not fit its tensor, two chunks of a tensor begin at the same
+            element, or DCP lacks an element type.
     """
+    # torch 2.13 loads int4 from a torch file, but has no copy_ for it, which DCP needs.
+    check_dtypes(
+        {key: tensor.dtype for key, tensor in target.tensors.items()},
+        lambda dtype: dtype.is_in_torch and dtype.value_bits is None,
+        owner="PyTorch's DCP",
+    )
     plans: dict[tuple[str, Shape], ChunkPlan] = {}
     items_of: dict[str, list[Item]] = {}
     for key, tensor in target.tensors.items():
@@ -272,15 +277,6 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
             offsets.add(box.offset)
             plan = plans.get((stored.dtype, box.shape))
             if plan is None:
-                # torch 2.13 loads int4 from a torch file, but has no copy_ for it, which DCP needs.
-                dtype = DTYPES[stored.dtype]
-                if not dtype.is_in_torch or dtype.value_bits is not None:
-                    raise UnsupportedError(
-                        f"PyTorch's DCP cannot load elements of type {dtype.name}",
-                        key=key,
-                        hint=f"cast it (--dtype {quote(f'{key}=float32')}) or skip it "
-                        f"(--exclude {quote(key)})",
-                    )
                 plan = plans[stored.dtype, box.shape] = plan_chunk(stored.dtype, box.shape)
             items.append(Item(key, plan.size, box, stored.coords, plan, stored))
     return items_of

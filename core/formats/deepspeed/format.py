@@ -246,5 +246,6 @@ FORMAT = Format(
     has_files_of_ranks=True,
     has_files_above=True,
     lay_out=None,
+    written_as="deepspeed_universal",
     own_folders=no_folders,
 )

@@ -403,12 +403,7 @@ def _dtype_name(name: str, array: PlannedArray) -> str:
     from core.formats.safetensors.json_text import METADATA
 
     dtype_name = DTYPES[array.dtype].safetensors
-    if dtype_name is None:
-        raise UnsupportedError(
-            f"safetensors has no dtype {array.dtype}",
-            key=name,
-            hint=f"exclude the tensor: --exclude {quote(name)}",
-        )
+    assert dtype_name is not None, "lay_out has checked all types"
     if name == METADATA:
         raise UnsupportedError(
             f"the name {METADATA} is reserved", key=name, hint=rename_hint([name])

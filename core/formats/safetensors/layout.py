@@ -23,6 +23,7 @@ from core.engine.catalog.facets import PipelineFacts, WeightFileFacts, WriteOpti
 from core.engine.catalog.file_image import FileImage, literal_file
 from core.engine.catalog.stored import PlannedArray
 from core.errors import UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.huggingface.files import file_images
 from core.formats.huggingface.index import INDEX_SUFFIX as ANY_INDEX_SUFFIX
 from core.formats.safetensors.files import DEFAULT_METADATA, INDEX_SUFFIX, STEMS, SUFFIX
@@ -48,6 +49,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
         UnsupportedError: the format cannot store a dtype or name, a tensor is in several chunks, an
             object was not read, or two files have the same name.
     """
+    check_dtypes(
+        {key: tensor.dtype for key, tensor in target.tensors.items()},
+        lambda dtype: dtype.safetensors is not None,
+        owner="safetensors",
+    )
     pipeline = target.facet(PipelineFacts)
     if target.write.is_file or pipeline is None:
         facts = target.facet(WeightFileFacts) or WeightFileFacts()

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 from math import prod
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.box import Shape
 from core.arrays.dtypes import DTYPES, itemsize
 from core.errors import CorruptError, UnsafeError, UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.zarr.grid import ChunkGrid
 from core.pickle.fields import FieldReader
 from core.values import dataclass
@@ -237,15 +237,20 @@ def v3_spelling(dtype: str, *, key: str) -> str:
     Raises:
         UnsupportedError: zarr has no such type.
     """
-    if dtype not in _V3_DTYPES:
-        raise UnsupportedError(
-            f"zarr has no element type for {dtype}",
-            key=key,
-            hint=f"skip it (--exclude {quote(key)})"
-            if DTYPES[dtype].kind == "bits"
-            else f"cast it (--dtype {quote(f'{key}=float32')}) or skip it (--exclude {quote(key)})",
-        )
+    check_stored_dtypes({key: dtype})
     return dtype
+
+
+def check_stored_dtypes(dtypes: Mapping[str, str]) -> None:
+    """Raise if zarr lacks the element type of one of all tensors.
+
+    Args:
+        dtypes: key → canonical dtype.
+
+    Raises:
+        UnsupportedError: names the first tensor.
+    """
+    check_dtypes(dtypes, lambda dtype: dtype.name in _V3_DTYPES, owner="zarr")
 
 
 def v3_fill_value(dtype: str) -> object:

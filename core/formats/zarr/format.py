@@ -75,6 +75,7 @@ from core.formats.mcore.metadata_json import (
 )
 from core.formats.torch.tree import load_object
 from core.formats.torch.zip.tree_layout import plan_tree
+from core.formats.zarr.array import check_stored_dtypes
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.fill import lost_files
 from core.formats.zarr.folder import (
@@ -342,6 +343,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             lacks its dtype, or an object has not been loaded.
     """
     check_keys(target.tensors, reserved=_RESERVED)
+    check_stored_dtypes({key: tensor.dtype for key, tensor in target.tensors.items()})
     images: list[FileImage] = []
     for key, tensor in target.tensors.items():
         grid, arrays = grid_of_pieces(key, tensor.shape, target.fragments(key))

@@ -72,7 +72,7 @@ from core.formats.torch.side_file import (
     read_objects,
     with_objects_beside,
 )
-from core.formats.zarr.array import TENSORSTORE_ONLY
+from core.formats.zarr.array import TENSORSTORE_ONLY, check_stored_dtypes
 from core.formats.zarr.chunks import folder_chunks
 from core.formats.zarr.fill import lost_files
 from core.formats.zarr.folder import (
@@ -298,6 +298,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     images: list[FileImage] = []
     groups: dict[str, None] = {}
     check_keys(target.tensors, reserved=_RESERVED)
+    check_stored_dtypes({key: tensor.dtype for key, tensor in target.tensors.items()})
     for key, tensor in target.tensors.items():
         # The directories on the way to an array are groups.
         parts = key.split("/")

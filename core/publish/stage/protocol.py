@@ -135,11 +135,12 @@ class OutputDestination(Protocol):
         """Return the stage of a run; nothing is touched until it is entered."""
 
     def describe_remains(
-        self, *, inode: int | None, keeps_partial: bool, command: str | None
+        self, *, has_begun: bool, inode: int | None, keeps_partial: bool, command: str | None
     ) -> str:
         """Return what an interrupted command has left, and how to continue.
 
         Args:
+            has_begun: the command may have opened the stage; else what exists is another run's.
             inode: that of the stage, if the run was about to publish it, or has; else None.
             keeps_partial: an interrupted run keeps what it has written, however little.
             command: the command line, which continues if it is run again; None if it must not be

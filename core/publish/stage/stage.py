@@ -137,7 +137,7 @@ class LocalDestination(OutputDestination):
 
     @override
     def describe_remains(
-        self, *, inode: int | None, keeps_partial: bool, command: str | None
+        self, *, has_begun: bool, inode: int | None, keeps_partial: bool, command: str | None
     ) -> str:
         dst = self.dst
         # The disk decides: a signal may arrive right before or after the rename.
@@ -148,6 +148,11 @@ class LocalDestination(OutputDestination):
         has_stage = os.path.lexists(stage_dir)
         # Without --force there was no destination, or the command would have refused it.
         unchanged = f", {dst} is unchanged" if os.path.lexists(dst) else ""
+        if has_stage and not has_begun:
+            return (
+                f"nothing was written{unchanged}; {stage_dir} is the partial output of another "
+                "run (the command that began it continues it)"
+            )
         n_bytes = 0
         with suppress(CheckpointingException):
             n_bytes = recorded_bytes(stage_dir) if has_stage else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from core.engine.catalog.key_patterns import folded
 from core.engine.catalog.tensor import Tensor
 from core.engine.plan.memory import estimate_object_bytes, limit_objects
 from core.engine.plan.plan import make_plan
-from core.errors import CorruptError, UnsupportedError, UsageError, list_some
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.files.remote_path import location_of
 from core.files.url import refuse_url
 from core.formats.format import Format
@@ -45,7 +45,10 @@ from core.verbs.convert.nesting_notes import (
 from core.verbs.convert.options import HF_ALIASES, check_merge
 from core.verbs.convert.prepared import Prepared
 from core.verbs.convert.report.load_line import WrittenResult, load_line
-from core.verbs.convert.report.training_state import without_training_state
+from core.verbs.convert.report.training_state import (
+    record_unmerged_state,
+    without_training_state,
+)
 from core.verbs.convert.sizes import written_topology
 from core.verbs.convert.source_notes import check_empty_parameters, compare_copies
 from core.verbs.convert.target_form import (
@@ -193,17 +196,7 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     # Collect what the user should know, and what is not carried.
     copied_notes = check_copied_files(job, opened, catalog)
     notes = _collect_notes(job, source, others, result, (*emptied_notes, *copied_notes))
-    states = [
-        (
-            *other.catalog.dropped,
-            *(
-                replace(entry, line=f"training state is not merged: {list_some(entry.names)}")
-                for entry in without_training_state(other.catalog, job, format).dropped
-            ),
-        )
-        for other in others
-    ]
-    dropped = _collect_dropped(zip(others, states, strict=True), result, without_state.dropped)
+    dropped = _collect_dropped(others, result, without_state.dropped)
     dropped += describe_lost_files(opened, form.catalog, result.written_files, dropped)
 
     # Lay out the files.
@@ -377,8 +370,6 @@ def _collect_notes(
         result: what is written.
         source_notes: notes of checks of the sources.
     """
-    from core.verbs.convert.report.wrapped_model import model_options
-
     format, target, catalog = result.format, result.target, result.form.catalog
     notes = [
         *source.notes,
@@ -402,21 +393,22 @@ def _collect_notes(
     modules = [path for path in target.files if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
         notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
-    options = None if format.keeps_nesting else model_options(catalog)
-    if options is not None:
-        notes.append(f"to write only the model, under its own names, add {options}")
+    if not format.keeps_nesting and catalog.args is None:
+        from core.engine.catalog.wrapped_model import model_options
+
+        options = model_options(catalog)
+        if options is not None:
+            notes.append(f"to write only the model, under its own names, add {options}")
     return notes
 
 
 def _collect_dropped(
-    others: Iterable[tuple[Checkpoint, Sequence[Dropped]]],
-    result: _Result,
-    state: Sequence[Dropped],
+    others: Sequence[Checkpoint], result: _Result, state: Sequence[Dropped]
 ) -> list[Dropped]:
     """Collect the record of what is not carried, without files next to the weights.
 
     Args:
-        others: the other sources of a merge, each with its record.
+        others: the other sources of a merge.
         result: what is written.
         state: the record of training state that the destination has no place for.
     """
@@ -431,8 +423,8 @@ def _collect_dropped(
                 names=tuple(f"{name} of {other.path.name}" for name in entry.names),
                 line=f"{other.path.name}: {entry}",
             )
-            for other, record in others
-            for entry in record
+            for other in others
+            for entry in (*other.catalog.dropped, *record_unmerged_state(other.catalog))
         ),
     ]
     return [*dropped, *(entry for entry in result.target.dropped if entry not in dropped)]
@@ -466,10 +458,10 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     if format.lay_out is None:
         names = [writable.name for writable in formats() if writable.lay_out is not None]
         hint = f"choose a format to write with --to: {', '.join(names)}"
-        if format.name == "deepspeed":
+        if format.written_as is not None:
             hint = (
-                "--to deepspeed_universal, without sizes, writes what loads on any number of GPUs; "
-                + hint
+                f"--to {format.written_as}, without sizes, writes what loads on any number of "
+                f"GPUs; {hint}"
             )
         raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format

@@ -81,6 +81,8 @@ def run(
                 device=job.device,
             )
 
+        # From here on the stage is this run's, as callers tell by the phase.
+        begin_phase(progress, Phase.COPYING)
         with stage, watching as watch:
             if stage.published is not None:  # an interrupted run had only to publish
                 return Report.from_dict(stage.published)

@@ -75,7 +75,7 @@ _HEADING_WEIGHT = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class PageSection:
     """A part of a page.
 
     Args:
@@ -104,7 +104,7 @@ class Section:
 class Match:
     """A section that shares words with a question, and its passage that shares most."""
 
-    section: Section
+    section: PageSection
     passage: str
 
 
@@ -115,7 +115,7 @@ def plain_text(markdown: str) -> str:
     return " ".join(unescape(text.replace("|", " · ")).split()).strip("· ")
 
 
-def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[Section]:
+def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSection]:
     """Return the sections of a page; headings inside of code are not such."""
     parts: list[tuple[int, str, list[str]]] = []
     is_code = False
@@ -128,12 +128,12 @@ def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[Section
             parts[-1][2].append(line)
     title = parts[0][1] if parts else page
     return [
-        Section(page, title, heading, level, "\n".join(lines), weight)
+        PageSection(page, title, heading, level, "\n".join(lines), weight)
         for level, heading, lines in parts
     ]
 
 
-def rank_sections(sections: Sequence[Section], question: str) -> list[Match]:
+def rank_sections(sections: Sequence[PageSection], question: str) -> list[Match]:
     """Return the sections that share enough words with a question, the best first."""
     counts = [_count_words(section) for section in sections]
     n_with = Counter(word for count in counts for word in count)
@@ -201,7 +201,7 @@ def _weigh_shared(
     return {word: part for word, part in parts.items() if part}
 
 
-def _count_words(section: Section) -> Counter[str]:
+def _count_words(section: PageSection) -> Counter[str]:
     """Return how often a section has each word; those of titles count more."""
     count = Counter(list_words(section.text))
     count.update(list_words(section.heading))
@@ -210,7 +210,7 @@ def _count_words(section: Section) -> Counter[str]:
     return count
 
 
-def _split_passages(section: Section) -> Iterator[str]:
+def _split_passages(section: PageSection) -> Iterator[str]:
     """Yield the paragraphs, list items and rows of tables of a section, without code."""
     for part in _CODE.sub("", section.text).split("\n\n"):
         for passage in _LIST_ITEM.split(part):

@@ -14,7 +14,7 @@ from core.publish.stage.journal import FileJournal, journal_path
 
 
 def test_without_resume_nothing_remains(tmp_path: Path) -> None:
-    destination = InterruptedOutput(tmp_path / "out", keeps_partial=False)
+    destination = InterruptedOutput(tmp_path / "out", keeps_partial=False, has_begun=True)
     assert destination.remaining() == (
         "nothing was written (rerun with --resume to keep partial work next time)"
     )
@@ -22,7 +22,7 @@ def test_without_resume_nothing_remains(tmp_path: Path) -> None:
 
 def test_partial_output_is_named_only_if_there_is_some(tmp_path: Path) -> None:
     path = tmp_path / "out"
-    destination = InterruptedOutput(path, keeps_partial=True)
+    destination = InterruptedOutput(path, keeps_partial=True, has_begun=True)
     assert destination.remaining() == "nothing was written (rerun the same command)"
     stage_dir = stage_dir_of(path)
     stage_dir.mkdir()
@@ -41,7 +41,7 @@ def test_what_is_done_is_kept_with_the_command_that_continues(tmp_path: Path) ->
     journal.flush()
     journal.close()
     command = "ckpt convert run 'two words' --to dcp"
-    destination = InterruptedOutput(path, keeps_partial=False, command=command)
+    destination = InterruptedOutput(path, keeps_partial=False, command=command, has_begun=True)
     assert destination.remaining() == (
         f"3.0 MiB of the output is kept in {stage_dir}; continue: {command} "
         f"(or remove it: rm -r '{stage_dir}')"
@@ -51,7 +51,7 @@ def test_what_is_done_is_kept_with_the_command_that_continues(tmp_path: Path) ->
 def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out"
     stage_dir_of(path).mkdir()
-    assert InterruptedOutput(path, keeps_partial=False).remaining() == (
+    assert InterruptedOutput(path, keeps_partial=False, has_begun=True).remaining() == (
         f"{stage_dir_of(path)} could not be removed (the next run removes it)"
     )
 
@@ -59,7 +59,7 @@ def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
 def test_an_old_checkpoint_is_unchanged_until_the_new_one_has_its_name(tmp_path: Path) -> None:
     path = tmp_path / "out"
     path.mkdir()
-    destination = InterruptedOutput(path, keeps_partial=False)
+    destination = InterruptedOutput(path, keeps_partial=False, has_begun=True)
     assert destination.remaining().startswith(f"nothing was written, {path} is unchanged (")
     destination.inode = path.stat().st_ino + 1
     assert "is unchanged" in destination.remaining()
@@ -68,9 +68,26 @@ def test_an_old_checkpoint_is_unchanged_until_the_new_one_has_its_name(tmp_path:
 
 
 def test_a_destination_without_a_name_may_have_partial_output() -> None:
-    assert InterruptedOutput(None, keeps_partial=True).remaining() == (
+    assert InterruptedOutput(None, keeps_partial=True, has_begun=True).remaining() == (
         "partial output, if any, is kept (rerun the same command to continue)"
     )
+
+
+def test_partial_output_of_another_run_is_not_named_as_work_of_an_interrupted_planning(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "out"
+    stage_dir = stage_dir_of(path)
+    stage_dir.mkdir()
+    for keeps_partial in (True, False):
+        destination = InterruptedOutput(path, keeps_partial=keeps_partial, command="ckpt again")
+        assert destination.remaining() == (
+            f"nothing was written; {stage_dir} is the partial output of another run "
+            "(the command that began it continues it)"
+        )
+    for dst in (None, location_of("s3://runs/llama/out")):
+        destination = InterruptedOutput(dst, keeps_partial=True)
+        assert destination.remaining() == "nothing was written (rerun the same command)"
 
 
 @pytest.mark.parametrize("has_boto3", [True, False])
@@ -80,11 +97,13 @@ def test_uploads_that_stay_in_a_bucket_are_named_with_their_cost_and_how_to_remo
     spec = object() if has_boto3 else None
     monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
     dst = location_of("s3://runs/llama/out")
-    text = InterruptedOutput(dst, keeps_partial=True, command="ckpt again").remaining()
+    text = InterruptedOutput(
+        dst, keeps_partial=True, command="ckpt again", has_begun=True
+    ).remaining()
     listed = "aws s3api list-multipart-uploads --bucket runs --prefix llama/out"
     if has_boto3:
         assert "for which the store charges (continue: ckpt again; " in text and listed in text
     else:
         assert "starts over (uploads to this store end with their process)" in text
-    text = InterruptedOutput(dst, keeps_partial=False).remaining()
+    text = InterruptedOutput(dst, keeps_partial=False, has_begun=True).remaining()
     assert ("--resume keeps what is sent" in text) == has_boto3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -25,6 +26,8 @@ from core.engine.changes.tie import tie, untie
 from core.errors import ReplicaMismatchError, UsageError
 from core.files.store import MemoryStore
 from core.pickle.inert import TensorLeaf
+from core.verbs.convert.job import Job
+from core.verbs.convert.prepare import prepare
 from tests.support.facets import facet_of
 from tests.support.moved import moved
 from tests.support.ties import tied
@@ -511,3 +514,15 @@ def test_float8_with_scales_is_not_cast_without_them() -> None:
         build_dtype_rule([("v", "bf16")], ["w", "w_scale_inv", "v"])("w", matrix) == "float8_e4m3fn"
     )
     assert build_dtype_rule([(None, "bf16")])("a.weight_scale", Tensor("float32", ())) == "float32"
+
+
+def test_notes_about_tensors_that_are_left_out_leave_with_them(
+    golden: Path, tmp_path: Path
+) -> None:
+    src = golden / "mcore_legacy/dense_gqa/tp2_pp1"
+    job = Job(src=src, dst=tmp_path / "out", to="dcp", optim="drop", drop_unknown=True)
+    with prepare(job) as prepared:
+        assert sum("(vocabulary 300, padding removed)" in note for note in prepared.notes) == 2
+    with prepare(replace(job, include=("decoder.*", "output_layer.*"))) as prepared:
+        (note,) = [note for note in prepared.notes if "vocabulary" in note]
+        assert note.startswith("output_layer.weight: ")

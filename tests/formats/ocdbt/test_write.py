@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,40 @@ def test_element_types_of_jax_are_read_cast_and_written(driver: str, tmp_path: P
     int4 = torch.load(tmp_path / "i.pt", weights_only=True)["int4"]
     assert int4.dtype == torch.int4
     assert int4.view(torch.uint8).numpy().tobytes() == values["int4"].tobytes()
+
+
+def dtypes_in(path: Path) -> dict[str, str]:
+    """Return the dtypes of a checkpoint's tensors."""
+    checkpoint = open_checkpoint(path)
+    checkpoint.store.close()
+    return {key: tensor.dtype for key, tensor in checkpoint.catalog.tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "to"),
+    [("float8_e3m4", "torch"), ("int4", "dcp"), ("int4", "safetensors")],
+)
+def test_the_hint_on_an_element_type_names_all_tensors_of_it_and_no_other(
+    dtype: str, to: str, tmp_path: Path
+) -> None:
+    names = {f"layers.{n}.w": dtype for n in range(3)} | {"head": dtype, "other": "bfloat16"}
+    for name, own in names.items():
+        value = np.arange(-2, 2).astype(getattr(ml_dtypes, own))
+        store = {"driver": "ocdbt", "base": f"file://{tmp_path / 'src'}/", "path": f"{name}/"}
+        spec = {"driver": "zarr3", "kvstore": store, "create": True}
+        ts.open(spec, dtype=ts.dtype(own), shape=value.shape).result().write(value).result()
+    job = Job(src=tmp_path / "src", dst=tmp_path / "out", to=to, fsync=False)
+    with pytest.raises(UnsupportedError, match="nor those of 3 other tensors") as raised:
+        run(job)
+    cast, skip = (raised.value.hint or "").split(", or skip with ")
+    words = shlex.split(cast.removeprefix("cast with "))
+    assert words[::2] == ["--dtype"] * 2
+    rules = tuple((key, name) for key, _, name in (word.partition("=") for word in words[1::2]))
+    run(replace(job, dtype=rules))
+    assert sorted(dtypes_in(tmp_path / "out").values()) == ["bfloat16", *["float32"] * 4]
+    words = shlex.split(skip)
+    run(replace(job, dst=tmp_path / "rest", exclude=tuple(words[1::2])))
+    assert dtypes_in(tmp_path / "rest") == {"other": "bfloat16"}
 
 
 def test_names_of_more_than_255_bytes_are_keys_that_tensorstore_finds(tmp_path: Path) -> None:

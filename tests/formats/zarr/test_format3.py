@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -675,3 +676,15 @@ def test_a_note_says_of_which_types_zarr_python_opens_nothing(dtype: str, tmp_pa
     assert len(notes) == (opened.returncode != 0) == (dtype != "float32")
     assert opened_after.stdout.strip() == "12.0"
     assert all(dtype in note and "zarr_types" in note for note in notes)
+
+
+def test_tensors_of_a_type_that_zarr_lacks_and_nothing_casts_are_skipped_together(
+    tmp_path: Path,
+) -> None:
+    odd = {f"layers.{n}.w": torch.zeros(2, dtype=torch.uint8).view(torch.bits8) for n in range(3)}
+    torch.save({**odd, "other": torch.zeros(2)}, tmp_path / "in.pt")
+    job = Job(src=tmp_path / "in.pt", dst=tmp_path / "out", to="zarr3", fsync=False)
+    with pytest.raises(UnsupportedError, match="nor those of 2 other tensors") as raised:
+        run(job)
+    assert raised.value.hint == "skip with --exclude 'layers.[0-2].w'"
+    run(replace(job, exclude=("layers.[0-2].w",)))

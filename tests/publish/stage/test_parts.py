@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 
@@ -13,6 +15,7 @@ from core.files.multipart import stream
 from core.files.multipart.protocol import SentPart, checksum_of
 from core.files.remote_path import RemotePath
 from core.publish.stage.bucket.parts import PartStore
+from tests.support.interrupts import interrupt_in
 
 PART = 64
 
@@ -63,8 +66,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "PART_BYTES", PART)
 
 
-def store_of(client: Client) -> PartStore:
-    return PartStore(RemotePath("s3://bucket/out"), client, n_threads=2)  # type: ignore[arg-type]
+def store_of(client: Client, n_threads: int = 2) -> PartStore:
+    path = RemotePath("s3://bucket/out")
+    return PartStore(path, client, n_threads=n_threads)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("takes_any_order", [True, False])
@@ -156,3 +160,28 @@ def test_equal_parts_of_an_earlier_run_are_not_sent_again() -> None:
     assert earlier.content == data
     assert sorted(earlier.order) == [2, 3]
     assert store.resumed_bytes == 2 * PART
+
+
+def test_an_interrupted_close_can_be_repeated_and_waits_for_parts_on_their_way() -> None:
+    sent: list[int] = []
+
+    class SlowUpload(Upload):
+        def send(self, number: int, data: memoryview) -> None:
+            is_sending.set()
+            interrupt_in(PartStore.close, after_s=0.1)
+            time.sleep(0.3)
+            sent.append(number)
+
+    class SlowClient(Client):
+        def begin(self, path: RemotePath, n_bytes: int, part_bytes: int) -> Upload:
+            return SlowUpload(path)
+
+    is_sending = threading.Event()
+    store = store_of(SlowClient(), n_threads=1)
+    store.create("a", PART)
+    store.write("a", 0, bytes(PART))
+    is_sending.wait()
+    with pytest.raises(KeyboardInterrupt):
+        store.close()
+    store.close()
+    assert sent == [1]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 
+from ckpt_cli.app import main
 from core.errors import CorruptError, UsageError
 from core.files.store import LocalStore
 from core.publish.manifest.inventory import read_inventory, write_inventory
@@ -307,7 +309,18 @@ def test_names_that_have_nothing_in_common_are_one_finding(golden: Path) -> None
     (finding,) = list_findings(
         golden / CASE, level=Level.METADATA, against=golden / "hf/llama/safetensors_single"
     )
-    assert finding.code == "CK821" and finding.hint is not None and "Hugging Face" in finding.hint
+    assert finding.code == "CK821" and finding.message.startswith("nothing was compared: ")
+
+
+def test_a_converted_model_is_proved_by_the_command_that_is_named(
+    golden: Path, tmp_path: Path
+) -> None:
+    source, out = golden / "hf/llama/safetensors_single", tmp_path / "out"
+    run(Job(src=source, dst=out, to="megatron", fsync=False))
+    (finding,) = list_findings(out, level=Level.METADATA, against=source)
+    words = shlex.split((finding.hint or "").rpartition(": ckpt ")[2])
+    assert words == ["diff", str(source), str(out)]
+    assert main(words) == 0
 
 
 def test_a_manifest_without_fingerprints_is_refused(golden: Path, tmp_path: Path) -> None:

@@ -31,7 +31,6 @@ import zlib
 from array import array as number_array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.arrays.box import c_strides
@@ -39,6 +38,7 @@ from core.arrays.checksum import crc32_combine, crc32_of_zeros
 from core.arrays.dtypes import DTYPES, itemsize
 from core.engine.catalog.file_image import CrcOf, FileImage, JoinedArray, Literal, PlacedArray
 from core.errors import UnsupportedError
+from core.formats.format import check_dtypes
 from core.formats.torch.zip.container import (
     CENTRAL,
     END,
@@ -343,9 +343,11 @@ def plan_tree(
     # Pickle the tree; every tensor becomes a call with the number of its storage.
     arrays: list[PlannedArray | JoinedArray] = []
     number_of: dict[str, int] = {}
+    dtypes: dict[str, str] = {}
 
     def reduce(leaf: TensorLeaf) -> Inert:
         array = array_of(leaf.key)
+        dtypes[leaf.key] = array.dtype
         number = number_of.setdefault(array.name, len(arrays))
         if number == len(arrays):
             arrays.append(array)
@@ -360,6 +362,7 @@ def plan_tree(
 
     with gc_paused():
         pickle = dumps(value, persistent_id=persistent_id, reducers={TensorLeaf: reduce})
+    check_dtypes(dtypes, lambda dtype: dtype.is_in_torch, owner="torch")
     storage_bytes = tuple(array.n_bytes for array in arrays)
     archive = (
         _plan_records(prefix, len(pickle), storage_bytes)
@@ -408,13 +411,6 @@ def _rebuild_call(leaf: TensorLeaf, array: PlannedArray | JoinedArray, number: i
     """
     # torch refuses to load an integer tensor that requires grad.
     dtype = DTYPES[array.dtype]
-    if not dtype.is_in_torch:
-        raise UnsupportedError(
-            f"torch has no element type {array.dtype}",
-            key=leaf.key,
-            hint=f"cast it (--dtype {quote(f'{leaf.key}=float32')}) or skip it "
-            f"(--exclude {quote(leaf.key)})",
-        )
     needs_grad = leaf.requires_grad and dtype.kind in ("float", "complex")
     hooks = Inert("reduce", Global("collections", "OrderedDict"))
     geometry = (0, array.shape, c_strides(array.shape), needs_grad and leaf.wrapper is None, hooks)

@@ -24,6 +24,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Self
 
+from core.engine.team.threads import RunningThreads
 from core.errors import CheckpointingException, StorageError
 from core.files.object_client import put_object, read_object
 from core.files.object_listing import delete_objects, find_object
@@ -117,7 +118,7 @@ class DestinationLock:
         self._path = stage_dir / NAME
         self._own: LockOwner | None = None
         self._is_ended = threading.Event()
-        self._beat: threading.Thread | None = None
+        self._beating = RunningThreads()
 
     def take(self) -> None:
         """Take the lock, also one whose run is dead.
@@ -146,8 +147,7 @@ class DestinationLock:
             break
         self._own = owner
         _own_tokens.add(owner.token)
-        self._beat = threading.Thread(target=self._keep_alive, name="ckpt-lock", daemon=True)
-        self._beat.start()
+        threading.Thread(target=self._keep_alive, name="ckpt-lock", daemon=True).start()
 
     def check(self) -> None:
         """Raise if another run has taken over the lock, or somebody has deleted it.
@@ -172,19 +172,22 @@ class DestinationLock:
         return self._own is not None and other is not None and other.token == self._own.token
 
     def release(self) -> None:
-        """Delete the lock, unless another run has taken it over; do nothing without one."""
-        own, self._own = self._own, None
+        """Delete the lock, unless another run has taken it over; do nothing without one.
+
+        It can be repeated if it was interrupted.
+        """
+        own = self._own
         if own is None:
             return
         self._is_ended.set()
-        if self._beat is not None:
-            self._beat.join(_STOP_S)
+        self._beating.wait(_STOP_S)
         with suppress(CheckpointingException):
             other = self._read()
             is_own = other is not None and other.token == own.token
             alive = [self._stage_dir / f"{_ALIVE}{own.token}"]
             delete_objects([*alive, self._path] if is_own else alive)
         _own_tokens.discard(own.token)
+        self._own = None
 
     def _read(self) -> LockOwner | None:
         """Return who has the lock; None if there is none, or it cannot be understood."""
@@ -232,9 +235,10 @@ class DestinationLock:
         """Put signs of life until the lock is released; one that fails is not missed."""
         own = self._own
         assert own is not None
-        while not self._is_ended.wait(_BEAT_S):
-            with suppress(CheckpointingException):
-                put_object(self._stage_dir / f"{_ALIVE}{own.token}", b"", replace=True)
+        with self._beating.include():
+            while not self._is_ended.wait(_BEAT_S):
+                with suppress(CheckpointingException):
+                    put_object(self._stage_dir / f"{_ALIVE}{own.token}", b"", replace=True)
 
 
 def is_of_lock(name: str) -> bool:

@@ -8,9 +8,9 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
 from typing import TYPE_CHECKING
 
+from core.engine.team.threads import RunningThreads
 from core.errors import CorruptError, StorageError
 from core.files.multipart.stream import part_bytes_of
 from core.files.object_listing import N_REQUESTS
@@ -92,9 +92,10 @@ class PartStore(TargetStore):
         self._is_closed = False
         self._is_abandoned = False
         self._threads = [
-            threading.Thread(target=self._work, name=f"send-{n}", daemon=True)
+            threading.Thread(target=self._run, name=f"send-{n}", daemon=True)
             for n in range(n_threads)
         ]
+        self._running = RunningThreads()
 
     def continue_uploads(self, uploads: Mapping[str, ObjectUpload]) -> None:
         """Use unfinished uploads of an earlier run, by name: equal parts are not sent again."""
@@ -270,13 +271,9 @@ class PartStore(TargetStore):
             self._is_closed = True
             self._queue.clear()
             self._changed.notify_all()
-        threads = self._threads if self._objects else []
-        stop_at = monotonic() + _LAST_S
-        for thread in threads:
-            thread.join(max(0.0, stop_at - monotonic()))
+        self._running.wait(_LAST_S)
         self._is_abandoned = True
-        for thread in threads:
-            thread.join()
+        self._running.wait()
         for scratch in self._scratch.values():
             scratch.close()
 
@@ -310,9 +307,13 @@ class PartStore(TargetStore):
             file.waiting.remove(file.turn)
             self._queue.append((file, file.turn))
 
+    def _run(self) -> None:
+        stop_waiting_when(lambda: self._is_abandoned)
+        with self._running.include():
+            self._work()
+
     def _work(self) -> None:
         """Send parts until the store is closed."""
-        stop_waiting_when(lambda: self._is_abandoned)
         buffer = memoryview(b"")
         while True:
             with self._changed:

@@ -12,7 +12,7 @@ manifest and the tracker file last. With ``force`` the old objects are deleted r
 all parts of the new ones are in the store. If the run ends in any other way its uploads are
 aborted, except after a failure with ``resume``: then the next run of the same command does not send
 again what is there. A run that is killed while it publishes is finished by the next one from the
-record.
+record, and so is one that a signal ends before the store has said whether an object is visible.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from core.files.object_client import put_object
 from core.files.object_listing import N_REQUESTS, delete_objects, forget_listings
 from core.files.remote_path import RemotePath
 from core.files.remote_store import list_objects
+from core.files.requests.ending import is_ending
 from core.files.store import override
 from core.files.store_kinds import WRITABLE_STORES, store_kind
 from core.opening.locate import TRACKER
@@ -126,10 +127,12 @@ class StoreDestination(OutputDestination):
 
     @override
     def describe_remains(
-        self, *, inode: int | None, keeps_partial: bool, command: str | None
+        self, *, has_begun: bool, inode: int | None, keeps_partial: bool, command: str | None
     ) -> str:
         if inode is not None:
             return f"{self.dst} was already complete"
+        if not has_begun:
+            return "nothing was written (rerun the same command)"
         if keeps_partial and can_continue_uploads(self.dst):
             again = (
                 "rerun the same command to continue" if command is None else f"continue: {command}"
@@ -146,8 +149,8 @@ class StoreDestination(OutputDestination):
             else "uploads to this store end with their process"
         )
         return (
-            f"rerun the same command: if {self.dst} was just being replaced, this finishes it; "
-            f"otherwise it starts over ({keeps})"
+            f"rerun the same command: if {self.dst} was just being published, some of its objects "
+            f"may be in the bucket, and this finishes it; otherwise it starts over ({keeps})"
         )
 
     @override
@@ -171,6 +174,7 @@ class _State:
 
     Args:
         visible: names of the objects that this run has made visible.
+        is_uncertain: a signal ended the wait for an object that the store may yet make visible.
         has_record: the record is in the store.
         is_final: the record is that of the complete publication, so another run can finish it.
         has_replaced: the old objects have been deleted.
@@ -178,6 +182,7 @@ class _State:
     """
 
     visible: list[str] = field(default_factory=list)
+    is_uncertain: bool = False
     has_record: bool = False
     is_final: bool = False
     has_replaced: bool = False
@@ -478,6 +483,9 @@ class BucketStage(DestinationStage):
                     "another process has created the object in the meantime",
                     file=str(self._base / name),
                 ) from None
+            except BaseException as err:
+                self._state.is_uncertain |= is_ending() or isinstance(err, KeyboardInterrupt)
+                raise
             self._state.visible.append(name)
 
         unseen = {**finish_upload}
@@ -517,6 +525,9 @@ class BucketStage(DestinationStage):
         # What another run can finish stays if it has replaced something, or is to be resumed. No
         # other run can continue uploads that are sent in order.
         keeps = self._resume and self._client.takes_any_order
+        # Without the record, an object that the store makes visible later would be nobody's.
+        if state.is_uncertain and self._client.takes_any_order:
+            return
         has_replaced = bool(self._old) and state.has_replaced
         if state.is_final and self._client.takes_any_order and (keeps or has_replaced):
             return

@@ -111,25 +111,27 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
     if form is None:
         return
     expected, label = subject.against.fingerprints, subject.against.label
+    other = subject.against.path
+    command = f"{'OTHER' if other is None else quote(str(other))} {quote(str(subject.root))}"
     # Without a common name, every tensor would be missing or surplus. Report the likely reason
     # instead, as one finding.
     common = [key for key in form.catalog.tensors if key in expected]
     if expected and not common:
+        # The fingerprint of a fused tensor does not follow from those of its parts, so that only
+        # diff, which reads the bytes, can compare across a conversion of names.
         yield MISSING.finding(
-            f"no tensor names in common with {label}",
+            f"nothing was compared: no tensor names in common with {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="Megatron and Hugging Face names differ: convert one of the checkpoints, or use"
-            " ckpt diff",
+            hint="if one is a conversion of the other between Megatron's and Hugging Face's names, "
+            f"this proves it, under common names: ckpt diff {command}",
         )
         return
     # Compare the names, then the fingerprints of the common tensors.
-    assert subject.against is not None
-    other = subject.against.path
     if other is None:
         hint = "see what differs: ckpt diff with the checkpoint that the manifest describes"
     else:
-        hint = f"see what differs: ckpt diff {quote(str(other))} {quote(str(subject.root))}"
+        hint = f"see what differs: ckpt diff {command}"
     yield from _compare_names(subject, form, hint)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)

@@ -135,7 +135,7 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     Raises:
         UnsupportedError: always.
     """
-    from core.verbs.convert.report.wrapped_model import model_options
+    from core.engine.catalog.wrapped_model import model_options
 
     first = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     goal, formats = (

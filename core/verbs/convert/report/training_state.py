@@ -63,6 +63,15 @@ def without_training_state(catalog: Catalog, job: Job, format: Format) -> Withou
     return _without(catalog, state, state.files, _NOT_HERE.format(format.name))
 
 
+def record_unmerged_state(catalog: Catalog) -> tuple[Dropped, ...]:
+    """Return the record of the training state of another source of a merge.
+
+    A result has the training state of the first source, if any, whatever its format can hold.
+    """
+    state = catalog.facet(TrainingState)
+    return dropped_together(state.files.values() if state else (), "training state is not merged")
+
+
 def without_unknown_classes(catalog: Catalog, format: Format) -> WithoutState:
     """Leave out the entries of training state that are objects of unknown classes.
 
