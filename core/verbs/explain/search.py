@@ -60,7 +60,7 @@ _SYNONYMS = (
     ("delete", "remove", "prune"),
     ("drop", "without"),
 )
-_SYNONYM_WEIGHT = 0.6
+_SYNONYM_WEIGHT = 0.8
 """Weight of a synonym, in parts of the word's."""
 _LEAST_COVERED = 0.5
 """Least share of the weight of a question that a section must have."""
