@@ -113,7 +113,7 @@ def merge_catalogs(
     ]
     if different and not request.keeps_first:
         raise UnsupportedError(
-            f"not a float tensor, and different from that of {first.label}: {list_some(different)}",
+            f"entries that are not float tensors differ from those of {first.label}: {list_some(different)}",
             hint=_KEEP_FIRST,
         )
     catalog = _with_computed(request, sources, floats)
@@ -154,7 +154,7 @@ def _check_floats(key: str, dtypes: Mapping[str, str]) -> str:
                 f"tensors of {dtype} cannot be merged",
                 key=key,
                 file=label,
-                hint="leave the tensor out of all sources first: ckpt convert --exclude KEY",
+                hint="first remove the tensor from every source: ckpt convert SRC DST --exclude KEY",
             )
     return "float64" if "float64" in dtypes.values() else "float32"
 

@@ -214,7 +214,7 @@ def check_items(subject: Subject) -> Iterator[Finding]:
                 file=after[0],
                 span=(after[1], end),
                 expected=f"an item that starts at byte {end} or later",
-                found=f"one at byte {after[1]}",
+                found=f"an item at byte {after[1]}",
             )
 
 

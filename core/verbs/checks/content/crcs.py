@@ -102,8 +102,8 @@ def report_uncovered(subject: Subject) -> Iterator[Finding]:
         largest = max(sorted(uncovered), key=uncovered.__getitem__)
         yield UNPROVEN.finding(
             f"{sum(uncovered.values()):,} of {scanned.read_bytes:,} bytes have no checksum; "
-            "a flipped bit in them cannot be detected",
-            found=largest + (f" and {len(uncovered) - 1} more files" if len(uncovered) > 1 else ""),
+            "a flipped bit in them would go unnoticed",
+            found=largest + (f" and {n_text(len(uncovered) - 1, 'more file')}" if len(uncovered) > 1 else ""),
         )
 
 

@@ -259,7 +259,7 @@ def _check_pieces(subject: Subject) -> Iterator[Finding]:
             for number in sorted(all_numbers - numbers):
                 name = f"shard-{rank:05d}-{number}.safetensors"
                 yield PIECES.finding(
-                    "this file is missing; other ranks have a file of this number",
+                    "this file is missing; other ranks have a file with this number",
                     file=f"{folder}/{name}" if folder else name,
                     rank=str(rank),
                     expected=f"{len(all_numbers)} files",
