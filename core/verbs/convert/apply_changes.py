@@ -41,7 +41,7 @@ from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.opening.target import retyped
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.convert.job import Job
 
 if TYPE_CHECKING:
@@ -226,7 +226,11 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
                 else "keep both, or drop both",
             )
     n_dropped = len(selection.excluded)
-    notes = [f"{n_dropped} entries dropped by --include/--exclude"] if n_dropped else []
+    notes = (
+        [f"{n_text(n_dropped, 'entry', 'entries')} dropped by --include/--exclude"]
+        if n_dropped
+        else []
+    )
     # States without a name cannot follow the parameters that are dropped.
     if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.excluded):
         notes += [

@@ -240,7 +240,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             capabilities = capabilities_of(checkpoint, traits)
     if capabilities is None:
         notes.append(
-            "too large to try the possible conversions: try them with ckpt convert SRC DST --dry-run"
+            "too large to try the possible conversions: use ckpt convert SRC DST --dry-run"
         )
     return Summary(
         path=str(checkpoint.path),

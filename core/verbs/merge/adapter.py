@@ -43,7 +43,7 @@ from core.hf.ties import (
     with_config,
     with_own_head,
 )
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.merge.combined import SUM, Combined
 from core.verbs.merge.lora import Folded
 from core.verbs.merge.merge import (
@@ -216,7 +216,7 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
         else _BASE_HINT.format(_trained_on(adapter))
     )
     raise UnsupportedError(
-        f"the adapter changes {len(missing)} tensors that the base does not have, and "
+        f"the adapter changes {n_text(len(missing), 'tensor')} that the base does not have, and "
         f"{len(key_of)} that it has: {list_some(missing)}",
         file=adapter.label,
         hint=hint,
@@ -312,7 +312,9 @@ def _check_replacement(base: Catalog, name: str, adapter: Adapter, key: str) -> 
             hint=_BASE_HINT.format(_trained_on(adapter)),
         )
     if dtype_of(old.dtype).kind != "float" or dtype_of(new.dtype).kind != "float":
-        raise UnsupportedError(f"a {new.dtype} tensor cannot replace a {old.dtype} tensor", key=name)
+        raise UnsupportedError(
+            f"a {new.dtype} tensor cannot replace a {old.dtype} tensor", key=name
+        )
 
 
 def _orientations(
@@ -336,15 +338,18 @@ def _orientations(
         n_out, n_in = matrices[item.b].shape[0], matrices[item.a].shape[1]
         kinds = {dtype_of(matrices[key].dtype).kind for key in (item.a, item.b)}
         if kinds | {dtype_of(tensor.dtype).kind} != {"float"}:
-            raise UnsupportedError(f"an adapter cannot be folded into a {tensor.dtype} weight", key=name)
+            raise UnsupportedError(
+                f"an adapter cannot be folded into a {tensor.dtype} weight", key=name
+            )
         shapes: dict[bool, Shape] = {False: (n_out, n_in), True: (n_in, n_out)}
         fitting = [side for side in (False, True) if tensor.shape == shapes[side]]
         if item.is_embedding:
             fitting = [True] if True in fitting else []
         if not fitting:
             raise CorruptError(
-                f"the LoRA matrices are for a weight of shape {shapes[item.is_embedding or default]}, "
-                f"but the base's weight has shape {tensor.shape}",
+                "the LoRA matrices are for a weight of shape "
+                f"{shapes[item.is_embedding or default]}, but the base's weight has shape "
+                f"{tensor.shape}",
                 key=name,
                 hint=_BASE_HINT.format(_trained_on(adapter)),
             )

@@ -65,7 +65,9 @@ class Merge:
                 hint="name all of them: ckpt merge A B -o DST " + option,
             )
         if self.method == LORA and n_sources != 2:
-            raise UsageError("--lora takes one adapter", hint="fold several adapters in one after the other")
+            raise UsageError(
+                "--lora takes one adapter", hint="fold several adapters in one after the other"
+            )
         if self.method == WEIGHTS:
             self._check_weights(n_sources)
         is_fraction = self.amount is not None and 0 <= self.amount <= 1

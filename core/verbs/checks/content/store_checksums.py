@@ -90,7 +90,9 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
         else:
             matched.setdefault("CRC-32", []).append(file.path)
     yield from _notes(matched, "matches the manifest, without reading")
-    yield from _notes_on_skipped(skipped, hint="to compare the data itself: ckpt validate PATH --deep")
+    yield from _notes_on_skipped(
+        skipped, hint="to compare the data itself: ckpt validate PATH --deep"
+    )
 
 
 def are_files_of_manifest(subject: Subject) -> bool:
@@ -177,7 +179,11 @@ def _reason_not_compared(subject: Subject, name: str, *, needed: str | None = No
     checksums = subject.stated.by_name.get(name, ())
     if not checksums:
         failure = subject.stated.failure
-        return "the store reports no checksum" if failure is None else f"the store was not asked: {failure}"
+        return (
+            "the store reports no checksum"
+            if failure is None
+            else f"the store was not asked: {failure}"
+        )
     without_parts = [item.algorithm for item in checksums if not item.ranges]
     if without_parts and needed in (None, *without_parts):
         return f"the store reports {without_parts[0]} of parts, but not where the parts begin"

@@ -63,7 +63,8 @@ def check_emptied(subject: Subject) -> Iterator[Finding]:
             return  # the files of ZeRO-3's ranks have them, beside their parts
     for key in emptied:
         yield EMPTIED.finding(
-            "the parameter has no elements, because ZeRO-3 had divided it among ranks when it was saved",
+            "the parameter has no elements, because it was saved while ZeRO-3 had divided it "
+            "among ranks",
             key=key,
             expected="a parameter",
             found="shape (0,)",
