@@ -174,13 +174,15 @@ def _notes(
         if changed and group.settings["wd_mult"]:
             values = sorted({str(others[hf] or 0.0) for hf in changed})
             notes.append(
-                f"{len(changed)} matrices such as {changed[0]} had weight decay "
-                f"{', '.join(values)}; Megatron's groups give them {decay}, like other matrices"
+                f"weight decay of matrices: {decay} in Megatron's groups, where the source has "
+                f"{', '.join(values)} for {changed[0]}"
+                + (f" and {len(changed) - 1} more" if changed[1:] else "")
             )
         elif changed:
             notes.append(
-                f"{len(changed)} biases and vectors had weight decay; Megatron's groups give them "
-                "none (wd_mult 0)"
+                "weight decay of biases and vectors: none in Megatron's groups (wd_mult 0), where "
+                f"the source has some for {changed[0]}"
+                + (f" and {len(changed) - 1} more" if changed[1:] else "")
             )
     # All groups of Megatron get these from the same arguments.
     for name in _OF_TORCH:
