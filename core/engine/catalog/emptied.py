@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 EMPTIED_HINT = (
     "save it again with its parameters gathered (stage3_gather_16bit_weights_on_model_save, or "
     "GatheredParameters around the save); or convert the run's global_stepN, whose files hold "
-    "every rank's part"
+    "the parts of all ranks"
 )
 _PARAMETERS = ("weight", "bias")
 
