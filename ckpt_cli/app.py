@@ -146,7 +146,7 @@ def _root(
             "--show-completion",
             callback=_show_completion,
             is_eager=True,
-            help="Print the script that does so, and exit.",
+            help="Print the completion script, and exit.",
         ),
     ] = False,
 ) -> None:

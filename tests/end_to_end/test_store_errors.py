@@ -50,7 +50,7 @@ REFUSALS = {
         "region=NAME",
     ),
     "region": ("ListObjectsV2", 301, "PermanentRedirect", "in another region", "region=NAME"),
-    "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "the clock of this machine", "NTP"),
+    "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "this machine's clock", "NTP"),
     "key": ("ListObjectsV2", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
     "no listing": ("ListObjectsV2", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
     "no reading": ("GetObject", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
@@ -304,7 +304,7 @@ def test_a_store_that_asks_for_too_long_a_pause_is_given_up(
     asks = Rule(status=429, code="Later", headers={"Retry-After": "3600"}, times=None)
     store.set_rules(replace(asks, operation="GetObject"))
     assert main(["inspect", f"s3://runs/{MODEL}/model.safetensors"]) == 6
-    assert "asks to wait 3,600 s" in capsys.readouterr().err
+    assert "asks clients to wait 3,600 s" in capsys.readouterr().err
 
 
 def test_a_token_that_expires_in_the_middle_is_named(

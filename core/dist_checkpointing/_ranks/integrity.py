@@ -28,7 +28,7 @@ _MAX_SEARCHED = 2000
 
 _DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
 _MISSING_HINT = (
-    "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
+    "make sure one rank holds it with replica_id 0, and check the offsets and the number of shards"
 )
 
 
@@ -67,7 +67,7 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
                 f"{type(other.shard).__name__} on "
                 f"rank {other.rank}",
                 key=key,
-                hint="give them different keys; factories have to be applied before this check",
+                hint="give them different keys; apply factories before this check",
             )
 
 
@@ -368,9 +368,8 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
     if len(holders) != prod(shape):
         present = list_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
-            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main "
-            "replica; present are: "
-            f"{present or 'none'}",
+            f"{prod(shape) - len(holders)} of the object's {prod(shape)} shards have no main "
+            f"replica; those present: {present or 'none'}",
             key=key,
             hint=_MISSING_HINT,
         )
