@@ -184,7 +184,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "shape and grid": (
         [[_part((i,), (2,), (3,), global_shape=(8,))] for i in range(2)],
         (
-            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), not of the global shape "
+            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), but the global shape is "
             r"\(8,\)"
         ),
     ),

@@ -189,7 +189,7 @@ def test_a_new_destination_may_be_verified_with_force(
     assert run(*words, "-q") == 0
     before = contents(store, "x")
     assert run(*words) == 2
-    assert "where a checkpoint would be replaced" in capsys.readouterr().err
+    assert "to replace a checkpoint" in capsys.readouterr().err
     assert contents(store, "x") == before
     assert_nothing_remains(store)
 

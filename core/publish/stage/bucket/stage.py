@@ -286,8 +286,8 @@ class BucketStage(DestinationStage):
             )
         if self._old and self._verify:
             raise UsageError(
-                "--verify cannot be combined with --force where a checkpoint would be replaced: "
-                "objects can be read back only once they have replaced the old ones",
+                "--verify cannot be combined with --force to replace a checkpoint, because "
+                "objects can only be read back after they have replaced the old ones",
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )
@@ -316,7 +316,7 @@ class BucketStage(DestinationStage):
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            note = "unfinished uploads of earlier runs may not be listed, and may remain"
+            note = "no permission to list unfinished uploads, so those of earlier runs may remain"
             if note not in self.notes:
                 self.notes.append(note)
             return []
