@@ -266,7 +266,7 @@ def _diff(options: DiffOptions) -> Work:
 def _explain(options: ExplainOptions) -> Work:
     """Say what an error message or a finding means, what causes it, and what to do.
 
-    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are recognized by
+    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are recognised by
     their wording. For a checkpoint, its metadata is checked and the findings are explained.
     """
     from ckpt_cli.commands.explain import explain
