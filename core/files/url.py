@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from shlex import quote
 from urllib.parse import unquote
 
 from core.errors import UsageError
@@ -66,6 +65,8 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         return
     scheme, location = match[1].lower(), match[2]
     if scheme == "file":
+        from shlex import quote  # every command imports this module
+
         plain = unquote("/" + location.removeprefix("localhost/"))
         raise UsageError(
             f"file:///{location} is a URL, not a path", hint=f"pass the plain path: {quote(plain)}"
