@@ -528,7 +528,7 @@ def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
             kind = store_kind(path.scheme)
             whom = "store" if kind.is_writable else "server"
             hint = _CERTIFICATE_HINT if "certificate" in happened else kind.network
-            return f"no answer from the {whom}: {happened}", hint
+            return f"the request to the {whom} failed: {happened}", hint
     return None
 
 

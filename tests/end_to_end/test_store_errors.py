@@ -206,7 +206,9 @@ def test_a_web_server_that_does_not_answer_is_no_store(capsys: pytest.CaptureFix
     words = ["inspect", "https://127.0.0.1:9/a", "--storage-option", "timeout=5s"]
     assert main(words) == 6
     shown = capsys.readouterr().err
-    assert "no answer from the server" in shown and "the host and the port of the URL" in shown
+    assert (
+        "the request to the server failed" in shown and "the host and the port of the URL" in shown
+    )
 
 
 def test_an_endpoint_in_the_environment_that_is_no_url_is_named(
