@@ -73,7 +73,9 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         )
     readable = "s3://, gs://, az:// and https://"
     if is_known_scheme(scheme):
-        message = f"is a URL, and a local path is needed; only checkpoints can be at {readable}"
+        message = (
+            f"is a URL, but a local path is needed here; only checkpoints can be at {readable}"
+        )
     else:
         message = f"is a URL that cannot be read; checkpoints are read from {readable}"
     raise UsageError(f"{match[1]}://{location} {message}", hint=_copy_hint(scheme, location))
