@@ -146,7 +146,7 @@ def _root(
             "--show-completion",
             callback=_show_completion,
             is_eager=True,
-            help="Print the script that does so, and exit.",
+            help="Print the completion script, and exit.",
         ),
     ] = False,
 ) -> None:
@@ -162,7 +162,7 @@ def _root(
 def _inspect(options: InspectOptions) -> Work:
     """Show what a checkpoint contains and what can be done with it.
 
-    Tensor data are read for --values and --stats only.
+    Tensor data is read only for --values and --stats.
     """
     from ckpt_cli.commands.inspect import inspect
 
@@ -172,7 +172,7 @@ def _inspect(options: InspectOptions) -> Work:
 @app.command("explore", cls=Command, short_help="Browse a checkpoint in the terminal.")
 @accepts("explore.ExploreOptions")
 def _explore(options: ExploreOptions) -> Work:
-    """Look around in a checkpoint: names, shapes, places, values, differences and damage.
+    """Browse a checkpoint: names, shapes, places, values, differences and damage.
 
     The keys are shown at the bottom of the screen. Nothing is written.
     """
@@ -264,10 +264,10 @@ def _diff(options: DiffOptions) -> Work:
 )
 @accepts("explain.ExplainOptions")
 def _explain(options: ExplainOptions) -> Work:
-    """Say what an error message or a finding means, how it comes about, and what to do.
+    """Say what an error message or a finding means, what causes it, and what to do.
 
-    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are known by their
-    words. Of a checkpoint, the metadata are checked, and the findings explained.
+    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are recognised by
+    their wording. For a checkpoint, its metadata is checked and the findings are explained.
     """
     from ckpt_cli.commands.explain import explain
 
@@ -277,7 +277,7 @@ def _explain(options: ExplainOptions) -> Work:
 @app.command("prune", cls=Command, short_help="Remove old iterations of a training run.")
 @accepts("prune.PruneOptions")
 def _prune(options: PruneOptions) -> Work:
-    """Remove iterations of a training run that no rule keeps; asks before it does.
+    """Remove iterations of a training run that no rule keeps, after asking for confirmation.
 
     The newest valid iteration always stays, and so do those that a tracker names, that are being
     written, or that are not recognised as checkpoints.
@@ -316,7 +316,7 @@ def _launch(options: LaunchOptions) -> Work:
 @app.command("demo", cls=Command, short_help="Write small checkpoints to try the commands on.")
 @accepts("demo.DemoOptions")
 def _demo(options: DemoOptions) -> Work:
-    """Write the small checkpoints of the documentation's examples, to try the commands on."""
+    """Write the small checkpoints used in the documentation, to try the commands on."""
     from ckpt_cli.commands.demo import demo
 
     return partial(demo, options)

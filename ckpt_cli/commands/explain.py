@@ -55,7 +55,9 @@ def explain(options: ExplainOptions) -> int:
         from ckpt_cli.commands.help import answer_blocks
 
         blocks = list(answer_blocks(text))
-        blocks[:0] = ["no message is known that has this text; the pages say:", ""] * bool(blocks)
+        blocks[:0] = ["no known message has this text, but these pages may help:", ""] * bool(
+            blocks
+        )
     exit_code = 0
     if not blocks:
         blocks = list(_unknown_blocks())
@@ -95,11 +97,11 @@ def _text_blocks(text: str) -> Iterator[Block]:
 
 def _unknown_blocks() -> Iterator[Block]:
     """Yield what to do about a text of which nothing is known."""
-    yield "nothing is known about this text"
+    yield "ckpt knows nothing about this text"
     yield Facts(
         [
             ("do", "paste the line that names the error, or a few words of it"),
-            ("", "ask the checkpoint itself"),
+            ("", "or examine the checkpoint itself"),
             ("run", Cell("ckpt explain PATH", ("cyan",))),
             ("", Cell("ckpt inspect PATH", ("cyan",))),
             ("", Cell("ckpt validate PATH", ("cyan",))),
@@ -142,7 +144,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
         yield from code_blocks(codes()[name], path=validation.path)
     yield ""
     if not verdict.judgement.is_valid:
-        yield escaped(f"what can be read of it: ckpt inspect {shlex.quote(str(path))}")
+        yield escaped(f"to see what can be read: ckpt inspect {shlex.quote(str(path))}")
         return
     yield from _capability_blocks(path)
 
@@ -163,5 +165,5 @@ def _capability_blocks(path: Path) -> Iterator[Block]:
     finally:
         checkpoint.store.close()
     command = f"ckpt validate {shlex.quote(str(path))} --deep"
-    yield escaped(f"it opens; every byte is read by: {command}")
+    yield escaped(f"it opens; to read every byte: {command}")
     yield Facts(list(capability_facts(summary)), indent=2)

@@ -20,7 +20,13 @@ from ckpt_cli.screen.pager import pager_of, print_page
 from ckpt_cli.screen.terminal import screen_of
 from core.errors import UsageError, did_you_mean
 from core.verbs.explain.messages import read_messages
-from core.verbs.explain.search import Match, PageSection, plain_text, rank_sections, split_sections
+from core.verbs.explain.search import (
+    PageMatch,
+    PageSection,
+    plain_text,
+    rank_sections,
+    split_sections,
+)
 
 if TYPE_CHECKING:
     from ckpt_cli.screen.help_page import Section
@@ -95,7 +101,7 @@ def answer_blocks(question: str) -> Iterator[Block]:
         )
 
 
-def find_answers(question: str) -> list[Match]:
+def find_answers(question: str) -> list[PageMatch]:
     """Return the sections of all pages that share most words with a question, the best first."""
     sections: list[PageSection] = []
     for path in find_pages().values():

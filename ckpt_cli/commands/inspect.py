@@ -433,7 +433,7 @@ def _print_listing(options: InspectOptions) -> None:
             "not a checkpoint, and no checkpoint was found below"
             + (f"; {listing.rest}" if listing.rest else ""),
             file=str(options.path),
-            hint="point at a directory that holds the files of a checkpoint",
+            hint="pass a directory that contains a checkpoint's files",
         )
     if options.json:
         print(json.dumps(listing_json(options.path, listing)))
@@ -464,7 +464,9 @@ def _measure(
         raise UsageError(
             "--stats needs tensors, but "
             + (
-                "KEY selects only objects" if options.keys else "the checkpoint has none of a model"
+                "KEY selects only objects"
+                if options.keys
+                else "the checkpoint has no model tensors"
             ),
             hint=LIST_THEM,
         )

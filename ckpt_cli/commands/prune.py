@@ -74,7 +74,7 @@ def prune(options: PruneOptions) -> int:
             print("nothing was removed")
             return 0
     if has_work:
-        remaining = "some iterations are removed; run the same command again to remove the rest"
+        remaining = "some iterations were removed; run the same command again to remove the rest"
         with _remaining(remaining), show_progress(form) as progress:
             remove(pruning, progress=progress)
     # The report, after the removal.
@@ -105,7 +105,7 @@ def _check_asking(options: PruneOptions) -> None:
     if options.json or options.quiet or not sys.stdin.isatty():
         why = "there is no terminal"
         if sys.stdin.isatty():
-            why = f"{'--json' if options.json else '--quiet'} does not ask"
+            why = f"{'--json' if options.json else '--quiet'} cannot ask"
         raise UsageError(
             f"{why}, and removing iterations needs confirmation",
             hint="look at the plan with --dry-run, then pass --yes",

@@ -112,7 +112,7 @@ class DetailPane(VerticalScroll):
         """Measure the tensor that is shown, whatever its size."""
         shown, source = self._shown, self._source
         if shown is None or source is None:
-            self.app.notify("statistics are those of a tensor: move to one", markup=False)
+            self.app.notify("select a tensor to see its statistics", markup=False)
             return
         if isinstance(self._details(shown).statistics, Reading | Exception):
             cancellation = self._begin()

@@ -61,7 +61,7 @@ def _layer_table(heat: HeatMap, scale: HeatScale) -> Grid:
     rows = most_different([list(row) for row in heat.cells], MAX_ROWS)
     n_rows, n_columns = len(heat.layers) - len(rows), len(heat.modules) - len(columns)
     left_out = " and ".join(
-        f"{n:,} {noun}" for n, noun in ((n_rows, "layers"), (n_columns, "modules")) if n > 0
+        n_text(n, noun) for n, noun in ((n_rows, "layer"), (n_columns, "module")) if n > 0
     )
     labels = [f"{shown_name(heat.stack, 60)} {layer}" for layer in heat.layers]
     modules = [shown_name(module, 80) for module in heat.modules]
@@ -80,7 +80,7 @@ def _layer_table(heat: HeatMap, scale: HeatScale) -> Grid:
             )
             for row in rows
         ),
-        left_out and f"Those with the greatest differences; {left_out} are left out.",
+        left_out and f"The greatest differences, without {left_out}.",
     )
 
 

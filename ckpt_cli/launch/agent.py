@@ -351,7 +351,7 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
     if isinstance(err, RendezvousClosedError):
         return WorkerError(
             f"another host ended the job at {rendezvous.endpoint}",
-            hint="the error is reported there; start the same command on all hosts",
+            hint="that host's output has the error; then start the same command on all hosts",
         )
     if isinstance(err, (RendezvousTimeoutError, TimeoutError)):
         return WorkerError(
@@ -367,7 +367,7 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
         reason = str(inner).strip().split("\n")[0] or reason
         inner = inner.__cause__
     return WorkerError(
-        f"the rendezvous at {rendezvous.endpoint} is gone: "
+        f"lost contact with the rendezvous at {rendezvous.endpoint}: "
         f"{reason.rstrip('.') or type(err).__name__}",
-        hint="its host has ended or cannot be reached; start the same command on all hosts",
+        hint="its host has exited or is unreachable; start the same command on all hosts",
     )

@@ -63,9 +63,9 @@ class MergeOptions:
         "--lora ADAPTER", "Fold a peft or Megatron-Bridge LoRA adapter into its base."
     )
     replace: bool = MERGE.flag(
-        "--replace", "Take the second source's tensors, the others from the first."
+        "--replace", "Take the second source's tensors, and the rest from the first."
     )
     keep_first: bool = CONTENT.flag(
         "--keep-first",
-        "If integers or objects differ, use the first source's; do not fail.",
+        "If integers or objects differ, use the first source's instead of failing.",
     )

@@ -35,7 +35,7 @@ class PruneOptions:
     deep: bool = CHECKS.flag("--deep", "Read every byte of an iteration before it counts as valid.")
     trust_metadata: bool = CHECKS.flag(
         "--trust-metadata",
-        "Remove iterations even if the data of the one that stays was not read.",
+        "Remove iterations even if the data of the newest valid one was not read.",
     )
     dry_run: bool = OUTPUT.flag("-n, --dry-run", "Show what would be removed; remove nothing.")
     yes: bool = OUTPUT.flag(

@@ -286,7 +286,7 @@ class TransferOptions:
     no_optim: bool = no_optim_flag()
     rng: str | None = CONTENT.option(
         "--rng keep|drop",
-        "Random states: keep them or fail; drop them. "
+        "Random states: keep them (or fail), or drop them. "
         "[kept if the ranks stay the same, else dropped]",
         parser=one_of(*CHOICES["rng"]),
     )

@@ -50,7 +50,7 @@ def check_report_path(path: Path) -> None:
             # An empty file may be replaced, such as one created by mktemp.
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(
-                    "the file exists and is not a ckpt report",
+                    "the file already exists, and is not a ckpt report",
                     file=str(path),
                     hint="choose another name, or remove the file",
                 )

@@ -203,7 +203,7 @@ def _welcome_others(
             f"{len(missing)} of {identity.size} workers have not joined at {identity.endpoint} "
             f"within {join_timeout_s:g} s: "
             f"rank {', '.join(map(str, missing[:8]))}{' …' if len(missing) > 8 else ''}",
-            hint="check that they were started and their hosts can reach this one; "
+            hint="check that they were started and that their hosts can reach this host; "
             "--join-timeout waits longer",
         )
         members = [own_facts]

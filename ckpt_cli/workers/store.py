@@ -140,7 +140,7 @@ class StoreLine:
     def _lost_error(self, err: Exception) -> WorkerError:
         reason = str(err).split("\n")[0]
         return GoneError(
-            f"{self._keeper}, which runs the workers' store, is gone: {reason}",
+            f"lost contact with {self._keeper}, which runs the workers' store: {reason}",
             hint="rerun the same command to continue",
         ).of_lead()
 

@@ -306,7 +306,7 @@ class TorchTeam:
                 raise GoneError(
                     "the workers met but have not exchanged their data "
                     f"within {2 * self._timeout_s:g} s",
-                    hint="check that their hosts reach each other on all ports; "
+                    hint="check that their hosts can reach each other on all ports; "
                     "set GLOO_SOCKET_IFNAME to choose the network interface",
                 )
         if errors:
@@ -335,7 +335,7 @@ class TorchTeam:
         if silent is not None:
             rank, seconds = silent
             error = GoneError(
-                f"rank {rank} on {self.hosts[rank]} is gone: the connection to it broke, "
+                f"lost contact with rank {rank} on {self.hosts[rank]}: the connection broke, "
                 f"and it has sent no heartbeat for {seconds:.0f} s",
                 hint="it was killed, or its host or network is down; "
                 "rerun the same command to continue",

@@ -186,7 +186,7 @@ def _requests(traffic: Traffic, *, is_short: bool = False) -> list[str]:
         return []
     if not is_short:
         return [traffic_text(traffic)]
-    retries = f", {traffic.n_retries:,} again" if traffic.n_retries else ""
+    retries = f", {traffic.n_retries:,} retried" if traffic.n_retries else ""
     return [f"{traffic.n_requests:,} req{retries}"]
 
 

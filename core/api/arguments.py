@@ -34,7 +34,7 @@ _OTHER_OPTIONS = """
     optim: False leaves the optimizer out, True insists on it; None carries it, except into a
         Hugging Face checkpoint, which has none.
     unstack_layers: globs of stacked tensors to split into layers; ``auto`` for the usual names.
-    memory: memory limit of the process, in bytes or as a text: ``8GiB``.
+    memory: memory limit of the process, in bytes or as text: ``8GiB``.
 """
 """Descriptions of the options that differ from the fields of a job."""
 _TYPES = {"account": "bool | None", "pipeline": "str | None", "memory": "str | int | None"}

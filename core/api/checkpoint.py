@@ -71,7 +71,7 @@ def open(
         rules: a TOML file with additional layout rules for Megatron parameters.
 
     Raises:
-        UsageError: the path or the iteration does not exist, or ``ranks`` has another value.
+        UsageError: the path or the iteration does not exist, or ``ranks`` has any other value.
         UnsupportedError: no format recognises the checkpoint, or no rule knows its tensors.
         CheckpointingException: the metadata are damaged or incomplete.
     """

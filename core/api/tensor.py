@@ -172,7 +172,7 @@ class LazyTensor:
 
         if DTYPES[self.dtype].numpy is None:
             raise UnsupportedError(
-                f"numpy has no {self.dtype}", key=self.key, hint="read it with torch()"
+                f"NumPy has no dtype for {self.dtype}", key=self.key, hint="read it with torch()"
             )
         stored = numpy_dtype(self.dtype)
         data: np.ndarray[Any, Any] = np.empty(

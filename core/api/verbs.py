@@ -79,7 +79,7 @@ def inspect(
         path: a checkpoint, or a training root.
         iteration: which iteration of a training root.
         missing_chunks: ``fill`` zarr chunks that are not stored, or ``error`` to refuse them.
-        memory: memory limit for objects, in bytes or as a text: ``8GiB``.
+        memory: memory limit for objects, in bytes or as text: ``8GiB``.
 
     Raises:
         CheckpointingException: the path is not a checkpoint, or its metadata are damaged.
@@ -109,7 +109,7 @@ def convert(
         src: a checkpoint of any format, or a training root.
         dst: the directory or file to write; None for a name in the directory of ``src``.
         progress: called with (bytes done, bytes in total) from the copying threads.
-        options: options of the command, in the types below or as their texts: ``rename={"a": "b"}``
+        options: options of the command, in the types below or as text: ``rename={"a": "b"}``
             or ``rename=["a=b"]``. Without ``to``, the format is the one that ``names`` or the
             suffix of ``dst`` implies (``.pt``, ``.safetensors``), or else that of the source.
 
@@ -239,7 +239,7 @@ def validate(
         missing_chunks: treatment of zarr chunks that are not stored: ``fill`` or ``error``.
         rules: a TOML file with additional layout rules.
         threads: number of reading threads; None for one per processor.
-        memory: memory limit for reading data, in bytes or as a text: ``8GiB``.
+        memory: memory limit for reading data, in bytes or as text: ``8GiB``.
         progress: called with (bytes read, bytes in total).
 
     Returns:
@@ -315,7 +315,7 @@ def diff(
         missing_chunks: treatment of zarr chunks that are not stored: ``fill`` or ``error``.
         rules: a TOML file with additional layout rules.
         threads: number of threads.
-        memory: memory limit of the process, in bytes or as a text: ``8GiB``.
+        memory: memory limit of the process, in bytes or as text: ``8GiB``.
         progress: called with (bytes done, bytes in total).
 
     Raises:
@@ -363,7 +363,7 @@ def prune(
     memory: str | int | None = None,
     progress: Progress | None = None,
 ) -> Pruning:
-    """Remove iterations of a training root that are not needed any more, as ``ckpt prune`` does.
+    """Remove iterations of a training root that are no longer needed, as ``ckpt prune`` does.
 
     It does not ask. The newest valid iteration, those that a tracker names, and what is not
     recognised as a complete checkpoint always stay.
@@ -376,11 +376,11 @@ def prune(
         deep: read every byte of an iteration before it counts as valid.
         trust_metadata: remove iterations although the data of the newest valid one were not read.
         threads: number of reading threads; None for one per processor.
-        memory: memory limit for reading data, in bytes or as a text: ``8GiB``.
+        memory: memory limit for reading data, in bytes or as text: ``8GiB``.
         progress: called with (bytes read, bytes in total) of what is validated.
 
     Returns:
-        What was removed (with ``dry_run``: would be), and what stays for which reasons.
+        What was removed (with ``dry_run``: would be), and what stays and why.
 
     Raises:
         UsageError: neither ``keep_last`` nor ``keep_every`` is given, there are no iterations, or

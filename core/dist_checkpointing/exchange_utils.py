@@ -492,7 +492,7 @@ def determine_main_replica_uniform_distribution(
             for name in ("dtype", "local_shape"):
                 if getattr(first, name) != getattr(tensor, name):
                     raise CheckpointingException(
-                        f"ranks disagree about the {name.replace('_', ' ')} of one shard at offset "
+                        f"ranks disagree about the {name.replace('_', ' ')} of the shard at offset "
                         f"{first.global_offset}: "
                         f"{getattr(first, name)} and {getattr(tensor, name)}",
                         key=first.key,

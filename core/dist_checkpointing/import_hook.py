@@ -42,7 +42,7 @@ def as_megatron() -> None:
         return
     if MEGATRONS in sys.modules:
         raise UsageError(
-            f"{MEGATRONS} has been imported already, so it cannot be replaced",
+            f"{MEGATRONS} has already been imported, so it cannot be replaced",
             hint="call as_megatron() before the first import of megatron",
         )
     sys.meta_path.insert(0, _Finder())

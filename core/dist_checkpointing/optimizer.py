@@ -97,8 +97,8 @@ def make_sharded_optimizer_tensor(
         return replace(model_param, key=key, data=optim_param)
     if tuple(optim_param.shape) != tuple(model_param.data_shape):
         raise CheckpointingException(
-            f"the optimizer's tensor has shape {tuple(optim_param.shape)}, its parameter "
-            f"{tuple(model_param.data_shape)}",
+            f"the optimizer's tensor has shape {tuple(optim_param.shape)}, but its "
+            f"parameter has shape {tuple(model_param.data_shape)}",
             key=key,
             hint=KEEP_VARS_HINT,
         )

@@ -284,7 +284,7 @@ class CkptStorageReader(StorageReader):
         dtype = dtype_name(tensor.dtype, key=name)
         if dtype != meta.dtype and not self._casts:
             raise UnsupportedError(
-                f"the checkpoint has dtype {meta.dtype}, but the state dict {dtype}",
+                f"the tensor is {meta.dtype} in the checkpoint, but {dtype} in the state dict",
                 key=name,
                 hint=f"use a {meta.dtype} tensor, or pass casts=True",
             )
@@ -410,7 +410,7 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
         if similar
         else f"the checkpoint contains {', '.join(stored[:5])}"
     )
-    more = f", and {n_more} others are also missing" if n_more else ""
+    more = f" (and {n_more} more like it)" if n_more else ""
     return MissingShardError(
         f"not found in the checkpoint{more}",
         key=name,

@@ -333,15 +333,16 @@ class CkptStorageWriter(StorageWriter):
         if is_remote(dst):
             if is_converted:
                 raise UnsupportedError(
-                    f"{self._format.name} with these options is written by a conversion, which "
-                    "needs a local directory",
+                    f"with these options, {self._format.name} can only be saved to a local "
+                    "directory",
                     file=str(dst),
-                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST",
+                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
+                    f"{self._format.name}",
                 )
             return
         if os.path.lexists(dst) and not self._overwrite and not is_vacant(dst, is_file=False):
             raise UsageError(
-                "the destination exists",
+                "the destination already exists",
                 file=str(dst),
                 hint="choose another path, or pass overwrite=True",
             )

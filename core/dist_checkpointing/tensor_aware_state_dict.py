@@ -472,7 +472,7 @@ def _fetch_from_keepers(
     for shard, tensor in distribution.shard_to_metadata.items():
         if shard not in keeper:
             raise _UnkeptShardError(
-                f"no rank keeps the shard at offset {tensor.global_offset}", key=tensor.key
+                f"no rank holds the shard at offset {tensor.global_offset}", key=tensor.key
             )
     distribution = distribution._replace(
         main_rank_for_shard={shard: keeper[shard] for shard in distribution.main_rank_for_shard}

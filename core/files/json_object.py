@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
 """Maximum number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
-_HINT = "this is a different file under that name: copy the right one from the original"
+_HINT = "this is a different file of the same name; copy the right one from the original"
 """Hint for a file that is JSON, but no writer's of checkpoints."""
 
 

@@ -505,7 +505,7 @@ def _refused(
     """Return message and hint if the store knows neither the user nor the region; else None."""
     kind = store_kind(path.scheme)
     if code == "RequestTimeTooSkewed":
-        return "the clock of this machine is wrong", "synchronize it, for example with NTP"
+        return "this machine's clock is wrong", "synchronize it, for example with NTP"
     if code in _EXPIRED:
         return "the credentials have expired", "renew them, and run again"
     if code in _WRONG_REGION or status in ("301", "307"):
@@ -528,7 +528,7 @@ def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
             kind = store_kind(path.scheme)
             whom = "store" if kind.is_writable else "server"
             hint = _CERTIFICATE_HINT if "certificate" in happened else kind.network
-            return f"no answer from the {whom}: {happened}", hint
+            return f"the request to the {whom} failed: {happened}", hint
     return None
 
 
@@ -536,7 +536,7 @@ def _failed(name: str, text: str, status: str) -> tuple[str, str | None]:
     """Return message and hint for a request that failed for another reason."""
     if name == "NotSupportedError" and "Range" in text:
         return (
-            "the server cannot send part of a file (HTTP range requests)",
+            "the server cannot send parts of files (HTTP range requests)",
             "copy the checkpoint to a local disk, or serve it with nginx or an object store",
         )
     if status in ("429", "503"):

@@ -312,7 +312,10 @@ def _find_files(root: Address, names: Iterable[str]) -> dict[str, StoredFile]:
 def _shards_of_index(path: Address, entry: StoredFile) -> set[str]:
     """Return the names of the files that an index of weights refers to; an odd index has none."""
     if entry.size > _MAX_INDEX_BYTES:
-        raise StorageError(f"the index has {entry.size:,} bytes", file=str(path))
+        raise StorageError(
+            f"the index is {entry.size:,} bytes long; the limit is {_MAX_INDEX_BYTES:,}",
+            file=str(path),
+        )
     data = send_request(
         path, lambda client: bytes(client.get(path.key).bytes()), n_bytes=entry.size
     )

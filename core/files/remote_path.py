@@ -159,9 +159,9 @@ def location_of(path: str | PathLike[str]) -> Path:
 
         if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
             raise UsageError(
-                f"URLs of web servers with a {'password' if has_password else 'query'} are refused",
+                f"a web server's URL must not contain a {'password' if has_password else 'query'}",
                 file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
-                hint=f"messages would show it; use {WRITABLE_STORES} with credentials in the "
+                hint=f"it would appear in messages; use {WRITABLE_STORES} with credentials in the "
                 "environment, or download the file",
             )
         remote = RemotePath(text)

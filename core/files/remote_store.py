@@ -326,7 +326,7 @@ class RemoteStore(ReadStore):
                 raise SourceChangedError(
                     "the object has changed since the plan was made",
                     file=name,
-                    hint="nothing may write to the checkpoint; run again",
+                    hint="run again when nothing is writing to the checkpoint",
                 )
             self._opened[name] = None
             if self.on_open is not None:

@@ -317,7 +317,7 @@ class LocalStore(ReadStore):
                     raise UnsafeError(
                         f"more than {MAX_LINKED_FOLDERS:,} symbolic links to directories",
                         file=under,
-                        hint="remove the links; a checkpoint needs no such links",
+                        hint="remove them; a checkpoint needs no symbolic links",
                     )
                 names.append(name)
             elif _has_kind(entry.is_dir):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from shlex import quote
 from urllib.parse import unquote
 
 from core.errors import UsageError
@@ -66,13 +65,17 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         return
     scheme, location = match[1].lower(), match[2]
     if scheme == "file":
+        from shlex import quote  # every command imports this module
+
         plain = unquote("/" + location.removeprefix("localhost/"))
         raise UsageError(
             f"file:///{location} is a URL, not a path", hint=f"pass the plain path: {quote(plain)}"
         )
     readable = "s3://, gs://, az:// and https://"
     if is_known_scheme(scheme):
-        message = f"is a URL, and a local path is needed; only checkpoints can be at {readable}"
+        message = (
+            f"is a URL, but a local path is needed here; only checkpoints can be at {readable}"
+        )
     else:
         message = f"is a URL that cannot be read; checkpoints are read from {readable}"
     raise UsageError(f"{match[1]}://{location} {message}", hint=_copy_hint(scheme, location))

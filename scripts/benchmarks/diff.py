@@ -9,14 +9,23 @@ differ. Sources are of scripts.benchmarks.sources.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from scripts.benchmarks.measure import Case, Run, ckpt, files_of, run, table, warm
+from scripts.benchmarks.measure import (
+    Case,
+    Page,
+    Run,
+    ckpt,
+    files_of,
+    page_parser,
+    run,
+    run_page,
+    warm,
+)
 
 GIB = 1 << 30
 _TORCH = """
@@ -80,25 +89,10 @@ def measured(case: Case, a: Path, b: Path, other: Callable[[], Run], *, n_runs: 
     return others
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gib", type=float, default=2, help="size of the weights")
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="where the checkpoints are made")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as name:
-        cases = _cases(Path(name), round(options.gib * GIB), options.runs)
-        print(table(cases))
-        rss = max(one.rss_bytes or 0 for one in cases)
-        print(
-            f"peak RSS of ckpt diff: {rss / 1e6:.0f} MB, whatever the size ({options.gib:g} "
-            "GiB each)"
-        )
-    failed = [case.name for case in cases if case.is_met is False]
-    if failed:
-        sys.exit(f"not met: {', '.join(failed)}")
+def main() -> int:
+    parser = page_parser("bench diff", __doc__, runs=3)
+    parser.add_argument("--gib", type=float, default=2, help="size of the weights [2]")
+    return run_page(parser.parse_args(), measure)
 
 
 def _made(folder: Path, kind: str, n_bytes: int) -> Path:
@@ -107,7 +101,9 @@ def _made(folder: Path, kind: str, n_bytes: int) -> Path:
     return folder / kind
 
 
-def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
+def measure(page: Page) -> None:
+    """Make the checkpoints and compare them in each way."""
+    folder, n_bytes = page.scratch_dir, round(page.options.gib * GIB)
     ranks, flat = _made(folder, "megatron-tp8", n_bytes), _made(folder, "safetensors", n_bytes)
     dist = folder / "torch_dist"
     run(ckpt("convert", ranks, dist, "--to", "torch_dist", "--quiet"))
@@ -119,50 +115,30 @@ def _cases(folder: Path, n_bytes: int, n_runs: int) -> list[Case]:
     torch = folder / "compare.py"
     torch.write_text(_TORCH)
 
-    def in_memory(a: Path, b: Path) -> Callable[[], Run]:
-        return lambda: run([sys.executable, torch, a, b])
+    def in_memory(a: Path, b: Path) -> Run:
+        return run([sys.executable, torch, a, b])
 
-    def reading(a: Path, b: Path) -> Callable[[], Run]:
-        return lambda: cat(a, b)
-
-    rows: list[tuple[Case, Path, Path, Callable[[], Run]]] = [
-        (
-            Case("equal: safetensors, a copy", 2.5, 1.5, unit="× cat"),
-            flat,
-            same,
-            reading(flat, same),
-        ),
-        (
-            Case("equal: 8 rank files, torch_dist", 3, 2, unit="× cat"),
-            ranks,
-            dist,
-            reading(ranks, dist),
-        ),
-        (Case("one element differs", 3, 2, unit="× cat"), flat, one_bit, reading(flat, one_bit)),
-        (
-            Case("equal: safetensors, a copy", 0.5, unit="× torch"),
-            flat,
-            same,
-            in_memory(flat, same),
-        ),
-        (Case("one element differs", 0.5, unit="× torch"), flat, one_bit, in_memory(flat, one_bit)),
-        (Case("every element differs", 1, unit="× torch"), flat, every, in_memory(flat, every)),
-    ]
-    cases = []
-    for case, a, b, other in rows:
-        others = measured(case, a, b, other, n_runs=n_runs)
-        cases.append(case)
-        ours_cpu, other_cpu = (
-            statistics.median(one.cpu_s for one in some) for some in (case.ours, others)
+    equal, ranks_equal = "diff, equal: safetensors, a copy", "diff, equal: 8 rank files, torch_dist"
+    one_differs, all_differ = "diff, one element differs", "diff, every element differs"
+    for name, (reach, aim), unit, a, b in (
+        (equal, (2.5, 1.5), "cat", flat, same),
+        (ranks_equal, (3, 2), "cat", ranks, dist),
+        (one_differs, (3, 2), "cat", flat, one_bit),
+        (equal, (0.5, None), "torch", flat, same),
+        (one_differs, (0.5, None), "torch", flat, one_bit),
+        (all_differ, (1, None), "torch", flat, every),
+    ):
+        case = Case(f"{name}, against {unit}", reach, aim, unit=f"× {unit}")
+        if not page.wants(case.name):
+            continue
+        others = measured(
+            case, a, b, partial(cat if unit == "cat" else in_memory, a, b), n_runs=page.options.runs
         )
-        rss = max(one.rss_bytes for one in others)
-        print(
-            f"{case.name} ({case.unit}): CPU {ours_cpu:.2f} s, other {other_cpu:.2f} s and "
-            f"{rss / 1e6:.0f} MB",
-            flush=True,
-        )
-    return cases
+        page.add(case)
+        cpu_s = statistics.median(other.cpu_s for other in others)
+        rss_bytes = max(other.rss_bytes for other in others)
+        print(f"{unit}: CPU {cpu_s:.2f} s, {rss_bytes / 1e6:.0f} MB", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

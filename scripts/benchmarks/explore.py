@@ -7,17 +7,16 @@ say how far other work on the machine made the time longer.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
-import statistics
 import struct
-import tempfile
+import sys
 from pathlib import Path
 from time import perf_counter, process_time
 
 from ckpt_cli.explore.app import ExplorerApp
 from ckpt_cli.explore.source import SourceOptions
+from scripts.benchmarks.measure import Case, Page, page_parser, run_page
 
 _KEYS = (["down"], ["right"], ["down"], ["right"], ["slash", "d", "o", "w", "n"])
 _STEP_S = 0.005
@@ -51,7 +50,7 @@ async def longest_pause() -> float:
     return longest
 
 
-async def measure(path: Path) -> tuple[float, float, float]:
+async def explore(path: Path) -> tuple[float, float, float]:
     """Return the seconds, and those of CPU, until the names are shown, and the longest pause."""
     begun, cpu_begun = perf_counter(), process_time()
     app = ExplorerApp(SourceOptions(path=path))
@@ -67,21 +66,28 @@ async def measure(path: Path) -> tuple[float, float, float]:
     return shown, cpu, max(pauses)
 
 
-def main() -> None:
-    """Write the file, measure, and print the medians."""
-    parser = argparse.ArgumentParser(prog="scripts/bench explore", description=__doc__)
-    parser.add_argument("--tensors", type=int, default=100_000, help="number of tensors")
-    parser.add_argument("--times", type=int, default=5, help="measurements")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-        write_model(path, options.tensors)
-        small = Path(folder) / "small.safetensors"
-        write_model(small, 3)
-        asyncio.run(measure(small))  # imports
-        results = [asyncio.run(measure(path)) for _ in range(options.times)]
-    shown, cpu, pauses = zip(*results, strict=True)
-    print(f"{options.tensors:,} tensors, median of {options.times}:")
-    print(f"  names shown after {statistics.median(shown):.2f} s (least {min(shown):.2f} s)")
-    print(f"  of CPU {statistics.median(cpu):.2f} s (least {min(cpu):.2f} s)")
-    print(f"  longest pause of the screen {1000 * statistics.median(pauses):.0f} ms")
+def main() -> int:
+    parser = page_parser("bench explore", __doc__, runs=5)
+    parser.add_argument("--tensors", type=int, default=100_000, help="number of tensors [100000]")
+    return run_page(parser.parse_args(), measure)
+
+
+def measure(page: Page) -> None:
+    """Write the file and explore it."""
+    path, small_path = (
+        page.scratch_dir / "model.safetensors",
+        page.scratch_dir / "small.safetensors",
+    )
+    write_model(path, page.options.tensors)
+    write_model(small_path, 3)
+    asyncio.run(explore(small_path))  # imports
+    results = [asyncio.run(explore(path)) for _ in range(page.options.runs)]
+    rows = ("names shown after", "CPU until names are shown", "longest pause of the screen")
+    for row, seconds in zip(rows, zip(*results, strict=True), strict=True):
+        name = f"explore {page.options.tensors} tensors: {row}"
+        if page.wants(name):
+            page.add(Case(name, values=list(seconds), unit="s"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Reading tensors with ``core.open`` beside safetensors' ``safe_open``, as Markdown tables.
+"""Reading tensors with ``core.open`` beside safetensors' ``safe_open``.
 
 One file of weights is read tensor by tensor, by turns, into new numpy arrays; the files are in the
 page cache. Then single slices are read after opening, each of another tensor: rows of that file,
@@ -7,9 +7,7 @@ and rows of a Megatron run at TP 8 of the same size, where every row comes from 
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import tempfile
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +17,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import core
+from scripts.benchmarks.measure import MIB, Case, Page, page_parser, run_page
 from scripts.benchmarks.sources import make_megatron
-
-MIB = 1 << 20
 
 
 def seconds_of(work: Callable[[], object]) -> float:
@@ -45,57 +42,57 @@ def read_with_core(path: Path) -> None:
             tensor.numpy()
 
 
-def main() -> None:
-    """Write the files, measure, and print the tables."""
-    parser = argparse.ArgumentParser(prog="scripts/bench reading", description=__doc__)
-    parser.add_argument("--size", type=int, default=1024, help="MiB of weights")
-    parser.add_argument("--times", type=int, default=7, help="measurements of each")
-    options = parser.parse_args()
+def main() -> int:
+    parser = page_parser("bench reading", __doc__, runs=7)
+    parser.add_argument("--size", type=int, default=1024, help="MiB of weights [1024]")
+    return run_page(parser.parse_args(), measure)
 
+
+def measure(page: Page) -> None:
+    """Write the files and read them."""
+    n_bytes = page.options.size * MIB
     n_rows, n_columns = 4096, 2048
-    n_tensors = max(1, options.size * MIB // (n_rows * n_columns * 2))
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-        rng = np.random.default_rng(1)
-        data = rng.integers(0, 1 << 15, (n_rows, n_columns), dtype=np.uint16).view(np.float16)
-        save_file({f"layers.{n}.weight": data for n in range(n_tensors)}, path)
+    n_tensors = max(1, n_bytes // (n_rows * n_columns * 2))
+    path = page.scratch_dir / "model.safetensors"
+    rng = np.random.default_rng(1)
+    data = rng.integers(0, 1 << 15, (n_rows, n_columns), dtype=np.uint16).view(np.float16)
+    save_file({f"layers.{n}.weight": data for n in range(n_tensors)}, path)
 
-        # All tensors, by turns, so that other work on the machine meets both.
-        times: dict[str, list[float]] = {"safe_open": [], "core.open": []}
-        for _ in range(options.times):
-            times["safe_open"].append(seconds_of(lambda: read_with_safetensors(path)))
-            times["core.open"].append(seconds_of(lambda: read_with_core(path)))
-        reference = statistics.median(times["safe_open"])
-        print(f"| {n_tensors} tensors, {path.stat().st_size / MIB:,.0f} MiB | ms | ratio |")
-        print("| --- | ---: | ---: |")
-        for name, values in times.items():
-            median = statistics.median(values)
-            print(f"| {name} | {median * 1000:,.0f} | {median / reference:.2f} |")
-
-        # Slices, after opening. Each tensor is read for the first time, so that finding the files
-        # that hold it counts.
-        make_megatron(Path(folder) / "tp8", options.size * MIB, 8)
-        print(
-            "\n| 64 rows of a tensor, after opening | opening, ms | a slice, median ms | most ms |"
+    # All tensors, by turns, so that other work on the machine meets both.
+    name = f"reading {n_tensors} tensors"
+    if page.wants(name):
+        ours, ratios = [], []
+        for _ in range(page.options.runs):
+            safe_open_s = seconds_of(lambda: read_with_safetensors(path))
+            ours.append(seconds_of(lambda: read_with_core(path)))
+            ratios.append(ours[-1] / safe_open_s)
+        page.add(
+            Case(name, values=ours, unit="s"),
+            Case(f"{name}, against safe_open", values=ratios, unit="× safe_open"),
         )
-        print("| --- | ---: | ---: | ---: |")
-        for name, source, ending in (
-            ("safetensors", path, ".weight"),
-            ("Megatron, TP 8", Path(folder) / "tp8", ".linear_fc2.weight"),
-        ):
-            begun = time.perf_counter()
-            with core.open(source) as checkpoint:
-                opening = time.perf_counter() - begun
-                tensors = [checkpoint[key] for key in checkpoint if key.endswith(ending)][:32]
-                slices = [seconds_of(tensor[64:128].numpy) for tensor in tensors]
-            shape = " × ".join(map(str, tensors[0].shape))
-            seconds = (opening, statistics.median(slices), max(slices))
-            print(
-                f"| {name}, {shape} | "
-                + " | ".join(f"{1000 * value:.2f}" for value in seconds)
-                + " |"
-            )
+
+    # Slices, after opening. Each tensor is read for the first time, so that finding the files that
+    # hold it counts.
+    rank_dir = page.scratch_dir / "tp8"
+    for kind, source, ending in (
+        ("safetensors", path, ".weight"),
+        ("Megatron, TP 8", rank_dir, ".linear_fc2.weight"),
+    ):
+        if not page.wants(kind):
+            continue
+        if source == rank_dir:
+            make_megatron(rank_dir, n_bytes, 8)
+        begun = time.perf_counter()
+        with core.open(source) as checkpoint:
+            opening_s = time.perf_counter() - begun
+            tensors = [checkpoint[key] for key in checkpoint if key.endswith(ending)][:32]
+            slices = [1000 * seconds_of(tensor[64:128].numpy) for tensor in tensors]
+        shape = " × ".join(map(str, tensors[0].shape))
+        page.add(
+            Case(f"opening {kind}", value=1000 * opening_s, unit="ms"),
+            Case(f"64 rows of {shape}, {kind}, opened", values=slices, unit="ms"),
+        )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,9 @@
                                 "memory_mb": [47, 47], "run": …}]}}    by the name of the bench
 
 A row without ``result`` has a range of several measurements; ``memory_mb`` is a range as well.
-``scripts/bench NAME --record`` replaces the rows that it measured; ``diff``, ``reading``,
-``explore`` and ``api --async`` only print theirs. ``scripts/make_reference`` makes the tables of
-docs/explanation/numbers.md, the figures of README.md and the picture of them.
+``scripts/bench NAME --record`` replaces the rows that it measured; only ``api --async`` has none.
+``scripts/make_reference`` makes the tables of docs/explanation/numbers.md, the figures of README.md
+and the picture of them.
 """
 
 from __future__ import annotations

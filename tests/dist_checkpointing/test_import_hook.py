@@ -109,7 +109,7 @@ def test_the_hook_is_too_late_once_megatrons_own_package_is_imported(
         "    print(err)\n",
     )
     assert shown == (
-        "megatron.core.dist_checkpointing has been imported already, so it cannot be replaced. "
+        "megatron.core.dist_checkpointing has already been imported, so it cannot be replaced. "
         "Call as_megatron() before the first import of megatron\n"
     )
 

@@ -194,7 +194,7 @@ def _kept_in_parts(rank: int, world: int) -> Any:
     with pytest.raises(MissingShardError, match="the shard at offset"):
         back.to_state_dict(state(rank, is_filled=False), algo="atomic")
     wanted = {**state(rank, is_filled=False), **extra}
-    with pytest.raises(MissingShardError, match="no rank keeps the shard"):
+    with pytest.raises(MissingShardError, match="no rank holds the shard"):
         back.to_state_dict(wanted, algo="fully_parallel")
     return n_bytes
 

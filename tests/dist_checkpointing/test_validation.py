@@ -170,7 +170,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "an object is missing": (
         [[_object(1)], [_object(0, replica_id=1)]],
-        "1 have no main replica; present are: shard_1_2",
+        "1 of the object.s 2 shards have no main replica; those present: shard_1_2",
     ),
     "object shapes": (
         [[_object(0, 2)], [_object(1, 3)]],
@@ -184,7 +184,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "shape and grid": (
         [[_part((i,), (2,), (3,), global_shape=(8,))] for i in range(2)],
         (
-            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), not of the global shape "
+            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), but the global shape is "
             r"\(8,\)"
         ),
     ),
@@ -251,7 +251,7 @@ def test_shards_without_a_grid_may_be_loaded_in_part():
 
 def test_a_factory_that_was_not_applied_is_refused():
     factory = ShardedTensorFactory("w", torch.zeros(2), lambda *_: {}, lambda x: x)
-    with pytest.raises(UsageError, match="factories have to be applied"):
+    with pytest.raises(UsageError, match="apply factories before"):
         validate_sharding_integrity([[factory]])
 
 

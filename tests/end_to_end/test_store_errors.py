@@ -50,7 +50,7 @@ REFUSALS = {
         "region=NAME",
     ),
     "region": ("ListObjectsV2", 301, "PermanentRedirect", "in another region", "region=NAME"),
-    "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "the clock of this machine", "NTP"),
+    "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "this machine's clock", "NTP"),
     "key": ("ListObjectsV2", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
     "no listing": ("ListObjectsV2", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
     "no reading": ("GetObject", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
@@ -206,7 +206,9 @@ def test_a_web_server_that_does_not_answer_is_no_store(capsys: pytest.CaptureFix
     words = ["inspect", "https://127.0.0.1:9/a", "--storage-option", "timeout=5s"]
     assert main(words) == 6
     shown = capsys.readouterr().err
-    assert "no answer from the server" in shown and "the host and the port of the URL" in shown
+    assert (
+        "the request to the server failed" in shown and "the host and the port of the URL" in shown
+    )
 
 
 def test_an_endpoint_in_the_environment_that_is_no_url_is_named(
@@ -304,7 +306,7 @@ def test_a_store_that_asks_for_too_long_a_pause_is_given_up(
     asks = Rule(status=429, code="Later", headers={"Retry-After": "3600"}, times=None)
     store.set_rules(replace(asks, operation="GetObject"))
     assert main(["inspect", f"s3://runs/{MODEL}/model.safetensors"]) == 6
-    assert "asks to wait 3,600 s" in capsys.readouterr().err
+    assert "asks clients to wait 3,600 s" in capsys.readouterr().err
 
 
 def test_a_token_that_expires_in_the_middle_is_named(

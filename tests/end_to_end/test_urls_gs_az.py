@@ -146,6 +146,6 @@ def test_what_is_written_to_azure_equals_what_is_written_to_a_directory(
     )
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
     assert main(["convert", f"az://runs/{name}", url, *options, "-q"]) == 2
-    assert "the destination exists" in capsys.readouterr().err
+    assert "the destination already exists" in capsys.readouterr().err
     assert main(["convert", f"az://runs/{name}", url, *options, "-q", "--force"]) == 0
     assert main(["validate", "--deep", url, "-q"]) == 0

@@ -108,7 +108,7 @@ def test_an_existing_destination_is_replaced_by_force_only(
     assert run("convert", source, "s3://runs/out", "--to", "hf", "-q") == 0
     before = contents(store, "out")
     assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q") == 2
-    assert "the destination exists" in capsys.readouterr().err
+    assert "the destination already exists" in capsys.readouterr().err
     assert contents(store, "out") == before
     assert run("convert", source, "s3://runs/out", "--to", "dcp", "-q", "--force") == 0
     after = contents(store, "out")
@@ -164,7 +164,7 @@ def test_json_counts_requests_and_retries(
 
 
 REFUSALS = {
-    ("https://example.org/x",): "a web server cannot be written to",
+    ("https://example.org/x",): "ckpt cannot write to a web server",
     ("s3://runs",): "the destination is a whole bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
     ("s3://runs/a/../b",): "cannot be the name of an object",
@@ -189,7 +189,7 @@ def test_a_new_destination_may_be_verified_with_force(
     assert run(*words, "-q") == 0
     before = contents(store, "x")
     assert run(*words) == 2
-    assert "where a checkpoint would be replaced" in capsys.readouterr().err
+    assert "to replace a checkpoint" in capsys.readouterr().err
     assert contents(store, "x") == before
     assert_nothing_remains(store)
 

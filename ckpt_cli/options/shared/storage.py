@@ -32,7 +32,7 @@ def parse_storage_options(texts: Sequence[str], *, schemes: Set[str]) -> dict[st
         for name in sort_options(options).config:
             raise UsageError(
                 f"--storage-option {name}: no such option for {min(schemes)}://",
-                hint="omit it: web servers have no settings but those of the HTTP client "
+                hint="omit it; web servers only take settings of the HTTP client "
                 "(timeout, proxy_url …)",
             )
     return options

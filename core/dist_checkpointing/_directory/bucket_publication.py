@@ -73,7 +73,7 @@ class BucketPublication:
         assert is_remote(root), "directories have another publication"
         if not is_listed(root):
             raise UsageError(
-                "a web server cannot be written to",
+                "ckpt cannot write to a web server",
                 file=f"{root.scheme}://{root.bucket}",  # its path may end with a signature
                 hint=f"save to a local directory, or to {WRITABLE_STORES}",
             )

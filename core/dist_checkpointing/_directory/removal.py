@@ -62,7 +62,8 @@ def remove_by_prefix(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         raise UnsupportedError(
             "cannot remove entries if items are compressed or stored as safetensors, or if every "
             "rank has its own metadata file",
-            hint="create a copy without the entries: ckpt convert --to torch_dist --exclude",
+            hint="create a copy without the entries: "
+            "ckpt convert SRC DST --to torch_dist --exclude KEY",
         )
     # Replace the metadata first, so that no reader looks for bytes that are being deleted.
     remaining = {row.key: row for row in _list_rows(metadata) if not row.key.startswith(key_prefix)}

@@ -104,7 +104,7 @@ def check_data(chunk: Chunk, data: torch.Tensor) -> None:
         )
     if data.layout != torch.strided:
         raise UnsupportedError(
-            f"checkpoints cannot store tensors of layout {data.layout}", key=chunk.key
+            f"checkpoints cannot store tensors with layout {data.layout}", key=chunk.key
         )
 
 
@@ -190,7 +190,7 @@ def load_tensors(tensors: Iterable[ShardedTensor], checkpoint_dir: str | Path) -
     for tensor in tensors:
         if tensor.data is None:
             raise UsageError(
-                "the tensor has no data to be filled", key=tensor.key, hint="call init_data first"
+                "the tensor has no data to load into", key=tensor.key, hint="call init_data first"
             )
         pairs.append((build_chunk(tensor), tensor.data))
     with open_catalog(checkpoint_dir) as (catalog, store):
@@ -352,7 +352,7 @@ def load_common(checkpoint_dir: str | Path) -> dict[Any, Any]:
             raise UnsupportedError(
                 f"{catalog.format} checkpoints have no common state",
                 file=str(checkpoint_dir),
-                hint="convert the checkpoint: ckpt convert --to torch_dist",
+                hint="convert the checkpoint: ckpt convert SRC DST --to torch_dist",
             )
         value = live_value(catalog.common, catalog, store)
         assert isinstance(value, dict), "the format has checked it"

@@ -216,7 +216,7 @@ def prepare_save(
         pairs = []
         for tensor in tensors:
             if tensor.data is None:
-                raise UsageError("the tensor has no data to be saved", key=tensor.key)
+                raise UsageError("the tensor has no data to save", key=tensor.key)
             pairs.append((bridge.build_chunk(tensor), tensor.data.detach()))
             bridge.check_data(*pairs[-1])
         return pairs, [(item.unique_key, stream_of([item.data])) for item in objects]

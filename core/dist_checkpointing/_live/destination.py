@@ -286,8 +286,8 @@ def refuse_shared_files(
         is_of_one = len(names) <= 1 or has_one_holder(image)
         if not is_of_one or not filled.issuperset(names):
             raise UnsupportedError(
-                f"several ranks have parts of this {target.format} file, but only one can write "
-                "an object",
+                f"several ranks have parts of this {target.format} file, but a single rank must "
+                "write an object",
                 file=str(root / image.path),
                 hint="save in the format torch_dist or dcp, or to a local directory",
             )

@@ -73,12 +73,12 @@ def _require_tensor(key: str, tensor: AnyTensor, catalog: Catalog, store: ReadSt
             file=store.label,
             hint=f"similar keys: {', '.join(near)}"
             if near
-            else "list the checkpoint's tensors: ckpt inspect --flat",
+            else "list the checkpoint's tensors: ckpt inspect PATH --flat",
         )
     if stored.shape != tensor.shape and not tensor.flexible:
         raise CorruptError(
-            f"global shape is {stored.shape} in the checkpoint, {tensor.shape} requested "
-            "(elements)",
+            f"the global shape is {stored.shape} in the checkpoint, but {tensor.shape} was "
+            "requested",
             key=key,
             file=store.label,
             hint="build the model with the sizes that it was saved with",

@@ -191,7 +191,8 @@ def file_pieces(
     for offset, part in parts:
         if offset < end:
             raise CorruptError(
-                f"the file has bytes up to {end}, and others from {offset} on", file=image.path
+                f"parts of the file overlap: one ends at byte {end}, the next begins at {offset}",
+                file=image.path,
             )
         for start in range(end, offset, PART_BYTES):
             yield bytes(min(PART_BYTES, offset - start))
@@ -202,5 +203,6 @@ def file_pieces(
         n_bytes = len(part) if isinstance(part, bytes) else part.n_bytes
         if end - offset != n_bytes:
             raise CorruptError(
-                f"{end - offset} bytes were read for a part of {n_bytes} bytes", file=image.path
+                f"{end - offset} bytes were read for a part that is {n_bytes} bytes long",
+                file=image.path,
             )

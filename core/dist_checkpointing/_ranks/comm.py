@@ -199,7 +199,11 @@ class OutOfStepError(WorkerError):
     """
 
     def __init__(self, message: str, depth: int = 0, *, rank: str | None = None) -> None:
-        hint = None if rank else "call it on all ranks, with the same arguments and strategies"
+        hint = (
+            None
+            if rank
+            else "make the same calls on all ranks, with the same arguments and strategies"
+        )
         super().__init__(message, rank=rank, hint=hint)
         self.depth = depth
 

@@ -28,7 +28,7 @@ _MAX_SEARCHED = 2000
 
 _DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
 _MISSING_HINT = (
-    "let one rank hold it with replica_id 0, or check the offsets and the number of shards"
+    "make sure one rank holds it with replica_id 0, and check the offsets and the number of shards"
 )
 
 
@@ -63,11 +63,11 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
             kind = type(first.shard)
             other = next((shard for shard in shards if type(shard.shard) is not kind), first)
             raise UsageError(
-                f"the key stands for a {kind.__name__} on rank {first.rank} and a "
+                f"the key belongs to a {kind.__name__} on rank {first.rank}, but to a "
                 f"{type(other.shard).__name__} on "
                 f"rank {other.rank}",
                 key=key,
-                hint="give them different keys; factories have to be applied before this check",
+                hint="give them different keys; apply factories before this check",
             )
 
 
@@ -150,7 +150,7 @@ def _check_agreement(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
                     f"{value} on rank {rank}",
                     key=key,
                     rank=str(rank),
-                    hint="shards of one key have to belong to one global tensor",
+                    hint="give shards of different tensors different keys",
                 )
 
 
@@ -201,9 +201,9 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor
         raise UsageError(
             f"no main replica holds elements {reached}–{until} of the flattened "
             f"{_describe_chunk(chunk)} of {size} "
-            f"elements; ranks {_format_ranks(holders)} hold others",
+            f"elements; ranks {_format_ranks(holders)} hold other elements",
             key=key,
-            hint="the flattened ranges of all ranks have to tile the shard",
+            hint="make the ranks' flattened ranges cover the shard without gaps",
         )
 
 
@@ -227,9 +227,8 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
     grid_shape = tuple(n * extent for n, extent in zip(grid, extents, strict=True))
     if grid_shape != tuple(first.global_shape) and not first.allow_shape_mismatch:
         raise UsageError(
-            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, not of the "
-            "global shape "
-            f"{tuple(first.global_shape)}",
+            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, but the "
+            f"global shape is {tuple(first.global_shape)}",
             key=key,
             hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
         )
@@ -368,9 +367,8 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
     if len(holders) != prod(shape):
         present = list_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
-            f"of {prod(shape)} shards of the object, {prod(shape) - len(holders)} have no main "
-            "replica; present are: "
-            f"{present or 'none'}",
+            f"{prod(shape) - len(holders)} of the object's {prod(shape)} shards have no main "
+            f"replica; those present: {present or 'none'}",
             key=key,
             hint=_MISSING_HINT,
         )

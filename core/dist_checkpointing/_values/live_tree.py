@@ -359,7 +359,7 @@ def _require_method(method: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _refuse_parts(*parts: Any) -> None:
-    raise TypeError("this class does not accept such items, entries or state")
+    raise TypeError("this class does not accept the items, entries or state that are stored for it")
 
 
 def _restore_state(instance: Any, state: Any) -> None:

@@ -278,7 +278,7 @@ def _find_data(chunks: list[_LocalChunk], index: MetadataIndex) -> torch.Tensor:
         ValueError: no chunk has the offset, or none is given.
     """
     if index.offset is None:
-        raise ValueError(f"{index.fqn} has several chunks; an offset is needed to find one")
+        raise ValueError(f"{index.fqn} has several chunks; an offset is needed to choose one")
     offset = tuple(index.offset)
     # Try the hinted number first: a flattened tensor may have very many chunks.
     hint = index.index

@@ -95,7 +95,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         super().__init__(path, *args, **kwargs)
         if not self.single_file_per_rank:
             raise UnsupportedError(
-                "one file per item is not supported", hint="pass single_file_per_rank=True"
+                "writing one file per item is not supported", hint="pass single_file_per_rank=True"
             )
         if separation_hint is not None and self.thread_count < 2:
             raise UsageError(

@@ -384,6 +384,6 @@ def load_zarr_based_sharded_metadata(
         # The byte order of the file does not matter: reading swaps the bytes.
         torch_dtype = numpy_to_torch_dtype_dict.get(dtype.newbyteorder("="))
         if torch_dtype is None:
-            raise UnsupportedError(f"torch does not support the numpy dtype {dtype}", key=key)
+            raise UnsupportedError(f"torch does not support the NumPy dtype {dtype}", key=key)
         metadata[key] = bridge.build_whole_tensor(key, torch_dtype, shape)
     return metadata

@@ -178,7 +178,7 @@ def tensor_of(array: Any, *, key: str) -> torch.Tensor:
     )
     dtype = numpy_to_torch_dtype_dict.get(dense.dtype)
     if dtype is None:
-        raise UnsupportedError(f"torch does not support the numpy dtype {dense.dtype}", key=key)
+        raise UnsupportedError(f"torch does not support the NumPy dtype {dense.dtype}", key=key)
     if dense.dtype.name not in _NATIVE:
         return torch.from_numpy(dense)
     # Pass a dtype that numpy itself lacks as integers of its size.
@@ -201,7 +201,7 @@ def cast_array(array: Any, dtype: torch.dtype, *, key: str) -> Any:
     )
     target = torch_to_numpy_dtype_dict.get(dtype)
     if target is None:
-        raise UnsupportedError(f"numpy does not support {dtype}", key=key)
+        raise UnsupportedError(f"NumPy does not support {dtype}", key=key)
     if dense.dtype == target:
         return dense
     check_cast(dense.dtype.name, target.name, key=key)

@@ -410,8 +410,8 @@ def check_same_positions(before: SaveLayout, after: SaveLayout) -> None:
     for name, position in before.positions().items():
         if positions.get(name) != position:
             raise UnsupportedError(
-                f"other entries move a tensor in the format {after.target.format}, from {position} "
-                f"to {positions.get(name)}",
+                f"in the format {after.target.format}, the entries that are not tensors move this "
+                f"tensor from {position} to {positions.get(name)}",
                 key=name,
                 hint="save to dcp and convert that checkpoint",
             )

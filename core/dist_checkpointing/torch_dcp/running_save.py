@@ -164,7 +164,8 @@ class UploadedSave(SavePlace):
             if has_data and not is_finished_by_rank(image):
                 name = layout.target.format
                 raise UnsupportedError(
-                    f"ranks share the files of {name}, but only one can write an object",
+                    f"several ranks have parts of this {name} file, but a single rank must "
+                    "write an object",
                     file=str(root / image.path),
                     hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
                     f"{name}",

@@ -307,7 +307,8 @@ class _S3Upload(ObjectUpload):
             )
         if self._n_bytes is not None and n_bytes != self._n_bytes:
             raise StorageError(
-                f"the parts of the upload have {n_bytes:,} bytes, the object {self._n_bytes:,}",
+                f"the uploaded parts add up to {n_bytes:,} bytes, but the object has "
+                f"{self._n_bytes:,}",
                 file=str(self.path),
                 hint="run again",
             )

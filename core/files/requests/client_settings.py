@@ -88,7 +88,7 @@ def sort_options(options: Mapping[str, str]) -> ClientSettings:
         key = _PREFIX.sub("", name.lower(), count=1)
         if key in _REFUSED:
             raise UsageError(
-                f"--storage-option {name}: this option of obstore cannot be used",
+                f"--storage-option {name}: ckpt does not accept this obstore option",
                 hint=_REFUSED[key],
             )
         if key in _BY_BOTH or key in _BY_OBSTORE:
@@ -118,7 +118,7 @@ def _check_endpoint(name: str, value: str) -> None:
         is_url = False
     if not is_url:
         raise UsageError(
-            f"--storage-option {name}={shown}: not the URL of a store",
+            f"--storage-option {name}={shown}: not a store's URL",
             hint=f"write --storage-option {name}=https://HOST",
         )
 

@@ -203,7 +203,7 @@ def ask_by_signed_url(
             return ()  # reading it reports this
         raise OSError(f"the store answered {err.code}") from None
     except HTTPException as err:  # its text may have the URL
-        raise OSError(f"no proper answer ({type(err).__name__})") from None
+        raise OSError(f"no valid answer ({type(err).__name__})") from None
     return tuple(
         checksum
         for algorithm, text in _sums_in(headers)

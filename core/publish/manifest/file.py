@@ -240,8 +240,8 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
             raise ValueError(content["schema"])
         if content["version"] > VERSION:
             raise UnsupportedError(
-                f"manifest version {content['version']} is newer than {VERSION}, the newest that "
-                "is supported",
+                f"the manifest has version {content['version']}, but this ckpt reads "
+                f"versions up to {VERSION}",
                 file=name,
                 hint="upgrade ckpt, or create a new manifest with ckpt manifest",
             )

@@ -475,5 +475,5 @@ def _taken(path: Path) -> UsageError:
     return UsageError(
         "the manifest already exists",
         file=str(path),
-        hint="compare the checkpoint with it by ckpt validate, or replace it with --force",
+        hint="check the checkpoint against it with ckpt validate, or replace it with --force",
     )

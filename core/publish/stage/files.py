@@ -93,7 +93,7 @@ class StageStore(TargetStore):
                 raise UnsupportedError(
                     f"cannot create a hard link to this file: {err.strerror}",
                     file=str(existing),
-                    hint="write to the file system of the source, or omit --metadata-only",
+                    hint="write to the source's file system, or omit --metadata-only",
                 ) from err
         self._linked.add(name)
 

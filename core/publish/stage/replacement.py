@@ -62,7 +62,11 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
     """
     # The name must be a plain file or directory, of the same kind as the output.
     if dst.is_symlink():
-        raise UsageError("the destination is a symbolic link", file=str(dst), hint="remove it")
+        raise UsageError(
+            "the destination is a symbolic link, which ckpt does not replace",
+            file=str(dst),
+            hint="remove the link, or choose another destination",
+        )
     if dst.is_dir() == is_file:
         existing, output = ("a directory", "a file") if is_file else ("a file", "a directory")
         raise UsageError(

@@ -151,7 +151,7 @@ class LocalDestination(OutputDestination):
         if has_stage and not has_begun:
             return (
                 f"nothing was written{unchanged}; {stage_dir} is the partial output of another "
-                "run (the command that began it continues it)"
+                "run (to continue it, rerun the command that began it)"
             )
         n_bytes = 0
         with suppress(CheckpointingException):
@@ -309,14 +309,14 @@ class Stage(DestinationStage):
         if is_vacant(self.dst, is_file=self.is_file):
             return
         if not self._force:
-            hint = "choose another one"
+            hint = "choose another destination"
             # Nobody is sent to an option that is then refused.
             with suppress(UsageError):
                 check_may_replace(self.dst, is_file=self.is_file, keep=self._request.keep)
                 hint += ", or pass --force"
             if os.path.lexists(self.stage_dir):
                 hint += f"; {self.stage_dir.name} next to it is left over from an earlier run"
-            raise UsageError("the destination exists", file=str(self.dst), hint=hint)
+            raise UsageError("the destination already exists", file=str(self.dst), hint=hint)
         check_may_replace(self.dst, is_file=self.is_file, keep=self._request.keep)
 
     def _acquire(self) -> None:

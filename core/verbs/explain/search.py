@@ -60,7 +60,7 @@ _SYNONYMS = (
     ("delete", "remove", "prune"),
     ("drop", "without"),
 )
-_SYNONYM_WEIGHT = 0.6
+_SYNONYM_WEIGHT = 0.8
 """Weight of a synonym, in parts of the word's."""
 _LEAST_COVERED = 0.5
 """Least share of the weight of a question that a section must have."""
@@ -101,7 +101,7 @@ class PageSection:
 
 
 @dataclass(frozen=True, slots=True)
-class Match:
+class PageMatch:
     """A section that shares words with a question, and its passage that shares most."""
 
     section: PageSection
@@ -133,7 +133,7 @@ def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSec
     ]
 
 
-def rank_sections(sections: Sequence[PageSection], question: str) -> list[Match]:
+def rank_sections(sections: Sequence[PageSection], question: str) -> list[PageMatch]:
     """Return the sections that share enough words with a question, the best first."""
     counts = [_count_words(section) for section in sections]
     n_with = Counter(word for count in counts for word in count)
@@ -144,7 +144,7 @@ def rank_sections(sections: Sequence[PageSection], question: str) -> list[Match]
     spellings_of = _spell_words(question)
     total = sum(weight_of.values())
     mean = sum(sum(count.values()) for count in counts) / max(1, len(counts))
-    scored: list[tuple[float, Match]] = []
+    scored: list[tuple[float, PageMatch]] = []
     for section, count in zip(sections, counts, strict=True):
         parts = _weigh_shared(count, spellings_of)
         covered = sum(weight_of[word] * part for word, part in parts.items()) / (total or 1)
@@ -163,7 +163,7 @@ def rank_sections(sections: Sequence[PageSection], question: str) -> list[Match]
         ]
         nearness, _, passage = max(passages, default=(0, 0, ""))
         scored.append(
-            (section.weight * covered * (score + nearness), Match(section, plain_text(passage)))
+            (section.weight * covered * (score + nearness), PageMatch(section, plain_text(passage)))
         )
     scored.sort(key=lambda item: -item[0])
     return [match for score, match in scored if score >= _LEAST_OF_BEST * scored[0][0]]

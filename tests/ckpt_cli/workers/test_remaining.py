@@ -83,7 +83,7 @@ def test_partial_output_of_another_run_is_not_named_as_work_of_an_interrupted_pl
         destination = InterruptedOutput(path, keeps_partial=keeps_partial, command="ckpt again")
         assert destination.remaining() == (
             f"nothing was written; {stage_dir} is the partial output of another run "
-            "(the command that began it continues it)"
+            "(to continue it, rerun the command that began it)"
         )
     for dst in (None, location_of("s3://runs/llama/out")):
         destination = InterruptedOutput(dst, keeps_partial=True)
@@ -104,6 +104,6 @@ def test_uploads_that_stay_in_a_bucket_are_named_with_their_cost_and_how_to_remo
     if has_boto3:
         assert "for which the store charges (continue: ckpt again; " in text and listed in text
     else:
-        assert "starts over (uploads to this store end with their process)" in text
+        assert "starts over (uploads to this store are lost when the process ends)" in text
     text = InterruptedOutput(dst, keeps_partial=False, has_begun=True).remaining()
-    assert ("--resume keeps what is sent" in text) == has_boto3
+    assert ("--resume keeps what has been sent" in text) == has_boto3

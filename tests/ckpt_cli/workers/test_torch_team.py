@@ -154,7 +154,8 @@ def test_a_worker_that_was_killed_inside_a_collective_is_named_by_its_beats():
     for error in (lead, other):
         assert isinstance(error, GoneError) and not error.is_of_lead
         assert (
-            error.message.startswith("rank 1 on ") and "the connection to it broke" in error.message
+            error.message.startswith("lost contact with rank 1 on ")
+            and "the connection broke" in error.message
         )
 
 

@@ -23,10 +23,10 @@ UNUSABLE = {
     "skip_signature=perhaps": "'perhaps' is neither true nor false",
     "proxy_url=::::": "--storage-option proxy_url: the value cannot be used",
     "conditional_put=odd": "the value 'odd' cannot be used",
-    "default_headers=a": "this option of obstore cannot be used",
+    "default_headers=a": "ckpt does not accept this obstore option",
     "root_certificate=a": "SSL_CERT_FILE",
-    "endpoint=http://": "not the URL of a store",
-    "endpoint=ftp://host": "not the URL of a store",
+    "endpoint=http://": "not a store's URL",
+    "endpoint=ftp://host": "not a store's URL",
 }
 
 

@@ -17,9 +17,9 @@ from core.publish.stage.protocol import StageRequest
     [
         ("hdfs://host/out", False, "is a URL that cannot be read"),
         ("user@host:/run/out", False, "a path on another host"),
-        ("https://host/out", False, "a web server cannot be written to"),
+        ("https://host/out", False, "ckpt cannot write to a web server"),
         ("s3://bucket", False, "the destination is a whole bucket"),
-        ("s3://bucket/out", True, "makes hard links, which an object store does not have"),
+        ("s3://bucket/out", True, "makes hard links, which object stores do not support"),
     ],
 )
 def test_a_place_that_cannot_be_written_to_is_refused(

@@ -171,7 +171,7 @@ def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
                     raise CorruptError(
                         "another process has replaced this object",
                         file=str(share.leftovers),
-                        hint="only one run at a time may write a destination",
+                        hint="only one run at a time may write to a destination",
                     )
         finally:
             source.close()
@@ -207,8 +207,8 @@ def check_shareable(dst: RemotePath) -> None:
         raise UsageError(
             f"several workers cannot write to {dst.scheme}:// with the client that is installed",
             file=str(dst),
-            hint="for s3:// install boto3: pip install 'ckpt-toolkit[s3]'; elsewhere run the "
-            "command without ckpt launch",
+            hint="for s3:// install boto3: pip install 'ckpt-toolkit[s3]'; for other stores, run "
+            "the command without ckpt launch",
         )
 
 

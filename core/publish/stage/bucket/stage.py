@@ -87,7 +87,7 @@ class StoreDestination(OutputDestination):
         dst = self.dst
         if not store_kind(dst.scheme).is_writable:
             raise UsageError(
-                "a web server cannot be written to",
+                "ckpt cannot write to a web server",
                 file=f"{dst.scheme}://{dst.bucket}",  # its path may end with a signature
                 hint=f"write to a local directory, or to {WRITABLE_STORES}",
             )
@@ -99,9 +99,9 @@ class StoreDestination(OutputDestination):
             )
         if needs_links:
             raise UsageError(
-                "--metadata-only makes hard links, which an object store does not have",
+                "--metadata-only makes hard links, which object stores do not support",
                 file=str(dst),
-                hint="omit it, or write to the file system of the source",
+                hint="omit it, or write to the source's file system",
             )
 
     @override
@@ -144,9 +144,9 @@ class StoreDestination(OutputDestination):
                 f"--prefix {quote(self.dst.key)} lists them)"
             )
         keeps = (
-            "--resume keeps what is sent, for which the store charges"
+            "--resume keeps what has been sent, for which the store charges"
             if can_continue_uploads(self.dst)
-            else "uploads to this store end with their process"
+            else "uploads to this store are lost when the process ends"
         )
         return (
             f"rerun the same command: if {self.dst} was just being published, some of its objects "
@@ -280,14 +280,14 @@ class BucketStage(DestinationStage):
         if self._old and not self._force:
             part = "; an interrupted run has published part of it" if is_interrupted else ""
             raise UsageError(
-                "the destination exists" + part,
+                "the destination already exists" + part,
                 file=str(self.dst),
-                hint="choose another one, or pass --force",
+                hint="choose another destination, or pass --force",
             )
         if self._old and self._verify:
             raise UsageError(
-                "--verify cannot be combined with --force where a checkpoint would be replaced: "
-                "objects can be read back only once they have replaced the old ones",
+                "--verify cannot be combined with --force to replace a checkpoint, because "
+                "objects can only be read back after they have replaced the old ones",
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )
@@ -307,7 +307,7 @@ class BucketStage(DestinationStage):
             raise UsageError(
                 "the destination is an object, but the output would be a prefix",
                 file=str(self.dst),
-                hint="choose another one",
+                hint="choose another destination",
             )
         return [*list_objects(self.dst)]
 
@@ -316,7 +316,7 @@ class BucketStage(DestinationStage):
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            note = "unfinished uploads of earlier runs may not be listed, and may remain"
+            note = "no permission to list unfinished uploads, so those of earlier runs may remain"
             if note not in self.notes:
                 self.notes.append(note)
             return []
