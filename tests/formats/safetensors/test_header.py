@@ -283,7 +283,7 @@ def test_a_header_that_is_longer_than_the_file_is_truncated() -> None:
 
 @pytest.mark.parametrize("n", [MAX_HEADER_BYTES + 1, 1 << 63, (1 << 64) - 1])
 def test_a_length_beyond_the_limit_is_refused_before_anything_is_read(n: int) -> None:
-    with pytest.raises(CorruptError, match=f"the header has {n:,} bytes"):
+    with pytest.raises(CorruptError, match=f"the header is {n:,} bytes long"):
         read_header(MemoryStore({"f": struct.pack("<Q", n) + b"{}"}), "f")
 
 
