@@ -144,7 +144,7 @@ def numpy_dtype(name: str) -> Any:
 
     numpy_name = dtype_of(name).numpy
     if numpy_name is None:
-        raise UnsupportedError(f"numpy has no {name}")
+        raise UnsupportedError(f"NumPy has no dtype for {name}")
     if hasattr(np, numpy_name):
         return np.dtype(numpy_name)
     import ml_dtypes

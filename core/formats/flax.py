@@ -124,8 +124,8 @@ def read(store: ReadStore) -> Catalog:
                     f"{INDEX} lists the entry in this file, but it is missing there",
                     file=file,
                     key=name,
-                    hint="files from two checkpoints may be mixed: copy one of them into an empty "
-                    "directory",
+                    hint="files from two checkpoints may be mixed; copy one checkpoint into an "
+                    "empty directory",
                 )
             )
 
@@ -378,8 +378,8 @@ class Scanner:
         """Return a length after checking that a text or bytes may be so long."""
         if n_bytes > _MAX_TEXT_BYTES:
             raise UnsupportedError(
-                f"a value that is not an array has {n_bytes:,} bytes, "
-                f"more than {_MAX_TEXT_BYTES:,}",
+                f"a value that is not an array is {n_bytes:,} bytes long; "
+                f"the limit is {_MAX_TEXT_BYTES:,}",
                 file=self._file,
             )
         return n_bytes
@@ -423,7 +423,7 @@ class Scanner:
             raise UnsupportedError(
                 f"msgpack extension {kind} is not one of flax's",
                 file=self._file,
-                hint="ckpt reads what flax.serialization writes",
+                hint="write the file again with flax.serialization",
             )
         n_parts = self._number(1) - 0x90
         if kind == _COMPLEX:
@@ -452,7 +452,7 @@ class Scanner:
             raise UnsupportedError(
                 f"the element type {name[:80]!r} is not supported",
                 file=self._file,
-                hint="save the array with another type",
+                hint="save the array with a different dtype",
             )
         n_bytes = self._number(_BINARY[mark])
         expected = prod(shape) * itemsize(name)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from core.arrays.dtypes import DTYPES, DType
 from core.errors import Report, UnsupportedError
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -246,7 +246,8 @@ def check_dtypes(dtypes: Mapping[str, str], holds: Callable[[DType], bool], *, o
     castable = [key for key in refused if is_supported(dtypes[key], _CAST_TO)]
     fixed = [key for key in refused if not is_supported(dtypes[key], _CAST_TO)]
     first = refused[0]
-    others = "" if len(refused) == 1 else f", nor those of {len(refused) - 1:,} other tensors"
+    n_more = len(refused) - 1
+    others = f", nor those of {n_text(n_more, 'other tensor')}" if n_more else ""
     casts = _write_options("--dtype", castable, f"={_CAST_TO}")
     skips = _write_options("--exclude", fixed, "")
     hint = f"cast with {casts}" if castable else ""

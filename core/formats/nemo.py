@@ -53,7 +53,7 @@ _BLOCK_BYTES = 512
 _MOST_MEMBERS = 10_000
 _MAX_HEADER_BYTES = 1 << 20
 """Maximum size of one read of headers; the data of members are not read here."""
-_UNPACK = "unpack it with tar -xf, and point at the directory"
+_UNPACK = "unpack it with tar -xf, and pass the directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                 # tarfile of some versions goes back at a negative size, and never ends.
                 if member.offset <= offset or member.size < 0 or n_members > _MOST_MEMBERS:
                     raise UnsafeError(
-                        f"the headers of the archive go on after {n_members - 1} members",
+                        f"the archive's headers do not end after {n_members - 1} members",
                         file=file,
                     )
                 offset = member.offset
@@ -148,7 +148,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                     raise UnsafeError(
                         f"{name[:80]!r} is neither a file nor a directory",
                         file=file,
-                        hint="NeMo does not write such archives: find out who made it",
+                        hint="NeMo does not write such archives; find out who made this one",
                     )
                 if member.offset_data + member.size > size:
                     raise CorruptError(
@@ -159,7 +159,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                     )
                 if name in files:
                     raise CorruptError(
-                        f"the archive has two members {name[:80]!r}", file=file, hint=_UNPACK
+                        f"the archive has two members named {name[:80]!r}", file=file, hint=_UNPACK
                     )
                 files[name] = ArchiveMember(member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as err:

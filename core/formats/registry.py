@@ -220,7 +220,7 @@ def _without_homonyms(all_formats: list[Format]) -> list[Format]:
         for name in (format.name, *format.aliases):
             if name in names:
                 raise UnsupportedError(
-                    f"two formats are called {name!r}", hint="uninstall one of the plug-ins"
+                    f"two formats are named {name!r}", hint="uninstall one of the plug-ins"
                 )
             names.add(name)
     return all_formats

@@ -141,8 +141,9 @@ def choose_family(
     }
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
-            f"the model was converted from type {origin[:80]!r}, which has no table",
-            hint="pass its table with --family FILE.toml, or a family with --names hf:MODEL_TYPE",
+            f"the model was converted from type {origin[:80]!r}, which is not a supported family",
+            hint="describe it in a file and pass it with --family FILE.toml, or name a supported "
+            "family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
@@ -158,7 +159,7 @@ def choose_family(
         names = [family.model_type for family in plainest]
         raise UnsupportedError(
             f"the arguments fit models of {len(names)} families: {', '.join(names)}",
-            hint=f"name the family, such as --names hf:{names[0]}",
+            hint=f"name the family, for example --names hf:{names[0]}",
         )
     return plainest[0]
 

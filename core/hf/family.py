@@ -420,7 +420,7 @@ def _check_values(table: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that is not of the kind that its field needs."""
     for name in ("model_type", "architecture", "layers"):
         if not isinstance(table.get(name, ""), str):
-            raise ValueError(f"{name} is {repr(table[name])[:80]}, not a text")
+            raise ValueError(f"{name} is {repr(table[name])[:80]}, not a string")
     inner = table.get("inner", 1)
     if type(inner) is not int or inner < 1:
         raise ValueError(f"inner is {repr(inner)[:80]}, not a positive number")

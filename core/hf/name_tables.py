@@ -158,7 +158,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
     ]
     if len({module for module, _ in mtp}) < model.n_mtp:
         raise UnsupportedError(
-            f"{model.n_mtp} multi-token prediction layers; {family.model_type} models have one"
+            f"the model has {model.n_mtp} multi-token prediction layers, but "
+            f"{family.model_type} models have only one"
         )
 
     def make_pair(
@@ -212,8 +213,8 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         """Return a size of a rule's tensor, which only the table of a user may lack."""
         if size not in sizes:
             raise UnsupportedError(
-                f"the {family.model_type} table has a tensor {name} of the size {size!r}, "
-                "which the model does not have",
+                f"the {family.model_type} table gives {name} the size {size!r}, "
+                "but the model has no size of that name",
                 hint=f"sizes: {', '.join(sorted(sizes))}",
             )
         return sizes[size]

@@ -76,7 +76,7 @@ def list_megatron_notes(
     if shifted:
         from core.hf.tensors.shifted import SHIFT_NOTE
 
-        more = f" and {len(shifted) - 1} others" if shifted[1:] else ""
+        more = f" (and {len(shifted) - 1} more)" if shifted[1:] else ""
         yield f"{shifted[0]}{more}: {SHIFT_NOTE}"
 
     # The model, as Megatron builds it.

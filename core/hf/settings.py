@@ -305,7 +305,9 @@ def _listed_types(
     )
     for kind in types:
         if kind not in kinds:
-            raise UnsupportedError(f"layers of type {str(kind)[:80]!r}", file=CONFIG)
+            raise UnsupportedError(
+                f"layers of type {str(kind)[:80]!r} are not supported", file=CONFIG
+            )
     return [kinds[str(kind)] for kind in types]
 
 

@@ -134,7 +134,7 @@ def text_model_of(
         kind = "" if config is None else f": its type is {str(config.get('model_type'))[:80]!r}"
         raise UsageError(
             f"--text-model: SRC is not a vision-language model with a {CONFIG}{kind}",
-            hint="omit it; it takes a text model out of a larger one",
+            hint="omit --text-model, which extracts the text model from a vision-language model",
         )
     names = _text_names(catalog, config)
     text_config = text_config_of(config, has_head="lm_head.weight" in names, defaults=defaults)
@@ -186,9 +186,11 @@ def _text_names(catalog: Catalog, config: Mapping[str, object]) -> dict[str, str
                 if key.startswith(old)
             }
     raise UnsupportedError(
-        f"the text model of this {str(config.get('model_type'))[:80]} model has unknown names",
+        f"the text model of this {str(config.get('model_type'))[:80]} model has names that ckpt "
+        "does not know",
         key=next(iter(catalog.tensors), None),
-        hint=f"known: {', '.join(next(iter(layout)) + 'layers.' for layout in _LAYOUTS)}",
+        hint="names that ckpt knows begin with: "
+        f"{', '.join(next(iter(layout)) + 'layers.' for layout in _LAYOUTS)}",
     )
 
 
@@ -267,7 +269,7 @@ def _transposed_stacks(text: Catalog, config: Mapping[str, object]) -> Iterator[
         shape, plain = tensor.shape[1:], shapes[match[2]]
         if len(shape) != 2 or shape not in (plain, plain[::-1]):
             raise CorruptError(
-                f"shape {tensor.shape}, but {CONFIG} implies experts of the shape {plain}, or "
+                f"shape {tensor.shape}, but {CONFIG} implies experts of shape {plain}, or "
                 "transposed (elements)",
                 key=key,
                 hint="is this the right configuration for these weights?",

@@ -102,8 +102,8 @@ def to_hf(
         names = [other.model_type for other in fitting]
         if names:
             err.hint = (
-                f"arguments and tensors fit: {', '.join(names)}; name one, as in "
-                f"--names hf:{names[0]}"
+                f"families that fit the arguments and tensors: {', '.join(names)}; name the right "
+                f"one, for example --names hf:{names[0]}"
             )
         raise
     padding = list_padding(catalog.tensors, pairs)
@@ -191,9 +191,9 @@ def _convert_weights(
     tensors = dict(hf_tensors(catalog, pairs))
     unused = [key for key in weights if key not in pairs]
     if unused:
-        suffix = f", nor {len(unused) - 1} others" if len(unused) > 1 else ""
+        suffix = f" (and {len(unused) - 1} more like it)" if len(unused) > 1 else ""
         raise UnsupportedError(
-            f"{family.model_type} models in transformers do not have this tensor{suffix}",
+            f"{family.model_type} models in transformers have no such tensor{suffix}",
             key=unused[0],
             hint=UNUSED_WEIGHT_HINT,
         )

@@ -293,7 +293,7 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
     for key in catalog.tensors:
         if key.endswith(("_scale_inv", ".weight_scale", ".input_scale")):
             raise UnsupportedError(
-                "a scale of a quantized weight, which Megatron cannot store",
+                "this is a quantized weight's scale, which Megatron cannot store",
                 key=key,
                 hint="apply the scales with --dequantize bf16; "
                 "drop those of activations with --exclude",
@@ -325,15 +325,15 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
     if is_optimizer_key(keys[0]):
         carrying = carrying_option(keys)
         raise UnsupportedError(
-            f"optimizer state under Hugging Face names ({len(keys)} tensors) that belongs to no "
-            "weight of the model, or that this operation does not carry",
+            f"optimizer state under Hugging Face names ({len(keys)} tensors) is not carried: it "
+            "belongs to no weight of the model, or this operation does not support it",
             key=keys[0],
             hint="drop the optimizer with --no-optim"
             + ("" if carrying is None else f", or carry it with {carrying}"),
         )
-    suffix = f", nor {len(keys) - 1} others" if len(keys) > 1 else ""
+    suffix = f" (and {len(keys) - 1} more like it)" if len(keys) > 1 else ""
     raise UnknownTensorError(
-        f"the {family.model_type} table does not contain this tensor{suffix}",
+        f"the {family.model_type} table has no such tensor{suffix}",
         key=keys[0],
         hint=UNUSED_WEIGHT_HINT,
     )

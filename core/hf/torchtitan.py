@@ -79,7 +79,7 @@ _BUFFER = re.compile(r"moe\.(expert_bias|tokens_per_expert)(_E)?")
 _FUSED = "attention.qkv_linear."
 _ATTENTION = re.compile(r"attention\.(qkv_linear\.)?(wq|wk|wqkv)\.weight")
 _HINT = (
-    "let torchtitan write Hugging Face's names (checkpoint.last_save_in_hf, or its "
+    "have torchtitan write Hugging Face's names (checkpoint.last_save_in_hf, or its "
     "convert_to_hf.py), or keep the names: --to safetensors, dcp or torch"
 )
 _IS_ROTATED_BY_NEIGHBOURS = {"llama": True, "qwen3": False, "qwen3_moe": False}
@@ -270,7 +270,9 @@ def _parts_of(
     if own_name == f"{_FUSED}wqkv.weight":
         head_dim = _rows_per_head(name, shape, n_heads + 2 * n_groups, is_permuted=is_permuted)
         if n_heads % n_groups:
-            raise CorruptError(f"{n_heads} heads are not divided among {n_groups}", key=name)
+            raise CorruptError(
+                f"{n_heads} heads cannot be divided evenly into {n_groups} groups", key=name
+            )
         n_rows, stride = n_heads // n_groups * head_dim, (n_heads // n_groups + 2) * head_dim
         for letter, first, n, n_of_letter in (
             ("q", 0, n_rows, n_heads),

@@ -227,8 +227,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if pattern is not None and (n_mtp := n_mtp or pattern.n_predictions):
         if not pattern.prediction:
             raise UnsupportedError(
-                f"{n_mtp} multi-token prediction layers, which no argument lists "
-                "(mtp_hybrid_override_pattern)"
+                f"the kinds of the {n_mtp} multi-token prediction layers are unknown: the argument "
+                "mtp_hybrid_override_pattern is missing"
             )
         prediction = kinds_of(pattern.prediction)
         n_mtp = 1 if fields.get("mtp_use_repeated_layer") else n_mtp
@@ -286,7 +286,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
         if (window.n_groups, window.head_dim) != (groups, head):
             raise UnsupportedError(
                 f"layers with a window have {window.n_groups} query groups of {window.head_dim} "
-                f"channels, and the others {groups} of {head}: only the number of heads may differ"
+                f"channels, and the other layers {groups} of {head}; only the number of heads may "
+                "differ"
             )
         sizes |= {"window_heads": window.n_heads, "window_q": window.n_heads * head}
 
@@ -329,9 +330,8 @@ def kinds_of(pattern: str) -> tuple[str, ...]:
     for symbol in pattern:
         if symbol not in _KINDS:
             raise UnsupportedError(
-                f"layers of kind {symbol!r} in a hybrid model have no place under Hugging "
-                "Face's names",
-                hint=f"kinds that have: {' '.join(_KINDS)}",
+                f"layers of kind {symbol!r} in a hybrid model have no Hugging Face names",
+                hint=f"kinds that have such names: {' '.join(_KINDS)}",
             )
     return tuple(_KINDS[symbol] for symbol in pattern)
 

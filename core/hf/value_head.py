@@ -129,8 +129,8 @@ def find_value_head(tensors: Mapping[str, Tensor], family: Family) -> ValueHead 
         return None
     if shape[:1] != (1,):
         raise UnsupportedError(
-            f"a head of {shape[0] if shape else 0} rows; Megatron's output layer has one for each "
-            "entry of the vocabulary, or is a one-row value head",
+            f"the head has {shape[0] if shape else 0} rows; Megatron's output layer has a row for "
+            "each vocabulary entry, or is a one-row value head",
             key=name,
             hint="keep Hugging Face's names: --to safetensors, dcp or torch",
         )

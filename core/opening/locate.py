@@ -320,7 +320,7 @@ def _unread_folder(store: SourceStore, name: str | None) -> list[str]:
     """Return a note on weights under Hugging Face's names next to the directory to read."""
     if name != DIST_CKPT or not any(map(_WEIGHT_FILE.search, store.files(HUGGING_FACE))):
         return []
-    return [f"read {name}; to read the weights in {HUGGING_FACE} instead, point at that directory"]
+    return [f"read {name}; to read the weights in {HUGGING_FACE} instead, pass that directory"]
 
 
 def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) -> str:
@@ -339,9 +339,9 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
     # Not --iteration: of two checkpoints, one has no such option.
     newest = [store.root / iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"point at one of the iterations: {list_some(map(quote, map(str, newest)), MOST_PATHS)}"
+        f"pass one of the iterations: {list_some(map(quote, map(str, newest)), MOST_PATHS)}"
         if iterations
-        else "point at the checkpoint's own directory"
+        else "pass the checkpoint's own directory"
     )
     max_bytes = 64 if tracker == TRACKER else 256
     content = store.read(tracker, 0, min(store.size(tracker), max_bytes))
@@ -374,7 +374,7 @@ def _unread_weights(store: SourceStore, name: str) -> list[str]:
     more = f" (and {len(weights) - 1} more)" if len(weights) > 1 else ""
     note = (
         f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, "
-        "point at that file"
+        "pass that file"
     )
     return [note]
 
@@ -390,9 +390,7 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
             what it is instead.
     """
     if is_dir and not store.files() and not store.folders():
-        raise UnsupportedError(
-            "the directory is empty", file=store.label, hint="point at a checkpoint"
-        )
+        raise UnsupportedError("the directory is empty", file=store.label, hint="pass a checkpoint")
     refuse_other_software(store)
     try:
         format = sniffed(store)

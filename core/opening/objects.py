@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from core.pickle.uses import Use
 
 KEEP_OBJECTS = (
-    "its tensors are inside objects: write a torch file, which keeps those (--to torch), or save "
+    "its tensors are inside objects; write a torch file (--to torch), which keeps them, or save "
     "the tensors as a dict with the program that wrote them"
 )
 """The hint where all tensors of a source are in objects that a destination does not store."""
@@ -218,7 +218,11 @@ def _unsafe_place(
     message = f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
     n_more = len(places) - 1
     if n_more:
-        message += f"; so do {n_more}{'' if is_listed else ' or more'} other places"
+        message += (
+            "; so does another place"
+            if n_more == 1 and is_listed
+            else f"; so do {n_more}{'' if is_listed else ' or more'} other places"
+        )
     options = " ".join(
         f"--exclude {shlex.quote(key)}"
         for key in dict.fromkeys(entry_keys[0] for _, entry_keys in places if entry_keys)

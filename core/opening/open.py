@@ -146,7 +146,7 @@ def open_checkpoint(
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
             keys = some_of(list(left_out))
-            notes = (*notes, f"left out, as an index lists it without data: {keys}")
+            notes = (*notes, f"left out, because an index lists it without data: {keys}")
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):
@@ -161,7 +161,7 @@ def open_checkpoint(
             f"iteration {iteration} was requested, but the checkpoint "
             + ("records no iteration" if number is None else f"is iteration {number}"),
             file=str(path),
-            hint="point at the directory that holds the iterations",
+            hint="pass the directory that holds the iterations",
         )
     return Checkpoint(
         location.path,

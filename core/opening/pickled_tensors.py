@@ -52,7 +52,7 @@ def pickled_tensors(
                 continue
             if tensor.shape[0] > MAX_BYTES:
                 content = PickledContent(
-                    unread=(f"the tensor {key} has more than {MAX_BYTES >> 20} MiB",)
+                    unread=(f"the tensor {key} is larger than {MAX_BYTES >> 20} MiB",)
                 )
             else:
                 data = _read(reader, key, tensor.shape[0])

@@ -44,9 +44,9 @@ def build_unrecognised_error(
     loose = loose_files(store, files)
     paths = [quote(str(store.root / place)) for place in (*loose, *below.paths)]
     hint = (
-        f"point at {paths[0]}"
+        f"pass {paths[0]}"
         if len(paths) == 1
-        else f"point at one of them: {list_some(paths, MOST_PATHS)}"
+        else f"pass one of them: {list_some(paths, MOST_PATHS)}"
     )
     if loose:
         if sum(name.endswith(SUFFIX) for name in loose) > 1:
@@ -67,7 +67,7 @@ def build_unrecognised_error(
         return UnsupportedError(
             f"not a checkpoint in a known format, and none was found below; {below.rest}",
             file=store.label,
-            hint="point at a directory further down",
+            hint="pass a directory further down",
         )
     return explained or UnsupportedError(
         "not a checkpoint in a known format", file=store.label, hint=known

@@ -689,7 +689,8 @@ class Machine:
         if op in _EXTENSIONS and self._proto >= 2:
             self._uses.add(use_of_extension())
         raise UnsafeError(
-            f"the pickle uses {name}", hint="do not trust this file; no checkpoint needs this"
+            f"the pickle uses {name}, which ckpt does not allow",
+            hint="do not trust this file; no checkpoint needs this",
         )
 
     def _refuse_size(self) -> NoReturn:

@@ -226,7 +226,7 @@ def _from_plain(node: Any, result_of: _ResultOf, guard: KeyGuard) -> object:
     if kind is list:
         return [result_of(item) for item in node]
     if kind is not dict:
-        raise CorruptError(f"a plain value holds a {kind.__name__}")
+        raise CorruptError(f"a plain value contains a {kind.__name__}, which it cannot")
     # A dict whose first key begins with "$" represents another value; any other dict is a dict.
     content = {key: result_of(item) for key, item in node.items()}
     tag = next(iter(node), "")

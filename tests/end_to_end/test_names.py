@@ -457,7 +457,7 @@ def test_files_beside_the_weights_are_one_line_of_a_summary(golden: Path, tmp_pa
             if "token" in text
         ]
         assert len(lines) == 1
-        assert lines[0].startswith("files next to the weights: ")
+        assert lines[0].startswith("sidecar files, which this format")
         assert "generation_config.json, tokenizer.json" in lines[0]
 
 

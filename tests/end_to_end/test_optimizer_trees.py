@@ -190,7 +190,7 @@ def test_an_entry_that_an_untied_parameter_has_already_is_refused(
         untie=((head, embedding),),
         fsync=False,
     )
-    with pytest.raises(UsageError, match="exists already"):
+    with pytest.raises(UsageError, match="already exists"):
         run(job)
 
 

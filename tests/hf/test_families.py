@@ -83,7 +83,7 @@ def test_a_model_of_an_unknown_type_with_the_tensors_of_a_family_is_taken_with_a
     assert "exactly those of a qwen3 model" in note
     assert_same(contents(to_hf(middle, model_type="qwen3"), store), tensors(folder))
     # The way back does not guess: the type has no table.
-    with pytest.raises(UnsupportedError, match="'starship', which has no table"):
+    with pytest.raises(UnsupportedError, match="'starship', which is not a supported family"):
         to_hf(middle)
 
 
@@ -283,7 +283,7 @@ def _starship(phi3: Path, folder: Path) -> Path:
         ),
         (
             ('model_type = "starship"', 'model_type = "starship"\nlayers = 3'),
-            "layers is 3, not a text",
+            "layers is 3, not a string",
         ),
         (
             ('model_type = "starship"', 'model_type = "starship"\ninner = "x"'),

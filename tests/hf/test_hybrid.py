@@ -127,7 +127,7 @@ def test_limits_of_time_steps_without_effect_are_read_however_they_are_written(
     ("changes", "message"),
     [
         ({"hybrid_override_pattern": "MG*"}, "layers of kind 'G'"),
-        ({"mtp_num_layers": 2}, "2 multi-token prediction layers, which no argument lists"),
+        ({"mtp_num_layers": 2}, "kinds of the 2 multi-token prediction layers are unknown"),
         ({"squared_relu": False}, "argument squared_relu is False, not True"),
         ({"position_embedding_type": "rope"}, "position_embedding_type is 'rope'"),
         ({"layernorm_epsilon": 1e-6}, "layernorm_epsilon is 1e-06"),

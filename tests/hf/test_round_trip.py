@@ -157,7 +157,8 @@ def test_tensors_of_another_family_than_the_arguments_suggest_name_those_that_fi
     with pytest.raises((CorruptError, MissingShardError)) as refusal:
         to_hf(middle)
     assert refusal.value.hint == (
-        f"arguments and tensors fit: {families}; name one, as in --names hf:{name}"
+        f"families that fit the arguments and tensors: {families}; name the right one, for "
+        f"example --names hf:{name}"
     )
     assert to_hf(middle, model_type=name).tensors.keys() == source.tensors.keys()
 

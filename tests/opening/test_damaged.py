@@ -102,4 +102,4 @@ def test_damaged_shard_shows_its_readable_tensors(is_directory: bool, tmp_path: 
     assert opened.catalog.tensors.keys() == expected
     (problem,) = opened.problems
     assert isinstance(problem, TruncatedError)
-    assert "1 more entries have errors" in problem.message
+    assert "(and 1 more such error)" in problem.message

@@ -233,7 +233,7 @@ def test_folder_of_data_files_leads_to_its_index(moved: tuple[Path, list[str]]) 
     for place in (folder / files[0], (folder / files[0]).parent):
         with pytest.raises(MissingShardError, match="above it") as error:
             open_checkpoint(place)
-        assert error.value.hint == f"point at {folder}"
+        assert error.value.hint == f"pass {folder}"
 
 
 def test_another_checkpoint_below_is_still_separate(

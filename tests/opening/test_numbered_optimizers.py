@@ -76,8 +76,8 @@ def test_a_file_names_them(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["b", "a", "c"], "number 0 would be b, but its master weights do not round"),
-        (["a", "c", "b"], r"number 1 is called c, which is \[5\], but its states are \[4, 3\]"),
+        (["b", "a", "c"], "parameter 0 would be b, but its master weights do not round"),
+        (["a", "c", "b"], r"is named c, which has shape \[5\], but .* state has shape \[4, 3\]"),
         (["a", "b", "d"], "no parameter 'd'"),
         (["a", "b"], "the file has 2 names, but the optimizer has 3 parameters"),
         (["a", "a", "b"], "'a' is listed twice"),

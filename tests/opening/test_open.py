@@ -144,11 +144,11 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(
     missing = "the tracker names global_step7, which is missing"
     with pytest.raises(MissingShardError, match=missing) as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint == "point at the checkpoint's own directory"
+    assert caught.value.hint == "pass the checkpoint's own directory"
     (tmp_path / "global_step6").mkdir()
     with pytest.raises(MissingShardError, match=missing) as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint == f"point at one of the iterations: {tmp_path}/global_step6"
+    assert caught.value.hint == f"pass one of the iterations: {tmp_path}/global_step6"
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(UnsafeError):
         open_checkpoint(tmp_path)

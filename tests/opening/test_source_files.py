@@ -63,8 +63,8 @@ def listed(prepared: Prepared) -> set[str]:
     names: set[str] = set()
     for line in prepared.dropped:
         begin, _, files = line.rpartition(": ")
-        if begin in ("other files in the directory", "files next to the weights") or (
-            begin.startswith(("training state, which ", "a class that "))
+        if begin == "other files in the directory" or begin.startswith(
+            ("sidecar files, which ", "training state, which ", "a class that ")
         ):
             names |= set(files.split(", "))
     return names

@@ -131,7 +131,7 @@ def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> Non
     ) as refusal:
         open_checkpoint(tmp_path)
     paths = ", ".join(quote(f"{tmp_path}/{name}") for name in names)
-    assert refusal.value.hint == f"point at one of them: {paths}"
+    assert refusal.value.hint == f"pass one of them: {paths}"
 
 
 def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_the_only_loose_file_is_named_with_its_path(
         UnsupportedError, match=f"contains one torch or safetensors file: {name}"
     ) as refusal:
         open_checkpoint(tmp_path)
-    assert refusal.value.hint == f"point at {tmp_path / name}"
+    assert refusal.value.hint == f"pass {tmp_path / name}"
     open_checkpoint(tmp_path / name).store.close()
 
 
@@ -175,7 +175,7 @@ def test_checkpoints_some_levels_below_are_listed_and_hidden_ones_are_not(
     with pytest.raises(UnsupportedError, match="contains checkpoints") as refusal:
         open_checkpoint(tmp_path)
     assert (
-        refusal.value.hint == f"point at one of them: {tmp_path}/runs/one, "
+        refusal.value.hint == f"pass one of them: {tmp_path}/runs/one, "
         f"{tmp_path}/lightning_logs/version_0/checkpoints/last.ckpt"
     )
 
@@ -195,7 +195,7 @@ def test_every_verb_wants_the_loose_file_named(
     assert main([verb, *words[verb]]) == 4
     err = capsys.readouterr().err
     assert "contains one torch or safetensors file: last.ckpt" in err
-    assert "point at last.ckpt" in err.lower()
+    assert "pass last.ckpt" in err.lower()
     assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
 
 

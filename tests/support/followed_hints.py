@@ -28,7 +28,7 @@ _MORE_VALUES = re.compile(r"(?:,| or|, or) (\w+)(?=[,;.]| or|$)")
 _COMMAND = re.compile(r"\bckpt (convert|reshard) SRC DST")
 _OMITTED = re.compile(rf"\b(?:drop|omit|without) {_OPTION}")
 _SIZES = re.compile(r"\b([TPE])P sizes that work: ([\d, ]*\d)")
-_POINT_AT = re.compile(r"point at (?:one of (?:them|the iterations): )?('?/[^,;]+)")
+_POINT_AT = re.compile(r"(?:point at|pass) (?:one of (?:them|the iterations): )?('?/[^,;]+)")
 _LEAVING_OUT = ("no-optim", "drop-missing", "exclude")
 
 

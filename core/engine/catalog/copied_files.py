@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 COPIED_HINT = (
-    "copy each rank's own file again from where the checkpoint was saved, or use an older one"
+    "copy each rank's own file again from the original checkpoint, or use an older checkpoint"
 )
 _RANK_IN_KEY = re.compile(r"\bexpert_parallel_rank_\d+\b")
 """Part of the keys of DeepSpeed's ranks, whose optimizers may be replicas of each other."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The configuration of an adapter that peft wrote."""
-FILES_BESIDE = "files next to the weights"
+FILES_BESIDE = "sidecar files, which this format does not include"
 """The reason for not carrying these files over."""
 UNREAD = "other files in the directory"
 """The reason for not carrying files over that no reader opened."""

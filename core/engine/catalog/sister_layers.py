@@ -274,7 +274,8 @@ def _lacks(stack: _Stack, number: int, lost: Mapping[str, int]) -> Iterator[Devi
         shape = next(shapes, None)
         yield Deviation(
             key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
-            message=f"missing from this {stack.noun}, but present in {n_sisters:,} others",
+            message=f"missing from this {stack.noun}, but present in {n_sisters:,} other "
+            f"{stack.noun}" + ("s" if n_sisters > 1 else ""),
             expected="the tensors of a module" if shape is None else f"the tensor, {shape}",
             found="no such tensor",
         )

@@ -64,6 +64,6 @@ def check_factors(keys: Iterable[str], *, option: str) -> None:
             raise UnsupportedError(
                 f"{option}: the optimizer is {problem}",
                 key=key,
-                hint="drop the optimizer with --no-optim; the weights are exact, and training "
-                "starts with a fresh optimizer",
+                hint="drop the optimizer with --no-optim; the weights are carried over exactly, "
+                "but training continues with a fresh optimizer",
             )

@@ -117,8 +117,8 @@ def as_trainer_file(catalog: Catalog) -> Catalog:
     notes = [f"named as Lightning's Trainer expects in a single file: {listed}"]
     if any(item.value != objects[key].value for key, item in ordered.items()):
         notes.append(
-            "the optimizer's groups list their parameters in the order of the model now: without "
-            "FSDP, Lightning assigns the states by position"
+            "the optimizer's groups now list their parameters in the model's order, because "
+            "without FSDP Lightning assigns states by position"
         )
     skeleton = rebuild(catalog.skeleton, new_root)
     return replace(renamed, objects={**objects, **ordered}, skeleton=skeleton).noted(notes)

@@ -160,8 +160,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         if first is not None and second is not None and not is_adam:
             if first.shape != (2, *second.shape):
                 raise UnsupportedError(
-                    f"{OPTION}: the states have shapes {first.shape} and {second.shape}, and "
-                    "belong to no known optimizer",
+                    f"{OPTION}: ckpt knows no optimizer with states of shapes {first.shape} and "
+                    f"{second.shape}",
                     key=key,
                     hint=_NO_OPTIM,
                 )
@@ -177,9 +177,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         scales, table = companions_of(key)
         if tensor.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
-                f"{OPTION}: the state of type {tensor.dtype} has no absmax{number} and "
-                f"qmap{number}, "
-                "so it is not blockwise",
+                f"{OPTION}: the state is {tensor.dtype} and not blockwise; blockwise states are "
+                f"uint8, with absmax{number} and qmap{number}",
                 key=key,
                 hint=_NO_OPTIM,
             )
@@ -187,8 +186,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         if shape != tensor.shape and prod(shape) % state.block:
             raise UnsupportedError(
                 f"{OPTION}: the parameter has {prod(shape)} elements, which is not a multiple of "
-                f"the block of {state.block}; bitsandbytes stores the scales of AdEMAMix's second "
-                "moment in different places on a GPU and on a CPU",
+                f"the block size {state.block}; where bitsandbytes then stores the scales of "
+                "AdEMAMix's second moment depends on the device (GPU or CPU)",
                 key=key,
                 hint=_NO_OPTIM,
             )
@@ -215,7 +214,7 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape:
     if parameter not in (None, shape):
         problem = f"the state has shape {shape}, but its parameter has {parameter}"
     elif key in catalog.ties:
-        problem = f"the state is also that of another parameter, {catalog.ties[key]}"
+        problem = f"the state is shared with a different parameter, {catalog.ties[key]}"
     else:
         return
     raise UnsupportedError(

@@ -268,7 +268,7 @@ def _dequantize_mxfp4(
         return QuantizedCatalog(catalog, (), (), ())
     if catalog.skeleton is not None:
         raise UnsupportedError(
-            "--dequantize: MXFP4 weights in a nested file",
+            "--dequantize: MXFP4 weights in a nested file are not supported",
             key=next(iter(numbers_of)),
             hint="dequantize the published safetensors files",
         )
@@ -325,7 +325,7 @@ def _find_float8_scales(
             bare.append(key)
         elif key.endswith(_SUFFIXES[0]) and key.removesuffix(_SUFFIXES[0]) not in catalog.tensors:
             raise CorruptError(
-                "the tensor of these scales is missing",
+                "the weight that these scales belong to is missing",
                 key=key,
                 hint="copy the checkpoint again, or drop the scales with --exclude if they are not "
                 "needed",
@@ -395,7 +395,7 @@ def _block_of(
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
         raise CorruptError(
-            f"scales of {key!r} are {scales.dtype}, not a float type for scales",
+            f"the scales of {key!r} are {scales.dtype}, which is not a float type used for scales",
             key=scales_key,
         )
     # A row is a block as well: one of height 1, over all columns.
@@ -445,7 +445,10 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
         None,
     )
     if taken is not None:
-        raise UsageError("--quantize: scales exist already", key=taken)
+        raise UsageError(
+            "--quantize: the checkpoint already has an entry with the name of the new scales",
+            key=taken,
+        )
 
     # Compute the numbers and their scales while they are copied. Both read the same Weight, so that
     # the scales are computed once for both.
@@ -513,7 +516,7 @@ def _choose_kinds(
         if not chosen:
             raise UsageError(
                 "--quantize: no matrix "
-                + ("is a linear weight" if glob is None else f"matches {glob!r}"),
+                + ("is the weight of a linear layer" if glob is None else f"matches {glob!r}"),
                 hint=LIST_THEM,
             )
         kind_of.update(dict.fromkeys(chosen, kind))

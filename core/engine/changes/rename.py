@@ -387,7 +387,7 @@ def nest_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         return nest_leaves(leaves)
     except CorruptError as err:
         raise UsageError(
-            f"the new keys do not fit the containers of the state dict: {err.message}",
+            f"the new keys do not fit the nesting of the state dict: {err.message}",
             key=err.key,
             hint="choose other names, or first write a format without nesting: --to safetensors",
         ) from err

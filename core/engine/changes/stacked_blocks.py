@@ -69,7 +69,7 @@ class StateBlocks:
         if n_states % self.state.block:
             raise UnsupportedError(
                 f"{option}: a scale belongs to {self.state.block} consecutive states, and a layer "
-                f"has {n_states:,}, so a block would cross the cut between two layers",
+                f"has {n_states:,}, so a block would straddle two layers",
                 key=self.codes,
                 hint=_HINT,
             )
@@ -107,7 +107,8 @@ def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, S
     )
     if of_torchao is not None:
         raise UnsupportedError(
-            f"{option}: the optimizer's states are torchao tensors, stored in parts",
+            f"{option}: the optimizer's states are torchao tensors, whose parts cannot be "
+            "restacked",
             key=of_torchao,
             hint=_HINT,
         )
@@ -115,7 +116,7 @@ def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, S
     for codes in codes_of_bitsandbytes(tensors):
         if axis:
             raise UnsupportedError(
-                f"{option}: a scale belongs to consecutive states, and those of a layer are not "
+                f"{option}: a scale belongs to consecutive states, but a layer's states are not "
                 f"consecutive along axis {axis}",
                 key=codes,
                 hint=_HINT,

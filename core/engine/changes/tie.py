@@ -97,7 +97,7 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     if added in catalog.tensors or added in catalog.objects:
         if added == original or catalog.tensors.get(added) is not tensor:
             raise UsageError(
-                "--untie: this entry exists already and does not share the bytes of the other",
+                "--untie: this entry already exists, and is not tied to the other tensor",
                 key=added,
                 hint="omit --untie",
             )

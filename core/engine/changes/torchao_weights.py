@@ -108,10 +108,10 @@ def _block(catalog: Catalog, key: str) -> Shape:
     zeros = tensors.get(f"{key}.zero_point")
     if f"{key}.act_pre_scale" in tensors:
         raise UnsupportedError(
-            "--dequantize: activations are multiplied by act_pre_scale before this weight, so "
-            "the weight alone does not describe a linear layer",
+            "--dequantize: activations are scaled by act_pre_scale before they reach this weight, "
+            "so the weight alone does not define the layer",
             key=key,
-            hint="omit --dequantize: the parts are copied as they are",
+            hint="omit --dequantize to copy the parts unchanged",
         )
     item = catalog.objects.get(f"{key}.block_size")
     recorded = None if item is None else item.value
@@ -130,18 +130,18 @@ def _block(catalog: Catalog, key: str) -> Shape:
     if any(extent % width for extent, width in pairs):
         problem = f"blocks of {block} do not evenly divide codes of shape {codes.shape}"
     elif codes.dtype != "int8" and (codes_type.kind, codes_type.itemsize) != ("float", 1):
-        problem = f"the codes are {codes.dtype}"
+        problem = f"the codes are {codes.dtype}, not int8 or float8"
     elif scales is None or prod(scales.shape) != n_blocks or dtype_of(scales.dtype).kind != "float":
-        text = "none" if scales is None else f"{scales.dtype} {scales.shape}"
-        problem = f"{n_blocks} blocks have the scales: {text}"
+        text = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
+        problem = f"there are {n_blocks} blocks, but the scales are {text}"
     elif zeros is not None and prod(zeros.shape) != n_blocks:
-        problem = f"{n_blocks} blocks have zero points of shape {zeros.shape}"
+        problem = f"there are {n_blocks} blocks, but the zero points have shape {zeros.shape}"
     if problem is not None:
         raise CorruptError(f"the parts of a torchao tensor do not fit together: {problem}", key=key)
     if zeros is not None and zeros.dtype != "int8":
         raise UnsupportedError(
-            f"--dequantize: zero points of type {zeros.dtype}",
+            f"--dequantize: zero points of type {zeros.dtype} are not supported (only int8 is)",
             key=key,
-            hint="omit --dequantize: the parts are copied as they are",
+            hint="omit --dequantize to copy the parts unchanged",
         )
     return block

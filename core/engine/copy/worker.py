@@ -227,16 +227,16 @@ def _mismatch_error(
             else "--tie, the file of --config, or the model's arguments"
         )
         hint = (
-            f"two tensors are one in the destination (tied by {ties}): correct that, or leave one "
-            "of them out with --exclude"
+            f"the two tensors are tied in the destination by {ties}: correct that, or leave one of "
+            "them out with --exclude"
         )
     else:
         hint = (
-            "copies of different ranks: the checkpoint is damaged or was saved by diverged ranks; "
-            "--on-replica-mismatch first uses the first rank's copy"
+            "ranks hold different copies, so the checkpoint is damaged or was saved by diverged "
+            "ranks; --on-replica-mismatch first uses the first rank's copy"
         )
         if is_moment(item.key):
-            hint += "; --no-optim leaves the optimizer out"
+            hint += ", and --no-optim leaves the optimizer out"
     return ReplicaMismatchError(
         f"two copies differ, first at index {tuple(reversed(index))}: "
         f"{item.primary.file} and {copy.file}",

@@ -342,8 +342,8 @@ class _ColumnBuilder:
             hint = _hint_of(class_name)
             kind = CorruptError if hint is None else UnsupportedError
             hint = hint or (
-                "this is not the checkpoint's .metadata: copy the one that was saved with these "
-                ".distcp files"
+                "this is not the checkpoint's .metadata; copy the .metadata that was saved with "
+                "these .distcp files"
             )
             raise kind(f"the pickle is a {class_name}, not DCP's Metadata", hint=hint)
         self.state = _state(root)
@@ -451,7 +451,7 @@ class _ColumnBuilder:
             and offset + n_bytes < _MAX_EXTENT
         ):
             raise CorruptError(
-                f"an item has the impossible position of {describe_value(n_bytes)} bytes at byte "
+                f"an item has an impossible position: {describe_value(n_bytes)} bytes at byte "
                 f"{describe_value(offset)}",
                 key=key,
             )
@@ -466,7 +466,7 @@ class _ColumnBuilder:
         # Only integers are hashed: hashing nested tuples could take for ever.
         if type(chunk_offset) is not tuple or {*map(type, chunk_offset)} - {int}:
             offset_text = describe_value(chunk_offset)
-            raise CorruptError(f"an item has the invalid offset {offset_text}", key=key)
+            raise CorruptError(f"an item has an invalid offset: {offset_text}", key=key)
         self.chunk_items[(key, *chunk_offset)] = (file, offset, n_bytes)
         if transforms:
             self.transforms[(key, *chunk_offset)] = transforms
@@ -632,8 +632,9 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
     """
     if type(info) is HfStorageRecord:
         raise UnsupportedError(
-            "the checkpoint is in DCP's Hugging Face storage (safetensors files)",
-            hint="consolidate it with torch and convert the result",
+            "the checkpoint is in DCP's Hugging Face storage (safetensors files), which is not "
+            "supported",
+            hint="consolidate the files with torch and convert the result",
         )
     if type(index) is not IndexRecord or type(info) is not StorageRecord:
         kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
@@ -669,7 +670,7 @@ def _transforms(names: object, key: str) -> tuple[str, ...]:
     if names is None:
         return ()
     if not isinstance(names, (list, tuple)) or {*map(type, names)} - {str}:
-        raise CorruptError(f"an item has the invalid transforms {describe_value(names)}", key=key)
+        raise CorruptError(f"an item has invalid transforms: {describe_value(names)}", key=key)
     unknown = [name for name in names if not _ZSTD.fullmatch(name)]
     if unknown or len(names) > _MAX_TRANSFORMS:
         raise UnsupportedError(

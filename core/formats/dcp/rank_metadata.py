@@ -82,7 +82,9 @@ def merge_rank_metadata(parts: Sequence[DcpMetadata], store: ReadStore) -> DcpMe
     }
     duplicate = next((key for key in objects if key in merged.tensors), None)
     if duplicate is not None:
-        raise CorruptError("a tensor on one rank is an object on another", key=duplicate)
+        raise CorruptError(
+            "the entry is a tensor on one rank, but an object on another", key=duplicate
+        )
     # Transforms belong to the copy of an object that was chosen, which is that of the first rank.
     object_descriptors: dict[str, tuple[str, ...]] = {}
     for part in reversed(parts):
@@ -172,7 +174,7 @@ def _common_object(key: str, items: Sequence[DcpItem], store: ReadStore) -> DcpI
             ) == store.read(other.file, other.offset + start, n_bytes)
         if not is_equal:
             raise UnsupportedError(
-                f"{first.file} and {other.file} contain different values of the same object",
+                f"{first.file} and {other.file} contain different values for the same object",
                 key=key,
                 hint="load the checkpoint with torch and save it with use_collectives=True",
             )

@@ -157,8 +157,8 @@ def _refuse_persistent(value: object) -> object:
     """Raise CorruptError for a persistent id."""
     raise CorruptError(
         "the pickle uses a persistent id, which DCP metadata never does",
-        hint="this is not the checkpoint's .metadata, but perhaps a torch.save file: copy the one "
-        "that was saved with these .distcp files",
+        hint="this is not the checkpoint's .metadata, but perhaps a torch.save file; copy the "
+        ".metadata that was saved with these .distcp files",
     )
 
 

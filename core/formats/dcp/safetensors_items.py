@@ -99,7 +99,7 @@ class _SafetensorsPart:
         file, array = self.header.file, self.header.arrays.get(key)
         if array is None:
             raise MissingShardError(
-                "the tensor is missing in the file's safetensors header", file=file, key=key
+                "the tensor is missing from the file's safetensors header", file=file, key=key
             )
         # torch writes one entry per key, so of two chunks of a tensor only the last is in the file.
         offset = self.saved_offsets.get(key, list(box.offset))

@@ -177,7 +177,11 @@ def _read_common(store: ReadStore, metadata: DcpMetadata, *, folder: str = "") -
     if store.exists(folder + COMMON_FILE):
         value, arrays = read_common_file(store, folder + COMMON_FILE)
         if has_object:
-            raise CorruptError(f"both {COMMON_FILE} and {COMMON_OBJECT} exist", file=store.label)
+            raise CorruptError(
+                f"both {COMMON_FILE} and {COMMON_OBJECT} exist, but only one of them can be the "
+                "common state",
+                file=store.label,
+            )
         return _Common(value, arrays, "common_pt" if metadata.mcore_data is None else "0.12")
     if has_object:
         value, arrays = _common_of_object(store, build_catalog(metadata, format="torch_dist"))
@@ -226,7 +230,9 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
         f"{', '.join(folders)} are read as one checkpoint (verl loads only separate directories)"
     ]
     if not folders[0].startswith("model/"):
-        notes.append("it does not contain the weights: to read them, pass model/huggingface")
+        notes.append(
+            "the checkpoint does not contain the weights; to read them, pass model/huggingface"
+        )
     return catalog.with_facet(TorchDistFacts(dialects[0], metadata.mcore_data)).noted(notes)
 
 

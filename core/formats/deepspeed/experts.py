@@ -90,7 +90,7 @@ def with_experts(model: ModelStates, files: Sequence[StateFile]) -> ModelStates:
                     f"the parameter does not belong to expert {int(match['expert'])}", key=name
                 )
             if name in module:
-                raise file.mismatch("another file contains the parameter as well", key=name)
+                raise file.mismatch("another file also contains the parameter", key=name)
             module[name] = file.tensor(value, name)
     # Frozen parameters are listed under the numbers that experts have on rank 0; the files above
     # contain those of all ranks.
@@ -120,7 +120,7 @@ def _check_complete(model: ModelStates, files: Sequence[str]) -> None:
     for name in expected:
         if name not in files:
             raise MissingShardError(
-                "the file of an expert is missing",
+                "an expert's file is missing",
                 file=name,
                 hint="copy the checkpoint again, with all its files",
             )
@@ -232,7 +232,7 @@ def _check_weights(
             if weights is None or weights.shape != shape:
                 raise model.state.mismatch(
                     f"param_shapes gives {shape}, but the expert's file has "
-                    f"{None if weights is None else weights.shape}",
+                    f"{'no such parameter' if weights is None else weights.shape}",
                     key=name,
                 )
         # The largest parameter: biases are often zero.
@@ -245,8 +245,8 @@ def _check_weights(
                 raise model.state.mismatch(err.message, key=name) from err
             if not is_rounded:
                 raise model.state.mismatch(
-                    "the expert's weights do not match its master weights in the optimizer "
-                    "files, rounded",
+                    "the expert's weights do not match its rounded master weights in the "
+                    "optimizer files",
                     key=name,
                 )
 

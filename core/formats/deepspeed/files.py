@@ -52,16 +52,16 @@ _EXPERT_OPTIM = re.compile(
 _LAYER = re.compile(r"layer_(?P<layer>\d{2,6})-(?:model_(?P<tp_rank>\d{2,6})-)?model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
 UNIVERSAL_HINT = (
-    "convert it to a universal checkpoint with deepspeed's ds_to_universal.py, which knows the "
-    "model's rules; ckpt reads universal checkpoints"
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py; ckpt reads the universal "
+    "checkpoint that it writes"
 )
-"""The hint for what that tool converts and ckpt does not: AutoEP."""
-_SAVE_AGAIN = (
+"""The hint for what that tool converts and ckpt does not: AutoEP, values that are computed."""
+SAVE_AGAIN = (
     "load it with DeepSpeed in the topology that it was saved with, gather the weights, "
     "and save them with torch.save"
 )
 SAVE_AGAIN_HINT = (
-    f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint: {_SAVE_AGAIN}"
+    f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint either; {SAVE_AGAIN}"
 )
 """The hint for checkpoints without ZeRO's optimizer files or with states on NVMe.
 
@@ -211,8 +211,8 @@ def list_rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
     # Without model files, the flat groups cannot be divided into parameters.
     if (optim or experts or expert_optim) and model is None and not zero_models:
         raise MissingShardError(
-            "*_model_states.pt, which names the parameters, is missing; there are only files of "
-            "the optimizer or of experts",
+            "*_model_states.pt, which names the parameters, is missing; there are only "
+            "optimizer or expert files",
             file=store.label,
             hint="copy the checkpoint again, with all its files",
         )

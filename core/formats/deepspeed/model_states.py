@@ -229,7 +229,7 @@ def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, 
         pp = n_ranks // tp
     if pp < 1 or tp < 1 or pp * tp != n_ranks:
         raise CorruptError(
-            f"there are files of {n_ranks} model-parallel ranks, but {pp} pipeline stages with "
+            f"there are files for {n_ranks} model-parallel ranks, but {pp} pipeline stages with "
             f"{tp} tensor-parallel ranks are recorded",
             file=model.state.file,
             hint="remove files that an older run with more ranks left behind",
@@ -237,7 +237,7 @@ def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, 
     for layer, files in layers.items():
         if set(files) != set(range(tp)):
             raise CorruptError(
-                f"layer {layer} has files of tensor-parallel ranks {sorted(files)}, but there are "
+                f"layer {layer} has files for tensor-parallel ranks {sorted(files)}, but there are "
                 f"{tp} ranks",
                 file=next(iter(files.values())),
                 hint="remove files that an older run with more ranks left behind"

@@ -30,6 +30,7 @@ from typing import Protocol
 
 from core.arrays.box import Shape
 from core.errors import CorruptError
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.values import dataclass
 
 Shapes = Mapping[str, Shape]
@@ -182,7 +183,7 @@ def cut_groups(
             raise CorruptError(
                 f"the {len(group.shapes)} parameters of group {group.number} need {offset} "
                 f"elements, but its parts on {len(group.ranks)} ranks have {rank_starts[-1]}",
-                hint="files from different checkpoints were mixed, or one belongs to another run",
+                hint=MIXED_STEPS_HINT,
             )
     return CutGroups(groups, first, starts)
 
@@ -240,7 +241,7 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
             raise CorruptError(
                 f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those "
                 f"of rank 0 have {list(sizes[0])[:8]}",
-                hint="files from different checkpoints were mixed",
+                hint=MIXED_STEPS_HINT,
             )
     # Concatenate the parts of the parameters of all groups.
     shapes: dict[str, Shape] = {}
@@ -258,6 +259,6 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
         raise CorruptError(
             f"the parts of {len(shapes)} parameters need {offset} elements per rank, but the flat "
             f"groups have {starts[-1]}",
-            hint="files from different checkpoints were mixed, or one belongs to another run",
+            hint=MIXED_STEPS_HINT,
         )
     return CutParameters(shapes, first, starts, n_ranks)

@@ -357,7 +357,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                         f"param_slice_mappings records (start, elements) {recorded}, but by the "
                         "shapes of the parameters before it, this rank has "
                         f"{'no part of it' if position is None else position}; the file may be "
-                        "that of another rank",
+                        "from a different rank",
                         key=name,
                     )
     # Positions that no file records are left over.
@@ -410,8 +410,8 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
     # Fewer model files are reported when they are read.
     if head.stage == 3 and len(files.zero_model) > len(optim):
         raise CorruptError(
-            f"there are {len(files.zero_model)} model states files, but {len(optim)} of "
-            "optimizer states",
+            f"there are {len(files.zero_model)} model states files, but {len(optim)} "
+            "optimizer states files",
             file=files.zero_model[-1],
             hint="remove files that an older run with more ranks left behind",
         )

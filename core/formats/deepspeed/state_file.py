@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 MAX_ELEMENTS = 1 << 62
 MIXED_STEPS_HINT = (
-    "the files may be from different saves: copy those of all ranks from one save into an empty "
-    "directory"
+    "the files may be from different saves; copy the files of all ranks from one save into an "
+    "empty directory"
 )
 SAVE_ANEW_HINT = (
-    "load the checkpoint with the DeepSpeed version that wrote it and save it again with another "
-    "one, or use an older checkpoint"
+    "load the checkpoint with the DeepSpeed version that wrote it and save it again with a "
+    "different one, or use an older checkpoint"
 )
 
 
@@ -90,7 +90,7 @@ class StateFile:
         """
         array = self.tensor(value, path)
         if len(array.shape) != 1 or array.extent.strides is not None:
-            raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat one")
+            raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat tensor")
         return array
 
     def shapes(self, value: object, path: str) -> Shapes:

@@ -201,7 +201,7 @@ def build_state_tree(
         # Parameters have arbitrary names: one may be called ``iteration``.
         if name in tree:
             raise CorruptError(
-                "a parameter has the name of another entry of the checkpoint", key=name
+                "a parameter and another entry of the checkpoint have the same name", key=name
             )
         tree[name] = item
     return tree

@@ -84,7 +84,7 @@ SINGLE_FILES = (
 """The last one is written by accelerate, for FSDP with full state dicts."""
 _SHARD = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.bin", re.DOTALL)
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
-_MIXED = "files from two checkpoints may be mixed: copy one of them into an empty directory"
+_MIXED = "files from two checkpoints may be mixed; copy one checkpoint into an empty directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ class _ShardMerger:
         """
         index = self._shards.index
         if index is None:
-            self._notes.append("there is no index, but the numbers of the shards are complete")
+            self._notes.append("there is no index, but no shard number is missing")
             return
         for key, name in index.file_of.items():
             if key not in self._shard_of:
@@ -457,7 +457,7 @@ class _ShardMerger:
             )
         if listed_shard not in (None, shard):
             raise CorruptError(
-                f"{index.file} lists the entry in {listed_shard}",
+                f"{index.file} lists the entry in {listed_shard}, not in this file",
                 file=shard,
                 key=name,
                 hint=STALE_INDEX_HINT,

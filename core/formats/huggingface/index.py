@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 INDEX_SUFFIX = ".index.json"
 STALE_INDEX_HINT = (
-    "files from two checkpoints may be mixed: copy one of them into an empty directory; if the "
+    "files from two checkpoints may be mixed; copy one checkpoint into an empty directory; if the "
     "shards are right, remove the index: shards numbered from 1 to n are read without it, and a "
     "conversion writes a new one"
 )

@@ -98,7 +98,7 @@ def read(store: ReadStore) -> Catalog:
         )
     if incomplete := _incomplete_tensors(catalog):
         notes.append(
-            f"shards of {some_of(incomplete)} are missing: copy the directories of all nodes "
+            f"shards of {some_of(incomplete)} are missing; copy the directories of all nodes "
             "into one"
         )
     return catalog.noted(notes)

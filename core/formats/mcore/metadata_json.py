@@ -80,13 +80,13 @@ def read_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
         raise UnsupportedError(
             f"{CONFIG} names {problem}",
             file=CONFIG,
-            hint=f'write "{BACKEND_KEY}": "{backend}" into {CONFIG}: the directory has its files',
+            hint=f'write "{BACKEND_KEY}": "{backend}" into {CONFIG}: the files are of that backend',
         )
     if named != backend:
         raise CorruptError(
             f"{CONFIG} names the backend {named!r}, but the directory has files of {backend}",
             file=CONFIG,
-            hint="check which of the two belongs to another checkpoint",
+            hint="check which of the two is from a different checkpoint",
         )
     # Both versions must be supported; HEAD omits those of the common state.
     if version != VERSION:

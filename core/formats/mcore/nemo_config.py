@@ -133,7 +133,7 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
     try:
         fields = get_arguments(_read_model(store))
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments: {MODEL_CONFIG} cannot be used: {err.message}"
+        note = f"no training arguments, because {MODEL_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= get_saved_sizes(catalog)
     embedding = find_embedding(catalog)
@@ -236,7 +236,7 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
         fields = get_arguments({str(name): value for name, value in model.items()})
         fields |= _rope_of(fields)
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments: {MODEL_YAML} cannot be used: {err.message}"
+        note = f"no training arguments, because {MODEL_YAML} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= {
         "tensor_model_parallel_size": 1,
@@ -261,6 +261,6 @@ def _rope_of(fields: Mapping[str, object]) -> dict[str, object]:
     for name, number in _ROPE.items():
         if fields.get(name, number) != number:
             raise UnsupportedError(
-                f"{name} is {fields[name]}, and Megatron-LM's arguments allow only {number}"
+                f"{name} is {fields[name]}, but Megatron-LM's arguments allow only {number}"
             )
     return {"use_rope_scaling": True, "rope_scaling_factor": factor}

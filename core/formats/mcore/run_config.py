@@ -89,7 +89,7 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
         fields = get_arguments(content[_MODEL])
         fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments: {RUN_CONFIG} cannot be used: {err.message}"
+        note = f"no training arguments, because {RUN_CONFIG} cannot be used: {err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
     note = f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)"
     catalog = with_arguments(catalog, {}, fields, note=note)
@@ -168,7 +168,7 @@ def read_yaml(
     size = store.size(file)
     if size > _MAX_BYTES:
         raise UnsupportedError(
-            f"{size:,} bytes, more than the {_MAX_BYTES:,} that are read", file=file
+            f"the file is {size:,} bytes long; the limit is {_MAX_BYTES:,}", file=file
         )
     data = bytes(store.read(file, 0, size))
     try:

@@ -98,7 +98,8 @@ class _TreeWalk:
         size = self._store.size(name)
         if size > _MAX_MANIFEST_BYTES:
             raise CorruptError(
-                f"the manifest is {size >> 20:,} MiB, more than {_MAX_MANIFEST_BYTES >> 20}",
+                f"the manifest is {size >> 20:,} MiB long; the limit is "
+                f"{_MAX_MANIFEST_BYTES >> 20} MiB",
                 file=name,
                 hint=UNLIKE_ANY_WRITER,
             )

@@ -285,7 +285,7 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
             full_path: Path = (prefix[:-1], *path) if prefix else path
             if not full_path or full_path in leaves:
                 raise CorruptError(
-                    f"{TREE} has the path {full_path!r:.200} for two entries", file=store.label
+                    f"{TREE} gives two entries the path {full_path!r:.200}", file=store.label
                 )
             leaves[full_path] = (
                 ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)

@@ -269,7 +269,7 @@ def _parse_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterat
     lengths = cursor.numbers(n)
     kinds = cursor.numbers(n)
     if set(kinds) - {0, 1}:
-        raise CorruptError(f"a value has the unknown kind {max(kinds)}")
+        raise CorruptError(f"a value is of unknown kind {max(kinds)}")
     # File numbers and offsets are only listed for the values in data files.
     indirect_lengths = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     numbers = cursor.numbers(len(indirect_lengths))
@@ -292,7 +292,8 @@ def _parse_interior(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> It
     for key, location, n_common in zip(keys, locations, common_lengths, strict=True):
         if n_common > len(key):
             raise CorruptError(
-                f"the common prefix of the key {key[:80]!r} has {n_common} bytes, more than the key"
+                f"the common prefix of the key {key[:80]!r} is {n_common} bytes long, longer than "
+                "the key itself"
             )
         assert location is not None
         yield NodeEntry(key, location, n_common)
@@ -310,9 +311,12 @@ def _read_strings(
     text = b""
     for n_prefix, n_suffix in zip((0, *prefixes), suffixes, strict=True):
         if n_prefix > len(text):
-            raise CorruptError(f"an entry shares {n_prefix} bytes with one of {len(text)} bytes")
+            raise CorruptError(
+                f"a name shares {n_prefix} bytes with the previous name, which is only "
+                f"{len(text)} bytes long"
+            )
         if n_prefix + n_suffix > limit:
-            raise CorruptError(f"a name has {n_prefix + n_suffix} bytes, more than {limit}")
+            raise CorruptError(f"a name is {n_prefix + n_suffix} bytes long; the limit is {limit}")
         # 64 bytes for the object itself.
         cursor.budget.spend(n_prefix + n_suffix + 64)
         text = text[:n_prefix] + cursor.take(n_suffix)
@@ -344,7 +348,8 @@ def _parse_files(cursor: _Cursor, *, base: str) -> list[tuple[str, str]]:
             raise CorruptError(f"the file name {raw[:80]!r} is not valid UTF-8") from err
         if n_base > len(raw):
             raise CorruptError(
-                f"the base of the path {path[:80]!r} has {n_base} bytes, more than the path"
+                f"the base of the path {path[:80]!r} is {n_base} bytes long, longer than the path "
+                "itself"
             )
         files.append((base + inner, base + path))
     return files
@@ -363,9 +368,11 @@ def _parse_locations(
 def _location(files: list[tuple[str, str]], number: int, offset: int, length: int) -> ValueLocation:
     """Return a location; raise CorruptError if the file number or the range is impossible."""
     if number >= len(files):
-        raise CorruptError(f"an entry refers to data file {number} of {len(files)}")
+        raise CorruptError(
+            f"an entry refers to data file {number}, but the table lists only {len(files)}"
+        )
     if offset + length > _MISSING:
-        raise CorruptError(f"an entry has the impossible range of {length} bytes at byte {offset}")
+        raise CorruptError(f"an entry has an impossible range: {length} bytes at byte {offset}")
     base, path = files[number]
     return ValueLocation(base, path, offset, length)
 

@@ -125,7 +125,7 @@ def leaves_of(store: ReadStore, root: str, content: Mapping[str, object]) -> dic
             value = texts.get(name)
             if not isinstance(value, str):
                 raise MissingShardError(
-                    f"the string is missing in {STRINGS}", file=root + STRINGS, key=name
+                    f"the string is missing from {STRINGS}", file=root + STRINGS, key=name
                 )
         leaves[name] = OrbaxLeaf(path, kind, value)
     return leaves

@@ -80,6 +80,7 @@ from core.formats.safetensors.pieces import (
 from core.formats.safetensors.pipelines import component_folders, is_pipeline, read_pipeline
 from core.formats.torch.side_file import OBJECTS_FILE, read_objects, with_objects_beside
 from core.formats.trainer.state import with_training_state
+from core.values import n_text
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -170,7 +171,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         # A cut file has hundreds of tensors beyond its end: one error stands for all of them.
         if problems:
             if len(problems) > 1:
-                problems[0].message += f" ({len(problems) - 1} more entries have errors)"
+                problems[0].message += f" (and {n_text(len(problems) - 1, 'more such error')})"
             report(problems[0])
             lost = {problem.key for problem in problems}
             arrays = {key: array for key, array in header.arrays.items() if key not in lost}
@@ -374,7 +375,7 @@ def _check_index(headers: Sequence[Header], index: WeightIndex) -> list[str]:
                 problem = (
                     f"{index.file} does not list the tensor"
                     if listed_file is None
-                    else f"{index.file} lists the tensor in {listed_file}"
+                    else f"{index.file} lists the tensor in {listed_file}, not in this file"
                 )
                 raise CorruptError(problem, file=name, key=key, hint=STALE_INDEX_HINT)
     return _size_notes(sum(header.n_bytes for header in headers), index)

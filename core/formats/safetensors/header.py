@@ -139,9 +139,9 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         if substitute is not None:
             raise CorruptError(substitute.title, file=file, hint=substitute.hint)
         raise CorruptError(
-            f"the header has {header_bytes:,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
+            f"the header is {header_bytes:,} bytes long; the limit is {MAX_HEADER_BYTES:,}",
             file=file,
-            hint="this may not be a safetensors file",
+            hint="check that this is a safetensors file",
         )
     if start > size:
         raise TruncatedError(
@@ -253,7 +253,7 @@ def _parse_dtype(value: object, file: str, name: str) -> DType:
             f"dtype {value} (six bits per element) is not supported",
             file=file,
             key=name,
-            hint="remove the tensor, or save it with another dtype",
+            hint="remove the tensor, or save it with a different dtype",
         )
     raise UnsupportedError(
         f"dtype {str(value)[:40]!r} is unknown",
@@ -314,7 +314,7 @@ def _arrays_in_order(
         )
         end = max(end, entry.end)
     if start + end < size and not n_refused:
-        message = f"{size - start - end} bytes after the last tensor do not belong to any"
+        message = f"{size - start - end} bytes after the last tensor do not belong to any tensor"
         report(CorruptError(message, file=file, span=(start + end, size), rule="safetensors.rest"))
     return arrays
 
@@ -373,7 +373,7 @@ def file_image(
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            f"the header needs {len(text):,} bytes, but at most {MAX_HEADER_BYTES:,} are allowed",
+            f"the header would be {len(text):,} bytes long; the limit is {MAX_HEADER_BYTES:,}",
             file=path,
             hint="write several files with --max-shard-size",
         )

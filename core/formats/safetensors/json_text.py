@@ -200,7 +200,7 @@ class _HeaderScanner:
             text.encode()  # half a surrogate pair can neither be printed nor written
         except ValueError as err:
             raise CorruptError(
-                f"the {self._what} has a string that is not valid text: {err}", file=self._file
+                f"the {self._what} has an invalid string: {err}", file=self._file
             ) from err
         return text
 

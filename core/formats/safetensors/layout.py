@@ -114,7 +114,7 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
             raise UnsupportedError(
                 f"the tensor belongs to no model of the pipeline: {', '.join(pipeline.models)}",
                 key=key,
-                hint="keep the names of the models, or write another format: --to dcp",
+                hint="keep the names of the models, or write a different format: --to dcp",
             )
     keys = {
         key: key.removeprefix(f"{model}.") for key in target.tensors if key.startswith(f"{model}.")
@@ -122,7 +122,7 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
     if not keys:
         raise UnsupportedError(
             f"the pipeline would lack the weights of {model}",
-            hint="to convert a part of the pipeline, point at the directory of a model",
+            hint="to convert only a part of the pipeline, pass that part's directory",
         )
     return keys
 
@@ -158,8 +158,8 @@ def _model_images(
     taken = next((key for key in name_of if key in ties and name_of[key] in metadata), None)
     if taken is not None:
         raise UnsupportedError(
-            "safetensors records a tied tensor among the metadata, which has another entry of this "
-            "name",
+            "safetensors records tied tensors in the metadata, which already has a different entry "
+            "of this name",
             key=taken,
             hint=f"write it as a tensor of its own: --untie {taken}={ties[taken]}",
         )

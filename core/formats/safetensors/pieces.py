@@ -200,8 +200,8 @@ def check_sizes(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> 
                     f"the pieces form a tensor of shape {list(tensor.shape)}, but {name} in "
                     f"config.json is {min_size}",
                     key=key,
-                    hint="the files of the last ranks may be missing: copy those of all ranks; if "
-                    "config.json belongs to another model, replace it",
+                    hint="the files of the last ranks may be missing; copy the files of all "
+                    "ranks; if config.json belongs to a different model, replace it",
                 )
 
 

@@ -17,7 +17,7 @@ name, so the result is a pipeline again (``PipelineFacts``).
 
 Not supported: a component with a directory that is a pipeline itself; objects of a component, which
 are listed as not carried; a pipeline that is written with some of its components only (a component
-alone is a checkpoint: point at its directory).
+alone is a checkpoint: pass its directory).
 Directories that ``model_index.json`` does not list are separate checkpoints.
 
 Source: diffusers 0.42.1 ``pipelines/pipeline_utils.py``, whose pipeline is pinned in tests/golden
@@ -75,7 +75,9 @@ def component_folders(store: ReadStore) -> tuple[str, ...]:
         is_component = isinstance(place, list) and len(place) == 2
         if is_component and isinstance(place, list) and isinstance(place[1], str):
             if "/" in check_name(name, found_in=INDEX):
-                raise UnsafeError(f"the component {name!r} is not a directory's name", file=INDEX)
+                raise UnsafeError(
+                    f"the component name {name!r} is not a directory name", file=INDEX
+                )
             names.append(name)
     return tuple(names)
 

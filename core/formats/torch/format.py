@@ -181,7 +181,11 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             return entry.leaf
         item = target.objects[entry.leaf.key]
         if item.raw_key is not None:
-            raise UnsupportedError("the object has not been read", key=item.key)
+            raise UnsupportedError(
+                "the object was not loaded, so it cannot be written to this file",
+                key=item.key,
+                hint="drop it with --exclude",
+            )
         return item.value
 
     # Put every object in its place in the skeleton, or in a flat dict.

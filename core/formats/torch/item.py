@@ -336,6 +336,7 @@ def _load_tensor(pickle: bytes, file: str) -> Location:
     kind = unsupported_kind(value)
     if kind is not None:
         raise UnsupportedError(
-            f"the item holds a {kind}", hint="load the checkpoint with torch and save plain tensors"
+            f"the item holds a {kind}, which is not supported",
+            hint="load the checkpoint with torch and save plain tensors",
         )
     raise CorruptError(f"the item holds a {type(value).__name__} instead of a tensor")

@@ -340,8 +340,8 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
         """Return the next bytes of the file, from ``at`` on."""
         if at >= limit:
             if limit < stop:
-                message = f"a pickle of more than {MAX_PICKLE_BYTES >> 30} GiB"
-                hint = "ask whoever wrote it to save the tensors as tensors, not inside the pickle"
+                message = f"a pickle is longer than {MAX_PICKLE_BYTES >> 30} GiB, the limit"
+                hint = "ask whoever wrote it to save its data as tensors, not inside the pickle"
                 raise CapacityError(message, file=file, span=(start, limit), hint=hint)
             raise TruncatedError(
                 "the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT

@@ -205,7 +205,7 @@ def _read_pickle(
     """Read the pickle from byte ``start`` on, including arrays that joblib wrote inside it."""
     # A large file of joblib's consists of arrays; its pickles may still be short.
     if n_bytes - start > MAX_BYTES and b"joblib" not in store.read(file, start, _HEAD_BYTES):
-        return PickledContent(unread=(f"{name} has more than {MAX_BYTES >> 20} MiB",))
+        return PickledContent(unread=(f"{name} is larger than {MAX_BYTES >> 20} MiB",))
     # A pickle that breaks off is reported only if it is too large, or calls anything before that.
     data = store.read(file, start, min(n_bytes - start, MAX_BYTES))
     unread: tuple[str, ...] = ()
@@ -217,7 +217,7 @@ def _read_pickle(
             unread = (f"{name}: {err.message}",)
         except CheckpointingException as err:
             if n_bytes - start > MAX_BYTES:
-                unread = (f"{name} has more than {MAX_BYTES >> 20} MiB",)
+                unread = (f"{name} is larger than {MAX_BYTES >> 20} MiB",)
             elif any(use.how != "named" for use in noted):
                 unread = (f"{name}: {err.message}",)
     return PickledContent(frozenset(with_nested(noted) | uses_in(tree)), unread)
@@ -317,7 +317,7 @@ def _read_compressed(
         )
     if len(data) > MAX_BYTES:
         return PickledContent(
-            unread=(f"{name} has more than {MAX_BYTES >> 20} MiB when decompressed",)
+            unread=(f"{name} is larger than {MAX_BYTES >> 20} MiB when decompressed",)
         )
     content = _read_content(
         MemoryStore({_FILE: data}), _FILE, len(data), depth=depth + 1, name=name

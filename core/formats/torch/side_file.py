@@ -84,7 +84,11 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
     # Objects that cannot be copied are refused by name.
     for item in target.objects.values():
         if item.raw_key is not None:
-            raise UnsupportedError("the object has not been read", key=item.key)
+            raise UnsupportedError(
+                "the object was not loaded, so it cannot be written to this file",
+                key=item.key,
+                hint="drop it with --exclude",
+            )
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
                 "the object holds a bare storage, which cannot be copied",

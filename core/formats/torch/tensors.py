@@ -296,7 +296,7 @@ def locate(
         or len(size) != len(stride)
     ):
         raise CorruptError(
-            f"a tensor has shape {describe_value(size)} and strides {describe_value(stride)}"
+            f"a tensor has shape {describe_value(size)} but strides {describe_value(stride)}"
         )
     for value in (offset, *size, *stride):
         if type(value) is not int or not 0 <= value < 1 << 63:
@@ -304,7 +304,7 @@ def locate(
             raise CorruptError(f"a tensor has an invalid offset, size or stride: {text}")
     assert isinstance(offset, int)
     if len(size) > MAX_RANK:
-        raise CorruptError(f"a tensor has {len(size)} axes, more than {MAX_RANK}")
+        raise CorruptError(f"a tensor has {len(size)} axes; the limit is {MAX_RANK}")
     first, shape, strides = offset, tuple(size), tuple(stride)
     # The element type comes from the storage's class, or (v3) from an argument of its own.
     storage_dtype = _STORAGES.get(kind.name)
@@ -313,7 +313,7 @@ def locate(
     elif isinstance(dtype, Global) and dtype.module == "torch":
         name = dtype.name
     else:
-        raise CorruptError(f"a tensor has the dtype {describe_value(dtype)}")
+        raise CorruptError(f"a tensor has an invalid dtype: {describe_value(dtype)}")
     if storage_dtype is None or name not in DTYPES:
         return None
     # The last element must be inside the storage.

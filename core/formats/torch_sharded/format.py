@@ -165,10 +165,10 @@ def _by_rank(files: Sequence[TensorFile]) -> list[TensorFile]:
     for before, file in pairwise(ordered):
         if before.rank == file.rank:
             raise CorruptError(
-                f"{before.file} is of rank {file.rank}, too",
+                f"{before.file} is also of rank {file.rank}",
                 file=file.file,
                 rank=str(file.rank),
-                hint="files from two saves may be mixed; pass one file of the save to read",
+                hint="files from two saves may be mixed; pass any one file of the save you want",
             )
     return ordered
 

@@ -132,7 +132,7 @@ def flat_views(file: TensorFile) -> dict[str, FlatRange]:
 
 
 _MIXED = (
-    "files from two saves may be mixed: copy those of all ranks from one save into an empty "
+    "files from two saves may be mixed; copy the files of all ranks from one save into an empty "
     "directory"
 )
 
@@ -208,8 +208,8 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
     flat = [key for key in tensors if key.rpartition(".")[2] == FLAT_PARAMETER]
     if flat:
         notes.append(
-            f"{some_of(flat)}: flat parameters of FSDP (a local state dict), with one axis; the "
-            "files record no shapes of the parameters in them"
+            f"{some_of(flat)}: flat FSDP parameters (a local state dict) with one axis; the files "
+            "do not record the shapes of the original parameters"
         )
     return MergedFiles(
         tensors=_tied(tensors),
@@ -340,7 +340,7 @@ class _Merger:
         first_kind, first_file = self._first.setdefault(key, (kind, file))
         if first_kind != kind and key not in self._unsupported:
             raise CorruptError(
-                f"the entry is a {first_kind} in {first_file.file} and a {kind} here",
+                f"the entry is a {first_kind} in {first_file.file}, but a {kind} in this file",
                 file=file.file,
                 key=key,
                 hint=_MIXED,
@@ -353,7 +353,8 @@ class _Merger:
         if first != tensor:
             raise CorruptError(
                 f"the tensor is {first.dtype} of shape {first.shape} in "
-                f"{self._first[key][1].file}, and {tensor.dtype} of shape {tensor.shape} here",
+                f"{self._first[key][1].file}, but {tensor.dtype} of shape {tensor.shape} in this "
+                "file",
                 file=file.file,
                 key=key,
                 hint=_MIXED,

@@ -175,6 +175,6 @@ def refuse_several_saves(families: Sequence[FileFamily], *, folder: str) -> None
                 f"files from several saves are in one directory: {other.pattern.replace('#', '*')} "
                 f"and {family.pattern.replace('#', '*')}",
                 file=folder,
-                hint="pass one file of the save to read; the other ranks' files of that save are "
-                "read with it",
+                hint="pass any one file of the save you want; the other ranks' files are read with "
+                "it",
             )

@@ -147,7 +147,7 @@ def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
     skeleton = map_leaves(tree.value, leaf_of)
     ranks = {part.rank for part in parts.values() if part.rank is not None}
     if len(ranks) > 1:
-        raise CorruptError(f"the file's tensors are of several ranks: {sorted(ranks)}", file=file)
+        raise CorruptError(f"the file's tensors are from several ranks: {sorted(ranks)}", file=file)
     return TensorFile(
         file=file,
         number=number,
@@ -259,7 +259,7 @@ def sharded_tensor_part(
         raise CorruptError("a ShardedTensor is malformed")
     shards, metadata, group = state[0], attributes(state[1]), attributes(state[2]) or {}
     if metadata is None or shape_of(metadata.get("size"), "its size") != shape:
-        raise CorruptError("a ShardedTensor has metadata of another tensor")
+        raise CorruptError("a ShardedTensor has metadata for a different shape")
     rank, world_size = group.get("global_rank"), group.get("global_world_size")
     arrays_of_rank: list[HeldArray] = []
     for shard in shards:

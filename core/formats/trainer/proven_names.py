@@ -185,8 +185,8 @@ def names_of_model(
         if shapes.get(number) not in (None, shape):
             raise UsageError(
                 f"{OPTION} {MODEL}: the model's parameters do not fit the optimizer's: the "
-                f"states of parameter {number} are {_text(shapes[number])}, but "
-                f"{name} is {_text(shape)}",
+                f"states of parameter {number} have shape {_text(shapes[number])}, but "
+                f"{name} has {_text(shape)}",
                 key=optimizer.key,
                 hint=_HINT,
             )
@@ -235,8 +235,8 @@ def names_of_file(
             )
         if shapes.get(number) not in (None, model[name]):
             raise UsageError(
-                f"{OPTION}: number {number} is called {name}, which is {_text(model[name])}, but "
-                f"its states are {_text(shapes[number])}",
+                f"{OPTION}: parameter {number} is named {name}, which has shape "
+                f"{_text(model[name])}, but its optimizer state has shape {_text(shapes[number])}",
                 file=order.label,
                 key=optimizer.key,
             )
@@ -298,7 +298,7 @@ def check_masters(
             pairs = _pairs_of(catalog, leaf.key, weight)
             if not are_masters(store, pairs):
                 raise UsageError(
-                    f"{OPTION}: number {number} would be {name}, but its master weights do not "
+                    f"{OPTION}: parameter {number} would be {name}, but its master weights do not "
                     "round to these weights",
                     key=optimizer.key,
                     hint=_HINT,

@@ -203,7 +203,7 @@ def _optimizer_part(
     try:
         tree = parse(store, file, prefix=f"{entry}.")
     except CheckpointingException as err:
-        advice = "to read the weights alone, point at their file"
+        advice = "to read the weights alone, pass their file"
         err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
         raise
     if not is_state_dict(tree.value):
@@ -306,7 +306,7 @@ def _weights(
     container = _container_of(entry) if further else ""
     problem = None
     if further and (len(further) + 1 != n_optimizers or container not in ("", *further)):
-        problem = f"which of {len(further) + 1} models is its own is not recorded"
+        problem = f"the checkpoint does not record to which of {len(further) + 1} models it belongs"
     elif not further and store.exists(_SECOND_MODEL):
         problem = f"{_SECOND_MODEL}, which was not read, may be its model"
     shapes = {
@@ -401,8 +401,7 @@ def with_state_above(catalog: Catalog, store: ReadStore, *, prefix: str, folder:
     if not parts:
         return catalog
     notes = [
-        f"{folder}/{file} was not read, because DeepSpeed's files have entries that are called "
-        f"{entry}"
+        f"{folder}/{file} was not read, because DeepSpeed's files have entries named {entry}"
         for entry, file in taken.items()
     ]
     read = {part.entry: f"{folder}/{files[part.entry]}" for part in parts}

@@ -76,8 +76,8 @@ class ZarrArray:
 
 
 OTHER_VERSION = (
-    "zarr 2 describes an array in .zarray, zarr 3 in zarr.json: copy the file that belongs "
-    "here from the original"
+    "zarr 2 describes an array in .zarray, zarr 3 in zarr.json; copy the right file "
+    "from the original checkpoint"
 )
 """Hint for a metadata file of another version of zarr."""
 PICKLED = "zarr.pickle"

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _COPY_AGAIN = "copy the checkpoint again, with all its files"
 _MIXED = (
-    "the array's metadata and its chunks belong to different checkpoints: copy the array's "
-    "directory from one of them, without what it contains now"
+    "the array's metadata and its chunks belong to different checkpoints; replace the "
+    "array's directory with a complete copy from one of them"
 )
 _MAX_NAMED = 100
 """Maximum number of missing chunks of an array that are reported."""

@@ -79,7 +79,7 @@ def parse_zarray(
     version = required(metadata, "zarr_format", file=file)
     if version != 2:
         raise UnsupportedError(
-            f"zarr format {version!r:.40} is not 2", file=file, key=key, hint=OTHER_VERSION
+            f"zarr_format is {version!r:.40}, not 2", file=file, key=key, hint=OTHER_VERSION
         )
     # Before the element type: arrays of objects would be reported as merely unsupported.
     if _holds_pickles(metadata):

@@ -93,7 +93,7 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
     version = required(metadata, "zarr_format", file=file)
     if version != 3:
         raise UnsupportedError(
-            f"zarr format {version!r:.40} is not 3", file=file, hint=OTHER_VERSION
+            f"zarr_format is {version!r:.40}, not 3", file=file, hint=OTHER_VERSION
         )
     kind = required(metadata, "node_type", file=file)
     if kind not in ("array", "group"):
@@ -120,7 +120,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         if name not in _KNOWN and not (
             isinstance(value, dict) and value.get("must_understand") is False
         ):
-            raise UnsupportedError(f"the member {name[:80]!r} is not supported", file=file, key=key)
+            raise UnsupportedError(f"the field {name[:80]!r} is not supported", file=file, key=key)
     if metadata.get("storage_transformers"):
         raise UnsupportedError("storage transformers are not supported", file=file, key=key)
     if _unpickles(metadata.get("codecs")):

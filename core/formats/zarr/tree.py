@@ -156,7 +156,7 @@ def _key_problem(
         if not _is_visible(part) or part in reserved:
             return f"{part!r} is reserved or ignored by readers"
         if are_files and len(part.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
-            return f"{part[:20]!r}… has more than {_MAX_NAME_BYTES} bytes"
+            return f"{part[:20]!r}… is longer than {_MAX_NAME_BYTES} bytes"
     for depth in range(1, len(parts)):
         if "/".join(parts[:depth]) in keys:
             return f"it would be inside the array {'/'.join(parts[:depth])!r}"

@@ -186,7 +186,7 @@ def sorted_tensors(
             trained[f"{saved['module']}.{saved['rest']}"] = key
         elif ".lora_" in name:
             raise UnsupportedError(
-                "the tensor belongs to a variant of LoRA",
+                "the tensor belongs to a LoRA variant that ckpt does not convert",
                 key=key,
                 hint="merge it with peft: PeftModel.merge_and_unload()",
             )
@@ -196,9 +196,10 @@ def sorted_tensors(
     replacements = {**trained, **replacements}
     if len(adapters) > 1:
         raise UnsupportedError(
-            f"there are {len(adapters)} adapters: {list_some(adapters)}",
+            f"there are {len(adapters)} adapters, but only one can be converted: "
+            f"{list_some(adapters)}",
             key=list(adapters.values())[1],
-            hint="save one: PeftModel.save_pretrained(DIR, selected_adapters=[NAME])",
+            hint="save a single adapter: PeftModel.save_pretrained(DIR, selected_adapters=[NAME])",
         )
 
     adaptations: dict[str, Adaptation] = {}
@@ -211,14 +212,15 @@ def sorted_tensors(
         a, b = catalog.tensors[key_a], catalog.tensors[key_b]
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise UnsupportedError(
-                f"LoRA of a convolution (matrices of shapes {a.shape} and {b.shape})",
+                f"LoRA of a convolution is not supported (matrices of shapes {a.shape} and "
+                f"{b.shape})",
                 key=key_a,
                 hint="merge it with peft: PeftModel.merge_and_unload()",
             )
         rank = _number_of(config, "rank_pattern", module, config["r"])
         if not a.shape[0] == b.shape[1] == rank:
             raise CorruptError(
-                f"matrices of shapes {a.shape} and {b.shape}, but "
+                f"the matrices have shapes {a.shape} and {b.shape}, but "
                 f"{ADAPTER_CONFIG} gives rank {rank:g}",
                 key=key_a,
             )
@@ -244,11 +246,18 @@ def _number_of(config: Config, field: str, module: str, default: object) -> floa
     for pattern, value in patterns.items():
         # Repeated groups can make matching exponential.
         if _RISKY_PATTERN.search(pattern):
-            raise UnsupportedError(f"the pattern {pattern!r} in {field}", file=ADAPTER_CONFIG)
+            raise UnsupportedError(
+                f"{field}: the pattern {pattern!r} has a repeated group, which can take "
+                "forever to match",
+                file=ADAPTER_CONFIG,
+            )
         try:
             is_match = re.match(rf"(.*\.)?({pattern})$", module) is not None
         except re.error as err:
-            raise CorruptError(f"{field}: {pattern!r}: {err}", file=ADAPTER_CONFIG) from err
+            raise CorruptError(
+                f"{field}: {pattern!r} is not a valid regular expression: {err}",
+                file=ADAPTER_CONFIG,
+            ) from err
         if is_match:
             number = value
             break

@@ -149,7 +149,7 @@ def adapter_to_megatron(
             key=adaptations[min(unknown)].a,
             hint=f"embeddings, output layers and experts have none; {_FOLD}"
             if key_of
-            else f"does {CONFIG} belong to the adapter's base model?",
+            else f"make sure that {CONFIG} is that of the adapter's base model",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
     tensors: dict[str, Tensor] = {}

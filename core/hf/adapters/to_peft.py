@@ -116,8 +116,8 @@ def adapter_to_peft(
     unused = weights.keys() - used
     if unused:
         raise UnsupportedError(
-            f"{len(unused)} tensors are not adapters that {family.model_type} models in "
-            f"transformers can have: {list_some(unused)}",
+            f"{family.model_type} models in transformers cannot have these adapters: "
+            f"{list_some(unused)}",
             key=min(unused),
             hint="adapters of experts, embeddings and output layers are not converted",
         )
@@ -125,7 +125,7 @@ def adapter_to_peft(
     if len(orientations) > 1:
         raise UnsupportedError(
             f"{family.model_type} models store some of the adapted weights transposed and others "
-            f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} is one value for all"
+            f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} holds a single value for all"
         )
 
     states = [entry for entry in catalog.dropped if entry.is_listed and entry.is_of_optimizer]

@@ -196,7 +196,9 @@ def build_arguments(
         )
         if groups != heads:
             raise UnsupportedError(
-                f"{groups} key heads for {heads} query heads in latent attention", file=CONFIG
+                f"latent attention with {groups} key heads for {heads} query heads is not "
+                "supported; the numbers must be equal",
+                file=CONFIG,
             )
     return args | {other: args[name] for name, other in _ALIASES.items()}
 
@@ -335,7 +337,7 @@ def build_config(
             value = fields.get("ffn_hidden_size")
         if value is None:
             raise UnsupportedError(
-                f"the training argument {arg} is missing (config.json: {names[0]})"
+                f"the training argument {arg} is missing, which {names[0]} in config.json needs"
             )
         if config.setdefault(names[0], value) != value:
             # Two arguments become one value: Mixtral's intermediate_size, for dense MLPs and

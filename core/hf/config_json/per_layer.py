@@ -154,7 +154,7 @@ def _window_arguments(config: Mapping[str, object]) -> dict[str, object]:
         if count_of(other, name, default=shared) != shared:
             raise UnsupportedError(
                 f"{name} is {other[name]} in layers with a window (attention_other_setting), and "
-                f"{shared} in the others: only the number of heads may differ",
+                f"{shared} in the other layers; only the number of heads may differ",
                 file=CONFIG,
             )
     return {

@@ -372,7 +372,7 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
     kind = window.get("rope_type") or "default"
     if kind != "default":
         raise UnsupportedError(
-            f"rotary scaling of type {str(kind)[:40]!r} in layers with a window",
+            f"rotary scaling of type {str(kind)[:40]!r} in layers with a window is not supported",
             file="config.json",
             hint=HINT,
         )
@@ -380,7 +380,7 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
     bases = [rope_number(section, "rope_theta", default=usual) for section in (window, full)]
     if bases[0] != bases[1]:
         raise UnsupportedError(
-            f"layers with a window rotate with the base {bases[0]}, the others with {bases[1]}; "
+            f"layers with a window rotate with base {bases[0]}, other layers with {bases[1]}; "
             "Megatron has one rotary_base for all",
             file="config.json",
         )

@@ -173,14 +173,15 @@ def _notes(
         changed = sorted(hf for hf, own in others.items() if (own or 0.0) != (decay or 0.0))
         if changed and group.settings["wd_mult"]:
             values = sorted({str(others[hf] or 0.0) for hf in changed})
+            several = f"{len(changed)} matrices such as " if changed[1:] else "the matrix "
             notes.append(
-                f"{len(changed)} matrices such as {changed[0]} had weight decay "
-                f"{', '.join(values)}; Megatron's groups give them {decay}, like other matrices"
+                f"{several}{changed[0]} had weight decay {', '.join(values)}; in Megatron's "
+                f"groups it is {decay}, as for other matrices"
             )
         elif changed:
+            several = f"{len(changed)} biases and vectors" if changed[1:] else changed[0]
             notes.append(
-                f"{len(changed)} biases and vectors had weight decay; Megatron's groups give them "
-                "none (wd_mult 0)"
+                f"{several} had weight decay, which Megatron's groups do not apply (wd_mult 0)"
             )
     # All groups of Megatron get these from the same arguments.
     for name in _OF_TORCH:

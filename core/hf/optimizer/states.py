@@ -103,8 +103,7 @@ def view_of_named_state(catalog: Catalog, state: str) -> Catalog:
         if tensor.shape != shape:
             raise UnsupportedError(
                 f"the optimizer state has shape {tensor.shape}, but its parameter has {shape}; "
-                "only "
-                "states in the shape of their parameter can be renamed for Megatron",
+                "only states shaped like their parameter can be carried to Megatron",
                 key=key,
                 hint="drop the optimizer with --no-optim",
             )

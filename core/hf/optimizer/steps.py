@@ -93,7 +93,8 @@ def step_of_megatron(catalog: Catalog, optimizer: Optimizer) -> Tensor | None:
     number, *others = sorted(numbers, key=str)
     if others or not isinstance(number, int):
         raise UnsupportedError(
-            f"the optimizer's groups have taken different numbers of steps ({numbers})",
+            "the optimizer's groups have taken different numbers of steps: "
+            + " and ".join(map(str, (number, *others))),
             hint="drop the optimizer with --no-optim",
         )
     file = source_of(catalog, next(iter(catalog.tensors))).file
@@ -121,7 +122,8 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
             layout = _FORMATS.get(tensor.dtype)
             if layout is None or tensor.n_elements != 1:
                 raise CorruptError(
-                    f"the number of steps is a {tensor.dtype} tensor of shape {tensor.shape}",
+                    f"the number of steps must be a single number, but is a {tensor.dtype} tensor "
+                    f"of shape {tensor.shape}",
                     key=key,
                 )
             data = source_of(catalog, key).read(store, full_box(tensor.shape))
@@ -134,7 +136,7 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
         if steps != first[1]:
             raise UnsupportedError(
                 f"the optimizer has taken {steps} steps with this parameter, but {first[1]} with "
-                f"that of {first[0]}; Megatron counts them once for all",
+                f"that of {first[0]}; Megatron has one count for all parameters",
                 key=key,
                 hint="drop the optimizer with --no-optim",
             )
@@ -145,5 +147,5 @@ def _whole(value: object, key: str) -> int:
     """Return a number of steps as an integer."""
     number = FieldReader(key=key).read_number(value, "the number of steps")
     if number != int(number):
-        raise CorruptError(f"the number of steps is {number}", key=key)
+        raise CorruptError(f"the number of steps is {number}, not a whole number", key=key)
     return int(number)

@@ -93,7 +93,7 @@ def _check_experts(all_pairs: Mapping[str, Pair], used: Mapping[str, Pair], stat
     for name, pair in all_pairs.items():
         if shared_key(pair) in shared and name not in used:
             raise UnsupportedError(
-                f"the expert has no {state}, but others of {shared_key(pair)} have",
+                f"this expert has no {state}, but other experts in {shared_key(pair)} do",
                 key=name,
                 hint="drop the optimizer with --no-optim",
             )

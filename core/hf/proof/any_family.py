@@ -254,7 +254,7 @@ def _check_layers(
     if last + 1 not in declared | {count + number for number in declared}:
         yield Problem(
             kind="layers",
-            message=f"config.json declares {count} layers, but there are tensors of {last + 1}",
+            message=f"config.json declares {count} layers, but there are tensors for {last + 1}",
             key=f"{stack}.{last}",
             expected=f"{count} layers",
             found=f"{last + 1}",
@@ -312,7 +312,7 @@ def _check_experts(
         yield Problem(
             kind="experts",
             message=f"config.json declares {declared[0]} experts, "
-            f"but there are tensors of {max(counts)}",
+            f"but there are tensors for {max(counts)}",
             key=last,
             expected=f"{declared[0]} experts",
             found=f"{max(counts)}",

@@ -236,7 +236,7 @@ def _check_counts(case: _Case) -> Iterator[Problem]:
             yield Problem(
                 kind=kind,
                 message=f"{CONFIG} declares {declared:,} {kind}, "
-                f"but there are tensors of {stored:,}",
+                f"but there are tensors for {stored:,}",
                 key=next(
                     (key for match, key in matches if match and int(match[1]) == stored - 1), None
                 ),

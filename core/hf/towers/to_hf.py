@@ -94,7 +94,7 @@ class SeparatedTowers:
             if key.startswith(start):
                 return complete + key.removeprefix(start)
         raise UnknownTensorError(
-            f"{self.model.name} models in transformers do not have it", key=key
+            f"{self.model.name} models in transformers have no such tensor", key=key
         )
 
     def _with_stacks(self, text: Catalog) -> Catalog:
@@ -111,7 +111,7 @@ class SeparatedTowers:
             form = TRANSPOSED
             notes = (
                 *notes,
-                "tensors of all experts hold transposed matrices, as published ones do",
+                "expert tensors are written transposed, as in published checkpoints",
             )
         if form not in (TRANSPOSED, PLAIN):
             expected = f"{TRANSPOSED} or {PLAIN}"
@@ -177,7 +177,7 @@ def separate_towers(
     wrapper = load_rules().wrapper_in(described.wrapper)
     assert wrapper is not None, "the rules know every wrapper of a model"
     if origin is None or model is None or model.wrapper != described.wrapper:
-        problem = f": its {CONFIG} is needed to name the tensors of the towers"
+        problem = f"; its {CONFIG} is needed to name the towers' tensors"
         if origin is not None:
             problem = f", which models of type {str(origin.model_type)[:80]!r} are not"
         names = {key.partition(".")[0] for key in catalog.tensors}
@@ -193,7 +193,7 @@ def separate_towers(
             return None  # they were excluded
         raise UnsupportedError(
             f"the checkpoint is a text model with towers{problem}",
-            hint=f"pass that of the complete model with --config FILE "
+            hint=f"pass the complete model's {CONFIG} with --config FILE "
             f"(types: {', '.join(composite_models())})",
         )
     if catalog.optimizer is not None:
@@ -219,7 +219,7 @@ def separate_towers(
         is_state = key.endswith("_extra_state")
         if key.startswith(wrapper.towers) and key not in used and not is_state:
             raise UnsupportedError(
-                f"{model.name} models in transformers do not have this tensor",
+                f"{model.name} models in transformers have no such tensor",
                 key=key,
                 hint=f"is this the right {CONFIG} for these weights?",
             )

@@ -45,7 +45,7 @@ EXPERTS_ARGUMENT = "huggingface_experts"
 published files, or ``PLAIN``, as transformers 5 writes them."""
 TRANSPOSED, PLAIN = "transposed", "plain"
 TEXT_MODEL_HINT = "convert the text model alone with --text-model"
-_UNKNOWN = "and their names in Megatron are not known"
+_UNKNOWN = "and ckpt does not know their names in Megatron"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class SeparatedModel:
         states = [*self.model.extra_states, *_extra_states(self.towers.values())]
         order = (*tensors, *states, *(described.order or ()))
         note = (
-            f"Megatron's training script cannot build {self.model.name}: Megatron-Bridge's "
-            f"{self.model.builder} does"
+            f"Megatron's training script cannot build {self.model.name}, but Megatron-Bridge's "
+            f"{self.model.builder} can"
         )
         return replace(
             text,
@@ -177,7 +177,7 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
         )
     if surplus is not None:
         raise UnknownTensorError(
-            f"Megatron-Bridge's {model.name} does not have this tensor",
+            f"Megatron-Bridge's {model.name} has no such tensor",
             key=surplus,
             hint="drop it with --exclude if the model does not need it, or " + TEXT_MODEL_HINT,
         )

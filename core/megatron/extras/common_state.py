@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 OPTIMIZER = "optimizer"
 RNG = "rng_state"
 RERUN = "rerun_state_machine"
-OF_RANKS = "belongs to the ranks that saved it; Megatron starts without it"
+OF_RANKS = "tied to the ranks that saved it; Megatron starts without it"
 """The reason for not carrying ``RERUN`` over."""
 CONTENT = "content_metadata"
 EXTRA_STATE = "_extra_state"
@@ -262,8 +262,8 @@ def record_dropped_optimizer(kind: str, tensors: Iterable[Tensor], *, optim: str
     if optim == "refuse":
         raise UnsupportedError(
             f"the destination cannot store this optimizer state ({kind})",
-            hint="drop it with --no-optim: the weights are exact, and training starts with a fresh "
-            "optimizer",
+            hint="drop it with --no-optim; the weights are carried over exactly, but training "
+            "continues with a fresh optimizer",
         )
     reason = f"{kind}; start Megatron with --no-load-optim"
     return Dropped((OPTIMIZER,), reason, tensors=tuple(tensors))

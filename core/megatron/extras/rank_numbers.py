@@ -26,7 +26,9 @@ from core.pickle.fields import int_or_none
 from core.pickle.inert import as_mapping
 from core.values import dataclass
 
-MISPLACED_HINT = "rename the directories correctly, or copy the checkpoint again"
+MISPLACED_HINT = (
+    "rename each directory to match the rank recorded in its file, or copy the checkpoint again"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,7 +161,7 @@ def _kind_of(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> 
     if stack != PREDICTION_STACK and facts.pattern is not None and isinstance(kind, str):
         if not any(sub.startswith(SYMBOLS[kind]) for sub in subs):
             raise CorruptError(
-                f"layer {layer} should be of the kind {kind} by the pattern "
+                f"layer {layer} should be of kind {kind} according to the pattern "
                 f"{facts.pattern.layers}, but it has no {SYMBOLS[kind]}*",
                 key=str(Layer(stack, layer, min(subs))),
             )

@@ -174,7 +174,7 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
             value, other = from_shapes.setdefault(size.name, (shape[size.axis], name))
             if shape[size.axis] != value:
                 raise CorruptError(
-                    f"{size.name} is {shape[size.axis]}, but it is {value} by {other}", key=name
+                    f"{size.name} is {shape[size.axis]}, but {value} according to {other}", key=name
                 )
 
     # … and compare them with those from the arguments.

@@ -200,9 +200,9 @@ def split_layers(
     if pipeline.is_v_shaped and (pipeline.layout is not None or pipeline.has_embedding_stage):
         setting = replace(pipeline, is_v_shaped=False)
         raise UnsupportedError(
-            f"how a V-shaped pipeline distributes its layers with '{setting}' is not known",
-            hint="save the model as torch_dist (--ckpt-format torch_dist), whose layers have the "
-            "numbers that they have in the model",
+            f"ckpt does not know how a V-shaped pipeline distributes layers with '{setting}'",
+            hint="save the model as torch_dist (--ckpt-format torch_dist), which numbers layers "
+            "over the whole model",
         )
     if pipeline.is_v_shaped and (pipeline.first is not None or pipeline.last is not None):
         # The numbers are those of the first and the last chunk, both in the first stage.
@@ -215,7 +215,9 @@ def split_layers(
         split = _split_by_stage(_uneven_stages(n_layers, pp, pipeline), vpp)
     elif pipeline.has_embedding_stage:
         if pp == 1:
-            raise UsageError("a pipeline stage for the embedding alone needs more than one stage")
+            raise UsageError(
+                "a pipeline stage for the embedding alone needs at least one more stage"
+            )
         stages = _even_stages(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)
         split = _split_by_stage([0, *stages], vpp)
     else:
@@ -227,7 +229,9 @@ def split_layers(
         counts[0][0] -= pipeline.counts_embedding
         counts[last_vp][last_pp] -= pipeline.counts_loss
         if counts[0][0] < 0 or counts[last_vp][last_pp] < 0:
-            raise UsageError("too few layers for embedding and loss to count as layers")
+            raise UsageError(
+                "the model has too few layers to count the embedding and loss as layers"
+            )
         split = LayerSplit(tuple(map(tuple, counts)))
     if split.n_layers != n_layers:
         raise UsageError(
@@ -251,8 +255,9 @@ def _even_stages(
         return [n_units // n_stages] * n_stages
 
     # Name the sizes that work, and a layout that works for these sizes.
-    amount = f"{n_layers} layers" + (f" (with embedding or loss: {n_units})" if n_others else "")
-    chunks = f" of {vpp} model chunks" if vpp > 1 else ""
+    counted = "embedding and loss" if n_others > 1 else "embedding or loss"
+    amount = f"{n_layers} layers" + (f" ({n_units} counting the {counted})" if n_others else "")
+    chunks = f" of {vpp} model chunks each" if vpp > 1 else ""
     sizes = [
         str(size + n_before) for size in range(1, n_units // vpp + 1) if n_units % (size * vpp) == 0
     ]
@@ -277,7 +282,7 @@ def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
     n_middle = n_layers - sum(first) - sum(last)
     if pp == 1:
         raise UsageError(
-            f"{given} of {n_layers} layers: this needs more than one pipeline stage",
+            f"{given} need more than one pipeline stage",
             hint="use --pp-new 2 or more",
         )
 

@@ -142,7 +142,7 @@ def check_rank_files(topology: Topology) -> None:
     if topology.tp % topology.expert_tp:
         raise UnsupportedError(
             f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several Megatron ranks "
-            "write one file, so experts are lost",
+            "would write the same file, so experts would be lost",
             hint="use torch_dist for these sizes, or an ETP that divides TP",
         )
 
@@ -189,7 +189,9 @@ def rank_dirs(
     if world_size is not None:
         n_stage, rest = divmod(world_size, topology.pp)
         if rest or n_stage == 0 or n_stage % n_dense or n_stage % n_expert:
-            raise UnsupportedError(f"{world_size} ranks (world_size) cannot be {topology}")
+            raise UnsupportedError(
+                f"{world_size} ranks (world_size) cannot be divided into {topology}"
+            )
 
     # Ranks that write: since core 0.19, and before.
     candidates = []

@@ -94,8 +94,8 @@ class MegatronVersion:
         if has_layout and not self.has_layout_strings:
             raise UnsupportedError(
                 f"megatron-core {self} does not support pipeline_model_parallel_layout",
-                hint="omit --pipeline-model-parallel-layout, change --pp-new if it is from the "
-                f"source, or use {OPTION} with a newer version",
+                hint="omit --pipeline-model-parallel-layout, change --pp-new if the layout is the "
+                f"source's, or use {OPTION} with a newer version",
             )
 
 

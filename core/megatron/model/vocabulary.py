@@ -89,7 +89,7 @@ def find_true_rows(
             raise UsageError(
                 f"--vocab-size {given} is below vocab_size {recorded} of the training arguments: "
                 f"the rows of {recorded - given} tokens would be lost",
-                hint=f"omit it, or pass a number from {recorded} to {min(stored)}",
+                hint=f"omit --vocab-size, or pass a number from {recorded} to {min(stored)}",
             )
         if given > recorded:
             note = (

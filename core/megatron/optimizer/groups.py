@@ -41,8 +41,8 @@ _QK_NORM = re.compile(r"[qk]_layernorm\.")
 _ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")
 _MAX_STATES = 1 << 12
 HINT = (
-    "drop the optimizer with --no-optim; the weights are exact, and training starts with a fresh "
-    "optimizer"
+    "drop the optimizer with --no-optim; the weights are carried over exactly, but training "
+    "continues with a fresh optimizer"
 )
 """The next step where an optimizer cannot be resharded."""
 

@@ -127,7 +127,8 @@ def rows_by_part(name: str, n_rows: int, facts: ModelFacts) -> OldRows | None:
     tp, n_queries = facts.topology.tp, facts.n_heads // facts.n_groups
     if facts.head_dim is None or facts.n_groups % tp:
         raise UnsupportedError(
-            f"multi_query_group_num {facts.n_groups} with TP {tp}: ranks hold copies of keys",
+            f"multi_query_group_num {facts.n_groups} with TP {tp} is not supported, because ranks "
+            "hold copies of keys",
             key=name,
             hint="save the checkpoint at a TP size that divides multi_query_group_num",
         )
@@ -163,7 +164,9 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
         )
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
         raise UnsupportedError(
-            f"checkpoint_version {version} with query groups, or without a hidden size", key=name
+            f"checkpoint_version {version} with query groups, or without a hidden size, is not "
+            "supported",
+            key=name,
         )
     n_parts, n_heads = (3 if match[1] else 2), facts.n_heads // facts.topology.tp
     if n_rows != n_parts * n_heads * facts.head_dim:

@@ -146,7 +146,7 @@ def raise_if_equal_shards(
         first = equal[0]
         more = len(equal) - 1
         raise UnsupportedError(
-            f"{first}" + (f"; the same is true of {more} other tensors" if more else ""),
+            f"{first}" + (f" (and {more} more like it)" if more else ""),
             key=first.name,
             hint=suggest_rules(equal),
         )

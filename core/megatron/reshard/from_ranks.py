@@ -456,7 +456,7 @@ def global_shape_of(
     for part in tensor.parts:
         if part.array.shape != shape or part.array.dtype != first.array.dtype:
             raise CorruptError(
-                f"{part.array.dtype} of shape {part.array.shape} here, "
+                f"{part.array.dtype} of shape {part.array.shape} here, but "
                 f"{first.array.dtype} of shape {first.array.shape} in {first.folder}",
                 key=name,
                 rank=part.folder,

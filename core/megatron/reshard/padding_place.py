@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from core.engine.catalog.stored import StoredArray
 from core.errors import CorruptError
 from core.files.store import ReadStore
-from core.megatron.extras.rank_numbers import MISPLACED_HINT
 from core.megatron.model.facts import ModelFacts
 from core.megatron.reshard.rank_model import RankTensor
 
@@ -58,11 +57,12 @@ def find_misplaced_padding(
         return None
     ((rank, (name, folder)),) = holders.items()
     return CorruptError(
-        f"the padding of the vocabulary is in the file of tensor parallel rank {rank}, but belongs "
-        f"to the last rank, {tp - 1}",
+        f"the vocabulary padding is in tensor-parallel rank {rank}'s file, but belongs in that of "
+        f"the last rank, {tp - 1}",
         key=name,
         rank=folder,
-        hint=MISPLACED_HINT,
+        hint="rename the rank directories so that the file with the padding is that of the last "
+        "tensor-parallel rank, or copy the checkpoint again",
     )
 
 

@@ -151,8 +151,8 @@ def merge_ranks(
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
         error = MissingShardError(
-            f"the shards of TP ranks {list_some(missing)} are in no file: before core 0.19, "
-            f"Megatron did not save every rank of {topology}",
+            f"the shards of TP ranks {list_some(missing)} are in no file, because before "
+            f"core 0.19 Megatron did not save every rank of {topology}",
             hint="save the model again with a newer Megatron-LM, or as torch_dist",
         )
         report(error.breaking("layout.ranks"))

@@ -193,7 +193,7 @@ def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSi
         if not isinstance(name, str) or not name.isidentifier() or set(row) - _SIZE_FIELDS:
             raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
         if not isinstance(axis, int) or not _is_axis(axis):
-            raise UsageError(f"{where} needs an axis, a small number from 0", file=label)
+            raise UsageError(f"{where} needs an axis from 0 to 7", file=label)
 
         # Without ``args`` the size is known only from shapes.
         args = parsed_size(row["args"]) if "args" in row else None
@@ -240,7 +240,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         if kind not in KINDS:
             raise _RowError(f"has rule {kind!r}; it must be one of {', '.join(KINDS)}")
         if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
-            raise _RowError("needs an axis, a small number from 0")
+            raise _RowError("needs an axis from 0 to 7")
         segments = _parse_segments(row, str(kind))
         items = row.get("shape", [])
         if not isinstance(items, list) or any(
@@ -256,7 +256,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         lists = {name: _parse_names(row, name) for name in _LISTS}
         names = lists["names"]
         if names and all(len(names) != len(parts) for parts in segments):
-            raise _RowError("needs as many names as parts")
+            raise _RowError("needs the same number of names and parts")
         texts = {name: _parse_text(row, name) for name in _TEXTS}
     except _RowError as err:
         raise UsageError(f"{where} {err}", file=label) from None
@@ -320,7 +320,7 @@ def _parse_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
     """Return a field that is a list of names; () if it is absent."""
     value = row.get(name, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _RowError(f"has {name} that is not a list of names")
+        raise _RowError(f"has a field {name} that is not a list of names")
     return tuple(value)
 
 
@@ -328,7 +328,7 @@ def _parse_text(row: Mapping[str, object], name: str) -> str | None:
     """Return a field that is text; None if it is absent."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
-        raise _RowError(f"has {name} that is not text")
+        raise _RowError(f"has a {name} that is not a string")
     return value
 
 

@@ -115,7 +115,7 @@ def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
         raise UsageError(
             f"--against: the manifest has {content}",
             file=str(path),
-            hint="write it with ckpt manifest, or with ckpt convert --fingerprint, or pass the "
+            hint="write a manifest with fingerprints (ckpt manifest PATH --force), or pass the "
             "checkpoint itself",
         )
     # The manifest of a checkpoint only saves time: if it is unusable, the data is read instead.

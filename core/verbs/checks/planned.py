@@ -13,6 +13,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from core.errors import CapacityError, CheckpointingException
+from core.values import n_text
 from core.verbs.checks.finding import Severity, get_code
 from core.verbs.checks.subject import Check
 
@@ -113,7 +114,7 @@ def _report_plan(
         words.append("--no-optim")
     yield POSSIBLE.finding(
         f"{request}: ckpt writes it as {target.name}: read {_mebibytes(plan.read_bytes)}, write "
-        f"{_mebibytes(plan.file_bytes)} in {len(prepared.files):,} files, memory "
+        f"{_mebibytes(plan.file_bytes)} in {n_text(len(prepared.files), 'file')}, memory "
         f"{_mebibytes(plan.memory_bytes)}",
         hint=" ".join(words),
     )

@@ -41,7 +41,7 @@ from core.errors import CorruptError, UsageError
 from core.files.json_object import parse_json_object
 from core.formats.huggingface.files import CONFIG
 from core.opening.target import retyped
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.convert.job import Job
 
 if TYPE_CHECKING:
@@ -194,8 +194,8 @@ def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
         notes.append(f"{n} optimizer states in float32 are renamed to exp_avg and exp_avg_sq")
     if result.kept:
         notes.append(
-            f"{len(result.kept)} of them keep their bitsandbytes names (state1, state2), whose "
-            "32-bit optimizers load them"
+            f"{len(result.kept)} of them keep their bitsandbytes names (state1, state2), which "
+            "its 32-bit optimizers load"
         )
     return _ChangeStep(result.catalog, notes)
 
@@ -226,12 +226,16 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
                 else "keep both, or drop both",
             )
     n_dropped = len(selection.excluded)
-    notes = [f"{n_dropped} entries dropped by --include/--exclude"] if n_dropped else []
+    notes = (
+        [f"{n_text(n_dropped, 'entry', 'entries')} dropped by --include/--exclude"]
+        if n_dropped
+        else []
+    )
     # States without a name cannot follow the parameters that are dropped.
     if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.excluded):
         notes += [
-            f"{key} numbers its parameters, so it keeps the states of dropped ones: --param-order "
-            f"model finds and drops those, --exclude {quoted_word(f'{key}.*')} drops all"
+            f"{key} numbers its parameters, so it keeps the states of dropped parameters: "
+            f"--param-order model drops those states, --exclude {quoted_word(f'{key}.*')} drops all"
             for key in keys_of_numbered(selection.catalog)
         ]
     return _ChangeStep(selection.catalog, notes, selection.excluded)
@@ -438,8 +442,8 @@ def _quantize(catalog: Catalog, job: Job) -> _ChangeStep:
             config["modules_to_not_convert"] = modules
         if any(tensor is not None and not tensor.shape for tensor in scales):
             notes.append(
-                "some scales are of blocks and some of complete tensors: transformers dequantizes "
-                "both, but vLLM and SGLang expect one kind"
+                "some scales apply to blocks, others to whole tensors: transformers dequantizes "
+                "both, but vLLM and SGLang expect a single kind"
             )
     return _ChangeStep(result.catalog, notes, edits={"quantization_config": config})
 

@@ -123,7 +123,7 @@ def _flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     elif has_common:
         notes += _root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
-        notes.append("the root is not a dict and becomes one")
+        notes.append("the root is not a dict and is stored as one")
     return notes + _tensor_notes(catalog)
 
 

@@ -138,7 +138,7 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
         NoEffect(
             ("layer_axis",),
             format.has_layout and not format.is_rank_local,
-            f"layers of {format.name} are always stacked along axis 0",
+            f"{format.name} always stacks layers along axis 0",
         ),
         NoEffect(
             ("unstack_layers",),

@@ -460,8 +460,8 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
         hint = f"choose a format to write with --to: {', '.join(names)}"
         if format.written_as is not None:
             hint = (
-                f"--to {format.written_as}, without sizes, writes what loads on any number of "
-                f"GPUs; {hint}"
+                f"--to {format.written_as}, without sizes, writes a checkpoint that loads on any "
+                f"number of GPUs; {hint}"
             )
         raise UnsupportedError(f"{format.name} is read-only", hint=hint)
     return format

@@ -63,8 +63,8 @@ def check_empty_parameters(job: Job, checkpoint: Checkpoint, format: Format) -> 
     if not emptied:
         return []
     message = (
-        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}: they "
-        "were saved while ZeRO-3 had divided them among ranks"
+        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}, "
+        "because they were saved while ZeRO-3 had divided them among ranks"
     )
     is_hf = job.names is not None and job.names.startswith("hf")
     is_model = is_hf or (job.to or "").lower() in HF_ALIASES or format.is_rank_local

@@ -96,7 +96,7 @@ def without_unsafe(form: GlobalForm, job: Job, source: Checkpoint, format: Forma
             owner = next((name for name in form.catalog.objects if key.startswith(f"{name}:")), key)
             pattern = re.sub(r"[\ud800-\udfff*?\[\]]", "?", owner)
             raise UnsupportedError(
-                f"the name is not valid text: {err.reason}",
+                f"the name cannot be encoded as UTF-8: {err.reason}",
                 key=key,
                 hint=f"drop the entry with --exclude {quoted_word(pattern)}",
             ) from err
@@ -189,9 +189,9 @@ def with_folders_beside(
         if is_hf and is_tokenizer_file(name):
             if name in target.files:
                 raise UsageError(
-                    f"--tokenizer: the checkpoint has a tokenizer of its own ({path})",
+                    f"--tokenizer: the checkpoint already has a tokenizer ({path})",
                     file=name,
-                    hint="omit the option",
+                    hint="omit --tokenizer",
                 )
             files[name] = content
         elif not is_hf and (format.side_folders or format.carries_files):

@@ -241,7 +241,8 @@ class ComparingStage(TargetStore):
                 f"but {view[first]:#04x} in the source",
                 file=name,
                 span=(offset, offset + len(view)),
-                hint="nothing was published; the disk or the memory may be faulty: run it again",
+                hint="nothing was published: run the command again; if it fails again, check the "
+                "disk and the memory",
             )
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:

@@ -247,7 +247,7 @@ def _difference(a: object, b: object, same_tensors: SameTensors) -> tuple[str, s
         return text_a, text_b
     if _kind(a) != _kind(b):
         return f"{text_a} ({_kind(a)})", f"{text_b} ({_kind(b)})"
-    return text_a, f"another {text_b}"
+    return text_a, f"a different {text_b}"
 
 
 def _equal(a: object, b: object) -> bool:

@@ -81,7 +81,7 @@ def diff_places(
     notes = []
     if n_others:
         entries = "1 entry has" if n_others == 1 else f"{n_others:,} entries have"
-        notes.append(f"{entries} other keys or another nesting, under the same name: {example}")
+        notes.append(f"{entries} different keys or nesting under the same name: {example}")
     return diffs[:MAX_FOUND], notes
 
 

@@ -186,7 +186,7 @@ def _of_one_implementation(
             return side_a, _side(sources[1], b)
         name = "local" if is_local else "transformer_engine"
         side_b = _side(sources[1], b, with_implementation(b.catalog, name, rules=rules))
-        note = f"its tensor names are those of another implementation; compared as {name}"
+        note = f"its tensor names are those of a different implementation; compared as {name}"
     except CheckpointingException as err:
         side_b = _side(sources[1], b)
         note = f"tensor names not mapped to those of the other implementation: {err.message}"

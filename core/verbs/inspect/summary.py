@@ -240,7 +240,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             capabilities = capabilities_of(checkpoint, traits)
     if capabilities is None:
         notes.append(
-            "too large to try the possible conversions: use convert --dry-run or reshard --dry-run"
+            "too large to try the possible conversions: use ckpt convert SRC DST --dry-run"
         )
     return Summary(
         path=str(checkpoint.path),
@@ -382,7 +382,7 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
                     from core.engine.catalog.wrapped_model import model_options
 
                     options = model_options(catalog, takes_submodule=True)
-                naming = "--config names one"
+                naming = "pass one with --config FILE"
                 if options is not None:
                     naming = f"for the model alone: {options} --config FILE"
                 return _Unsharded(

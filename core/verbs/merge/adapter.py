@@ -43,7 +43,7 @@ from core.hf.ties import (
     with_config,
     with_own_head,
 )
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.merge.combined import SUM, Combined
 from core.verbs.merge.lora import Folded
 from core.verbs.merge.merge import (
@@ -135,7 +135,7 @@ def fold_adapter(
             edited |= edit_tie(edited, is_tied=False)
             notes.append(
                 f"the adapter changes only one of {tie.embedding} and {tie.head}, which are tied "
-                f"in the base, or both differently: each is written, and {TIE} is false"
+                f"in the base, or both differently, so each is written, and {TIE} is false"
             )
 
     changed = {*adaptations, *replacements}
@@ -216,7 +216,7 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
         else _BASE_HINT.format(_trained_on(adapter))
     )
     raise UnsupportedError(
-        f"the adapter changes {len(missing)} tensors that the base does not have, and "
+        f"the adapter changes {n_text(len(missing), 'tensor')} that the base does not have, and "
         f"{len(key_of)} that it has: {list_some(missing)}",
         file=adapter.label,
         hint=hint,
@@ -277,8 +277,8 @@ def _resized_vocabulary(
     n_rows = {tensor.shape[0] for tensor in resized.values()}
     if rest or len(n_rows) > 1:
         raise UnsupportedError(
-            f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, that of the "
-            f"base {old[0]}" + (f", and the adapter lacks {list_some(rest)}" if rest else ""),
+            f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, the base's "
+            f"{old[0]}" + (f", and the adapter lacks {list_some(rest)}" if rest else ""),
             key=next(iter(resized)),
             file=adapter.label,
             hint="resize the base as before training, with transformers' "
@@ -307,12 +307,14 @@ def _check_replacement(base: Catalog, name: str, adapter: Adapter, key: str) -> 
     old, new = base.tensors[name], adapter.catalog.tensors[key]
     if old.shape != new.shape:
         raise UnsupportedError(
-            f"the adapter's tensor has shape {new.shape}, that of the base {old.shape}",
+            f"the adapter's tensor has shape {new.shape}, the base's {old.shape}",
             key=name,
             hint=_BASE_HINT.format(_trained_on(adapter)),
         )
     if dtype_of(old.dtype).kind != "float" or dtype_of(new.dtype).kind != "float":
-        raise UnsupportedError(f"{new.dtype} cannot replace {old.dtype}", key=name)
+        raise UnsupportedError(
+            f"a {new.dtype} tensor cannot replace a {old.dtype} tensor", key=name
+        )
 
 
 def _orientations(
@@ -336,15 +338,18 @@ def _orientations(
         n_out, n_in = matrices[item.b].shape[0], matrices[item.a].shape[1]
         kinds = {dtype_of(matrices[key].dtype).kind for key in (item.a, item.b)}
         if kinds | {dtype_of(tensor.dtype).kind} != {"float"}:
-            raise UnsupportedError(f"a weight of {tensor.dtype} cannot be adapted", key=name)
+            raise UnsupportedError(
+                f"an adapter cannot be folded into a {tensor.dtype} weight", key=name
+            )
         shapes: dict[bool, Shape] = {False: (n_out, n_in), True: (n_in, n_out)}
         fitting = [side for side in (False, True) if tensor.shape == shapes[side]]
         if item.is_embedding:
             fitting = [True] if True in fitting else []
         if not fitting:
             raise CorruptError(
-                f"LoRA matrices for a weight of shape {shapes[item.is_embedding or default]}, "
-                f"but that of the base has shape {tensor.shape}",
+                "the LoRA matrices are for a weight of shape "
+                f"{shapes[item.is_embedding or default]}, but the base's weight has shape "
+                f"{tensor.shape}",
                 key=name,
                 hint=_BASE_HINT.format(_trained_on(adapter)),
             )

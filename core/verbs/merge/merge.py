@@ -31,7 +31,7 @@ from core.errors import UnsupportedError, list_some
 from core.files.store import ReadStore
 from core.pickle.equality import are_same
 from core.pickle.inert import TensorLeaf, walk
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.merge.combined import MOVING, SUM, Combined
 from core.verbs.merge.request import ADD_DELTA, AVERAGE, DELTA, EMA, SLERP, WEIGHTS, Merge
 from core.verbs.merge.slerp import Slerp
@@ -113,7 +113,8 @@ def merge_catalogs(
     ]
     if different and not request.keeps_first:
         raise UnsupportedError(
-            f"not a float tensor, and different from that of {first.label}: {list_some(different)}",
+            f"entries that are not float tensors differ from those of {first.label}: "
+            f"{list_some(different)}",
             hint=_KEEP_FIRST,
         )
     catalog = _with_computed(request, sources, floats)
@@ -154,7 +155,8 @@ def _check_floats(key: str, dtypes: Mapping[str, str]) -> str:
                 f"tensors of {dtype} cannot be merged",
                 key=key,
                 file=label,
-                hint="leave the tensor out of all sources first: ckpt convert --exclude KEY",
+                hint="first remove the tensor from every source: "
+                "ckpt convert SRC DST --exclude KEY",
             )
     return "float64" if "float64" in dtypes.values() else "float32"
 
@@ -188,8 +190,8 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
         if keys:
             n_common = len(first_tensors.keys() & other_tensors.keys())
             raise UnsupportedError(
-                f"{len(keys):,} tensors of {has} are not in {lacks} ({n_common:,} are in both): "
-                f"{list_some(keys)}",
+                f"{has} has {n_text(len(keys), 'tensor')} that {lacks} lacks "
+                f"({n_common:,} in both): {list_some(keys)}",
                 file=lacks,
                 hint="merge checkpoints of one model; rename or exclude tensors first "
                 "with ckpt convert",

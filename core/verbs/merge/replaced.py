@@ -57,7 +57,7 @@ def replace_tensors(
             f"{len(unknown):,} of {len(catalog.tensors):,} tensors are not in {first.label}"
             + (f": {list_some(unknown)}" if unknown else ""),
             file=other.label,
-            hint="leave them out first: ckpt convert --exclude KEY" if unknown else None,
+            hint="first remove them: ckpt convert SRC DST --exclude KEY" if unknown else None,
         )
     key_of = {names[key]: key for key in catalog.tensors}
     shapes = [

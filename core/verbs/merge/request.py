@@ -61,11 +61,13 @@ class Merge:
             )
         if n_sources < 2:
             raise UsageError(
-                f"{option} needs at least two checkpoints, but one is given",
+                f"{option} needs at least two checkpoints, but only one is given",
                 hint="name all of them: ckpt merge A B -o DST " + option,
             )
         if self.method == LORA and n_sources != 2:
-            raise UsageError("--lora takes one adapter", hint="fold them in one after the other")
+            raise UsageError(
+                "--lora takes one adapter", hint="fold several adapters in one after the other"
+            )
         if self.method == WEIGHTS:
             self._check_weights(n_sources)
         is_fraction = self.amount is not None and 0 <= self.amount <= 1
@@ -79,7 +81,7 @@ class Merge:
         if len(self.weights) != n_sources:
             raise UsageError(
                 f"--weights has {len(self.weights)} numbers for {n_sources} checkpoints",
-                hint="pass one for each, in the same order",
+                hint="pass one number for each checkpoint, in the same order",
             )
         total = math.fsum(self.weights)
         if not math.isfinite(total):

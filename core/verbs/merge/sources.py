@@ -159,8 +159,8 @@ def merge_others(
     if not ties.is_untied or first_config is None or ties.pair is None:
         return result
     note = (
-        f"not all checkpoints tie {ties.pair.head} to {ties.pair.embedding}: each is written, and "
-        f"{TIE} is false"
+        f"not all checkpoints tie {ties.pair.head} to {ties.pair.embedding}, so each is written, "
+        f"and {TIE} is false"
     )
     edited = with_config(result.catalog, {**first_config, **edit_tie(first_config, is_tied=False)})
     return MergedCatalog(edited, (*result.notes, note))

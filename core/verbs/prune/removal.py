@@ -119,7 +119,7 @@ def _objects_to_delete(marker: Path) -> dict[str, object]:
         raise CorruptError(
             "the list of objects to delete is damaged",
             file=str(marker),
-            hint="delete this object and the prefix of that name yourself",
+            hint="delete this object, and the iteration that it names, yourself",
         )
     return objects
 

@@ -221,7 +221,7 @@ def _obstacle(root: TrainingRoot, number: int, contents: Mapping[str, Contents])
         if contents[name].obstacle is not None:
             return contents[name].obstacle
         if (link := _link_to(root, name, contents)) is not None:
-            return f"the link {link} leads to it"
+            return f"the link {link} points to it"
         if (reason := _unrecognised(root.path / name)) is not None:
             return reason
     return None

@@ -148,7 +148,7 @@ def test_what_fsdp_gathers_of_the_states_is_not_taken_for_them(
     # Without the model, the parameters show it: they share one state.
     content = {"optimizer": torch.load(golden / "fsdp1_full.pt")["optimizer"]}
     torch.save(content, tmp_path / "alone.pt")
-    with pytest.raises(UnsupportedError, match="also that of another parameter"):
+    with pytest.raises(UnsupportedError, match="shared with a different parameter"):
         converted(tmp_path / "alone.pt", tmp_path / "out.pt", dequantize_optim=True)
 
 

@@ -192,7 +192,7 @@ def test_tensors_with_too_few_axes_stay_apart_and_are_told() -> None:
     result = stack_layers(catalog_of(tensors)[0], axis=2)
     assert result.catalog.tensors["m.layers.w"].shape == (2, 3, 2, 4)
     assert "m.layers.1.a" in result.catalog.tensors
-    assert result.notes[0].endswith("too few axes for layers along axis 2")
+    assert result.notes[0].endswith("too few axes to be stacked along axis 2")
     with pytest.raises(UsageError, match="has no axis 2"):
         unstack_layers(catalog_of({"m.layers.a": numbered((2, 3), 0)})[0], axis=2)
 

@@ -75,10 +75,14 @@ def test_parts_that_do_not_fit_and_weights_that_need_more_are_refused(
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"block_size": [1, 7]}, CorruptError, "do not evenly divide codes"),
         ({"block_size": [96]}, CorruptError, "do not fit codes"),
-        ({"scale": torch.ones(3)}, CorruptError, "40 blocks have the scales: float32"),
-        ({"zero_point": torch.ones(3, dtype=torch.int8)}, CorruptError, "have zero points of"),
+        ({"scale": torch.ones(3)}, CorruptError, "40 blocks, but the scales are float32"),
+        (
+            {"zero_point": torch.ones(3, dtype=torch.int8)},
+            CorruptError,
+            "the zero points have shape",
+        ),
         ({"zero_point": good["zero_point"].float()}, UnsupportedError, "zero points of type float"),
-        ({"act_pre_scale": torch.ones(96)}, UnsupportedError, "multiplied by act_pre_scale"),
+        ({"act_pre_scale": torch.ones(96)}, UnsupportedError, "scaled by act_pre_scale"),
     ]
     for number, (change, error, message) in enumerate(cases):
         torch.save({**content, "0.weight": {**good, **change}}, tmp_path / f"{number}.pt")

@@ -405,13 +405,13 @@ FAULTS: list[tuple[Callable[[dict[str, Any]], Any], type[CheckpointingException]
     (
         edit_info(transform_descriptors="stream.zstd/1"),
         CorruptError,
-        "an item has the invalid transforms",
+        "an item has invalid transforms",
     ),
-    (edit_info(transform_descriptors=[3]), CorruptError, "an item has the invalid transforms"),
-    (edit_info(transform_descriptors=laughs()), CorruptError, "an item has the invalid transforms"),
+    (edit_info(transform_descriptors=[3]), CorruptError, "an item has invalid transforms"),
+    (edit_info(transform_descriptors=laughs()), CorruptError, "an item has invalid transforms"),
     (edit_index(fqn=3), CorruptError, "not text"),
-    (edit_index(offset=3), CorruptError, "an item has the invalid offset 3"),
-    (edit_index(offset=(laughs(),)), CorruptError, "an item has the invalid offset"),
+    (edit_index(offset=3), CorruptError, "an item has an invalid offset: 3"),
+    (edit_index(offset=(laughs(),)), CorruptError, "an item has an invalid offset:"),
     (edit_index(offset=None), MissingShardError, "has no item in any file"),
     (
         replace_storage(record("_HFStorageInfo", {}, "torch.distributed.checkpoint._hf_utils")),

@@ -111,9 +111,9 @@ def _reshape(name: str, content: Any) -> None:
 
 
 BROKEN = {
-    "experts of another rank": (_exchange, "do not match its master weights"),
+    "experts of another rank": (_exchange, "do not match its rounded master weights"),
     "an expert in another's file": (_rename, "does not belong to expert 1"),
-    "an expert twice": (_duplicate, "another file contains"),
+    "an expert twice": (_duplicate, "another file also contains"),
     "another shape": (_reshape, "but the expert's file has"),
 }
 

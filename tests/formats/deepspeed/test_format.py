@@ -627,7 +627,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(single_partition_of_fp32_groups=[torch.ones(2, 2), torch.ones(2)])),
         CorruptError,
-        "not a flat one",
+        "not a flat tensor",
     ),
     "a group is text": (
         2,

@@ -169,7 +169,7 @@ BROKEN: dict[str, tuple[Callable[[str, Any], None], type[CheckpointingException]
     "averages": (
         of_info("parameter_to_average_patterns", [r"4.weight"]),
         UnsupportedError,
-        "is averaged",
+        "must be averaged",
     ),
     "shards called replicas": (
         of_info(REPLICATED, [r"\d+.gate_up.weight"]),

@@ -212,7 +212,7 @@ def test_a_complete_series_without_an_index_is_read_with_a_note() -> None:
     assert sniff(store)
     catalog = read(store)
     assert list(catalog.tensors) == [*first, *second]
-    assert catalog.notes == ("there is no index, but the numbers of the shards are complete",)
+    assert catalog.notes == ("there is no index, but no shard number is missing",)
     del store.contents[shard(1)]
     with pytest.raises(MissingShardError, match="only 1 of 2 shards found") as caught:
         read(store)

@@ -246,7 +246,7 @@ CONTRADICTIONS = {
     "two equal names": (
         zipped([("a/data.pkl", b"N."), ("a/data.pkl", b"N.")]),
         CorruptError,
-        "two records 'data.pkl'",
+        "two records named 'data.pkl'",
     ),
     "two roots": (
         zipped([("a/data.pkl", b"N."), ("b/data/0", b"12")]),
@@ -261,7 +261,7 @@ CONTRADICTIONS = {
     ),
     "another local size": (patched(DATA, 22, b"\x05"), CorruptError, "according to its header"),
     "another local crc": (patched(DATA, 14, b"\x05"), CorruptError, "according to its header"),
-    "another local method": (patched(DATA, 8, b"\x08"), CorruptError, "flags of record"),
+    "another local method": (patched(DATA, 8, b"\x08"), CorruptError, "different flags"),
     "no local header": (patched(DATA, 0, b"XX"), CorruptError, "differ"),
     "overlapping records": (
         patched(patched(DATA, SECOND_CENTRAL + 42, b"\0\0\0\0"), SECOND_CENTRAL + 46, b""),
@@ -291,7 +291,7 @@ CONTRADICTIONS = {
     "another method in the local header": (
         patched(DEFLATED, 8, b"\0"),
         CorruptError,
-        "flags of record",
+        "different flags",
     ),
     "another deflated size in the local header": (
         patched(DEFLATED, 18, b"\x05"),
@@ -322,7 +322,7 @@ CONTRADICTIONS = {
         CorruptError,
         "9 directory entries|fewer",
     ),
-    "fewer entries stated": (patched(DATA, END + 8, b"\x01\0\x01\0"), CorruptError, "bytes more"),
+    "fewer entries stated": (patched(DATA, END + 8, b"\x01\0\x01\0"), CorruptError, "bytes longer"),
     "a malformed entry": (patched(DATA, CENTRAL, b"XX"), CorruptError, "malformed"),
     "a name that is no text": (patched(DATA, CENTRAL + 46, b"\xff"), CorruptError, "differ|name"),
 }

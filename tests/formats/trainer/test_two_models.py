@@ -50,7 +50,7 @@ def test_optimizers_keep_their_numbers_if_it_is_unknown_whose_they_are(
     opened = open_checkpoint(folder)
     opened.store.close()
     assert "optimizer_1.state.0.exp_avg" in opened.catalog.tensors
-    assert any("which of 2 models is its own" in note for note in opened.catalog.notes)
+    assert any("to which of 2 models it belongs" in note for note in opened.catalog.notes)
 
 
 def test_a_second_model_in_a_torch_file_is_told_from_the_first(

@@ -666,7 +666,7 @@ def test_an_element_type_that_is_not_handled_is_refused_by_name(dtype: object) -
 
 
 def test_zarr_3_metadata_in_a_zarray_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="is not 2"):
+    with pytest.raises(UnsupportedError, match="is 3, not 2"):
         parse_zarray(zarray_of(zarr_format=3), file="w/.zarray", key="w")
 
 

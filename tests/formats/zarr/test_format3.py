@@ -513,7 +513,7 @@ def test_malformed_metadata_is_corrupt_and_named(changes: dict[str, object]) -> 
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({"zarr_format": 2}, "is not 3"),
+        ({"zarr_format": 2}, "is 2, not 3"),
         ({"data_type": "uint4"}, "uint4"),
         ({"data_type": "string"}, "string"),
         ({"data_type": {"name": "numpy.datetime64", "configuration": {}}}, "numpy.datetime64"),

@@ -496,7 +496,7 @@ def test_a_pattern_without_cuts_is_kept() -> None:
     [
         (
             "M-*M",
-            "layer 1 should be of the kind - by the pattern M-*M, but it has no mlp.linear_fc1.*",
+            "layer 1 should be of kind - according to the pattern M-*M, but it has no mlp.linear_fc1.*",
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
         ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),

@@ -516,7 +516,7 @@ def test_a_single_file_says_what_it_cannot_hold(golden: Path, tmp_path: Path) ->
     source = convert(golden / "hf/llama/safetensors_single", tmp_path / "hf", "safetensors")
     torch.save({"w": torch.ones(2), "step": 7}, tmp_path / "step.pt")
     for src, lost in (
-        (source, "files next to the weights: config.json"),
+        (source, "sidecar files, which this format does not include: config.json"),
         (tmp_path / "step.pt", "step: not a tensor,"),
     ):
         report = run(

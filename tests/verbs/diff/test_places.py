@@ -77,7 +77,7 @@ def test_what_a_format_made_of_the_places_is_named_there_and_back(
         result = diff(DiffJob(a=source, b=b))
         assert not [tensor for tensor in result.tensors if not tensor.is_same]
         is_named = any("at [" in str(entry.a) or "key " in str(entry.a) for entry in result.entries)
-        is_noted = any("another nesting" in note for note in result.notes)
+        is_noted = any("different keys or nesting" in note for note in result.notes)
         assert (is_named or is_noted) != is_same, (result.entries, result.notes)
         # A tensor that got another name is a difference, also in a format without dicts.
         assert not has_collision or not result.same
@@ -98,7 +98,7 @@ def test_another_nesting_under_the_same_names_is_noted(tmp_path: Path) -> None:
     assert result.same
     (note,) = result.notes
     assert note == (
-        "2 entries have other keys or another nesting, under the same name: a.b is ['a']['b'] in A "
+        "2 entries have different keys or nesting under the same name: a.b is ['a']['b'] in A "
         "and ['a.b'] in B"
     )
     assert not compare(tmp_path, {"a": {"b": ONE}}, {"a": {"b": ONE}}).notes

@@ -20,7 +20,7 @@ from core.verbs.inspect.capability import (
 from tests.hf.models import DENSE, MOE, config_of, saved
 from tests.support.covering import every_third
 
-UNDESCRIBED = "neither Megatron training arguments nor a config.json (--config names one)"
+UNDESCRIBED = "neither Megatron training arguments nor a config.json (pass one with --config FILE)"
 GOLDEN = {
     "torch_dcp/fsdp2_dp2": True,
     "torch_dcp/bf16_fsdp2_dp2_modelonly": False,

@@ -140,12 +140,12 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}B.weight": torch.ones(7, 4)})),
             CorruptError,
-            r"shape \(7, 16\), but that of the base has shape \(16, 16\)",
+            r"shape \(7, 16\), but the base's weight has shape \(16, 16\)",
         ),
         (
             _rewritten(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(25, 16)})),
             UnsupportedError,
-            "vocabulary has 25 rows, that of the base 24, and the adapter lacks model.embed_tokens",
+            "vocabulary has 25 rows, the base's 24, and the adapter lacks model.embed_tokens",
         ),
         (
             _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),

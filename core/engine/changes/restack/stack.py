@@ -82,14 +82,14 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
         elif len({(tensor.dtype, tensor.shape) for tensor in tensors}) > 1:
             reason = "their shapes or dtypes differ between layers"
         elif 0 < len(tensors[0].shape) < axis:
-            reason = f"they have too few axes for layers along axis {axis}"
+            reason = f"they have too few axes to be stacked along axis {axis}"
         else:
             parts[f"{head}.{tail}"] = [members[number] for number in range(n_layers[head])]
             continue
         unstacked.setdefault(reason, []).append(f"{head}.[{ranges(members)}].{tail}")
     taken = next((key for key in parts if key in catalog.tensors or key in catalog.objects), None)
     if taken is not None:
-        raise UsageError("--stack-layers: an entry with this name exists already", key=taken)
+        raise UsageError("--stack-layers: an entry with this name already exists", key=taken)
     # The scales of states follow their codes.
     layers_of_codes = {keys[0]: set(keys) for keys in parts.values() if keys[0] not in blocks}
     for new, keys in list(parts.items()):

@@ -52,7 +52,7 @@ def unstack_layers(
         match = ALL_LAYERS.fullmatch(key)
         if match is None:
             raise UsageError(
-                "--unstack-layers: the key has no position for a layer number",
+                "--unstack-layers: the key has no place for a layer number",
                 key=key,
                 hint=f"it needs a name such as {LAYERS[0]}; change the key with --rename",
             )
@@ -75,7 +75,7 @@ def unstack_layers(
             (new for new in parts[key] if new in catalog.tensors or new in catalog.objects), None
         )
         if taken is not None:
-            raise UsageError("--unstack-layers: an entry with this name exists already", key=taken)
+            raise UsageError("--unstack-layers: an entry with this name already exists", key=taken)
     head_of = {key: head for key, (head, _) in halves.items()}
     result = _replace_by_layers(catalog, parts, head_of, blocks, axis=axis)
     return RestackedCatalog(result, len(parts), tuple(numbered_state_notes(catalog)))

@@ -162,7 +162,7 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
         full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
         if full_path in leaves or not full_path:
             raise CorruptError(
-                f"planner_data has the path {path} for two entries", file=METADATA, key=key
+                f"planner_data gives two entries the path {path}", file=METADATA, key=key
             )
         leaves[full_path] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
     return nest_leaves(leaves)

@@ -102,7 +102,7 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                 raise MissingShardError(
                     f"{METADATA} is not in this directory but above it, in {folder}",
                     file=store.label,
-                    hint=f"point at {quote(str(folder))}",
+                    hint=f"pass {quote(str(folder))}",
                 )
         raise _unwritten(METADATA, store, file=store.label)
     return join_folders([(folder, read_metadata_in(store, folder)) for folder in folders], store)
@@ -136,16 +136,20 @@ def explain_missing_metadata(name: str, store: ReadStore) -> tuple[str, str, boo
     folder = name.removesuffix(METADATA)
     if store.exists(folder + CONFIG):
         message = (
-            f"{name} is missing, but {folder}{CONFIG} exists, which Megatron writes after it: the "
-            "save was completed, and a copy left the file out"
+            f"{name} is missing, but {folder}{CONFIG} exists, which Megatron writes after it; "
+            "so the save was completed, and a copy left the file out"
         )
-        return message, f"copy {METADATA} from the original: it is hidden, and {_HIDDEN}", True
+        return (
+            message,
+            f"copy {METADATA} from the original; the file is hidden, and {_HIDDEN}",
+            True,
+        )
     if store.exists(f"{name}.tmp"):
-        message = f"{name} is missing, but {name}.tmp exists: the save did not finish"
+        message = f"{name} is missing, but {name}.tmp exists, so the save did not finish"
         return message, "use an older checkpoint", False
     message = (
-        f"{name} is missing: the save did not finish, because torch writes it last, or a copy left "
-        "it out"
+        f"{name} is missing; torch writes it last, so the save did not finish, or a copy left it "
+        "out"
     )
     hint = (
         f"copy {METADATA} from the original ({_HIDDEN}); if it is missing there as well, use an "

@@ -32,7 +32,12 @@ from core.engine.catalog.key_patterns import some_of
 from core.engine.catalog.tensor import Tensor, find_ties, whole_tensor
 from core.errors import CorruptError, MissingShardError, ReplicaMismatchError, UnsupportedError
 from core.formats.deepspeed.experts import with_experts
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT, list_expert_files, list_rank_files
+from core.formats.deepspeed.files import (
+    SAVE_AGAIN,
+    SAVE_AGAIN_HINT,
+    list_expert_files,
+    list_rank_files,
+)
 from core.formats.deepspeed.model_parallel.join import begin_alike, join_shards
 from core.formats.deepspeed.model_parallel.rules import (
     INFO,
@@ -266,7 +271,9 @@ def _join_modules(
         shards = []
         for model in models:
             if name not in model.module:
-                raise model.state.mismatch("other ranks have the parameter", key=name)
+                raise model.state.mismatch(
+                    "the parameter is missing from this rank, but other ranks have it", key=name
+                )
             shards.append(whole_tensor(model.module[name]))
         if len(models) == 1:
             weights[name] = shards[0]
@@ -328,7 +335,7 @@ def _get_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
             "says along which axis each parameter was cut",
             file=model.state.file,
             hint="set model.universal_checkpoint_info in the training script and save again (see "
-            f"docs/howto/deepspeed.md); or {SAVE_AGAIN_HINT.partition(': ')[2]}",
+            f"docs/howto/deepspeed.md); or {SAVE_AGAIN}",
         )
     return rules
 
@@ -586,7 +593,7 @@ def _untrained(
                 if weights[name].shape != shape:
                     raise files[0].mismatch(
                         f"the weights have shape {shape}, but their master weights "
-                        f"{weights[name].shape}",
+                        f"have {weights[name].shape}",
                         key=name,
                     )
             elif not any(short == other for other, _ in tied):

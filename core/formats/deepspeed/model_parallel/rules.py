@@ -40,7 +40,7 @@ from core.arrays.box import Box, Shape, c_strides, full_box
 from core.engine.catalog.tensor import Tensor
 from core.errors import CheckpointingException, CorruptError, UnsupportedError
 from core.files.source_store import open_store
-from core.formats.deepspeed.files import SAVE_AGAIN_HINT
+from core.formats.deepspeed.files import UNIVERSAL_HINT
 from core.formats.deepspeed.model_parallel.join import TensorParallelPiece, begin_alike
 from core.formats.huggingface.files import read_config_json
 from core.pickle.fields import find_size, list_or_empty, mapping_or_empty
@@ -133,10 +133,11 @@ class TensorParallelRules:
             raise self._contradiction(name, shapes)
         if self._match(_AVERAGED, name) is not None:
             raise UnsupportedError(
-                "the parameter is averaged over all tensor-parallel ranks",
+                "this parameter must be averaged over the tensor-parallel ranks, which ckpt does "
+                "not do",
                 file=self.file,
                 key=name,
-                hint=SAVE_AGAIN_HINT,
+                hint=UNIVERSAL_HINT,
             )
         affine = self._affine(name, shapes)
         if affine is not None:
@@ -221,7 +222,7 @@ class TensorParallelRules:
                     f"has {len(shapes[0])}",
                     file=self.file,
                     key=name,
-                    hint=SAVE_AGAIN_HINT,
+                    hint=UNIVERSAL_HINT,
                 )
             # Sizes of the sub-parameters, or, before version 0.4, only their number.
             total = sum(shape[axis] for shape in shapes)
@@ -280,10 +281,11 @@ class TensorParallelRules:
                 to = _start(piece.get("source"), shape, extent)
                 if start is None or to is None or piece.get("scale", 1) != 1:
                     raise UnsupportedError(
-                        "a piece of the affine map is scaled, or is not a slice of the parameter",
+                        "a piece of the affine map is scaled, or is not a slice of the parameter, "
+                        "which ckpt does not support",
                         file=self.file,
                         key=name,
-                        hint=SAVE_AGAIN_HINT,
+                        hint=UNIVERSAL_HINT,
                     )
                 pieces.append(TensorParallelPiece(tp_rank, Box(start, extent), to))
                 n_elements += Box(start, extent).n_elements
@@ -349,9 +351,10 @@ class TensorParallelRules:
                 or is_nested
             ):
                 raise UnsupportedError(
-                    f"the pattern {pattern[:80]!r} is too complex to be tried on names of a file",
+                    f"the pattern {pattern[:80]!r} is too complex to match against names from a "
+                    "file",
                     file=self.file,
-                    hint=SAVE_AGAIN_HINT,
+                    hint=UNIVERSAL_HINT,
                 )
             return re.match(pattern, name) is not None
         except re.error as err:

@@ -86,7 +86,9 @@ def expert_notes(target: TargetCatalog) -> list[str]:
         return []
     ep = expert_facts(target).ep
     other = (
-        "DeepSpeed loads them with no other size" if ep > 1 else "for another one, add --ep-new N"
+        "DeepSpeed loads them with no other size"
+        if ep > 1
+        else "for a different size, add --ep-new N"
     )
     return [f"the experts are laid out for engines with ep_size={ep}; {other}"]
 

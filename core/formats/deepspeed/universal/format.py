@@ -400,8 +400,8 @@ def _notes_of(target: TargetCatalog) -> list[str]:
 
 
 NO_STATE = (
-    "there is no optimizer state: ZeRO-1 and 2 load the weights and keep their own moments, ZeRO-3 "
-    "loads the weights with load_module_only=True"
+    "there is no optimizer state, so ZeRO-1 and 2 load the weights and keep their own moments; "
+    "ZeRO-3 loads the weights with load_module_only=True"
 )
 
 
@@ -468,12 +468,13 @@ def _notes(catalog: Catalog, states: set[str]) -> list[str]:
     notes = []
     if STEP not in states | objects:
         notes.append(
-            "there is no optimizer step: ZeRO-3 cannot load the optimizer's state, ZeRO-1 and 2 can"
+            "there is no optimizer step, so ZeRO-3 cannot load the optimizer's state; ZeRO-1 and 2 "
+            "can"
         )
     if not any(key.startswith(f"{OPTIMIZER}.{PARAM_GROUPS}.") for key in catalog.objects):
         notes.append(
-            "there are no param_groups: the run that loads the checkpoint keeps its own learning "
-            "rate and other settings"
+            "there are no param_groups, so the run that loads the checkpoint keeps its own "
+            "learning rate and other settings"
         )
     return notes
 

@@ -197,7 +197,9 @@ def _state_problem(
 ) -> str | None:
     """Return the reason why a tensor cannot be a state of a parameter; None if it can."""
     if state == STEP:
-        return f"the step is a tensor of shape {array.shape}" if prod(array.shape) != 1 else None
+        return (
+            f"the step has shape {array.shape}, not one value" if prod(array.shape) != 1 else None
+        )
     if array.shape == weight.shape and state_extras == extras:
         return None
     return (

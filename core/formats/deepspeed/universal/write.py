@@ -253,7 +253,10 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
     problem, hint = None, "skip it with --exclude"
     # ``for_universal`` has normally put the master weights in place of the weights.
     if state == MASTER:
-        problem = "both the master weights and the rounded weights are selected"
+        problem = (
+            "both the master weights and the rounded weights are selected, but DeepSpeed stores "
+            "only the master weights"
+        )
         hint = "skip the rounded weights with --exclude"
     elif state == STEP:
         if tensor.n_elements != 1:
@@ -305,7 +308,8 @@ def _image(target: TargetCatalog, path: str, value: object) -> FileImage:
             shape = expert_facts(target).stored_shape(name, shape)
         if array is None or array.shape != shape:
             raise UnsupportedError(
-                "a universal checkpoint stores complete tensors, but this one is sharded", key=key
+                "a universal checkpoint stores complete tensors, but this tensor is sharded",
+                key=key,
             )
         return array
 
@@ -405,7 +409,7 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed uses an entry of this name for another purpose",
+                "DeepSpeed uses an entry of this name for a different purpose",
                 key=key,
                 hint=rename_hint([key]),
             )

@@ -196,7 +196,7 @@ def read_archive(
     stop = size if n_bytes is None else start + n_bytes
     if start < 0 or stop < start or stop > size:
         raise TruncatedError(
-            f"the zip ends beyond the end of the file, at byte {size}",
+            f"the zip extends past the end of the file, which is {size} bytes long",
             file=file,
             span=(start, stop),
         )
@@ -272,7 +272,7 @@ class _ArchiveReader:
             above, _, below = name.partition("/")
             if not below:
                 raise UnsupportedError(
-                    f"a zip with {name!r} at its top level, which torch.save does not write",
+                    f"the zip has {name!r} at its top level, where torch.save writes no files",
                     file=self._file,
                 )
             if records and above != root:
@@ -287,7 +287,9 @@ class _ArchiveReader:
             # torch ignores case when it looks for a record, and uses the later one.
             if below.casefold() in lower_names:
                 self._report(
-                    self._error("zip.duplicate", f"the zip has two records {below!r}", entry.header)
+                    self._error(
+                        "zip.duplicate", f"the zip has two records named {below!r}", entry.header
+                    )
                 )
                 continue
             lower_names.add(below.casefold())
@@ -336,11 +338,13 @@ class _ArchiveReader:
             values = self._unpack_end64(tail, at, expected_end, values)
         disk, first_disk, n_on_disk, n_entries, n_bytes, offset = values
         if disk or first_disk or n_on_disk not in (n_entries, U16):
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
         if n_bytes > _MAX_DIRECTORY_BYTES:
             raise CapacityError(
-                f"the zip's directory is {n_bytes >> 20:,} MiB, more than "
-                f"{_MAX_DIRECTORY_BYTES >> 20:,}",
+                f"the zip's directory is {n_bytes >> 20:,} MiB long; the limit is "
+                f"{_MAX_DIRECTORY_BYTES >> 20:,} MiB",
                 file=self._file,
             )
         # The directory must end where the end records begin, or readers find different ones.
@@ -366,7 +370,9 @@ class _ArchiveReader:
         end_bytes = END64.size + LOCATOR64.size + END.size
         _, disk, at64, n_disks = LOCATOR64.unpack_from(tail, at - LOCATOR64.size)
         if disk or n_disks > 1:
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
         record_at = at - LOCATOR64.size - END64.size
         if at64 != expected or record_at < 0:
             self._contradiction(
@@ -457,7 +463,7 @@ class _ArchiveReader:
             position = end
         if position != len(data):
             self._contradiction(
-                f"the zip's directory has {len(data) - position} bytes more than its {n_entries} "
+                f"the zip's directory is {len(data) - position} bytes longer than its {n_entries} "
                 "entries"
             )
 
@@ -480,7 +486,9 @@ class _ArchiveReader:
                 )
             )
         if disk:
-            raise UnsupportedError("a zip that spans several disks", file=self._file)
+            raise UnsupportedError(
+                "the zip spans several disks, which is not supported", file=self._file
+            )
 
     def _check_compression(self, entries: list[_DirectoryEntry]) -> None:
         """Check that every record is stored, or deflated to a possible length."""
@@ -546,7 +554,7 @@ class _ArchiveReader:
         except UnicodeDecodeError:
             name = ""
         if not name or "\0" in name:
-            self._contradiction(f"a zip record has the name {raw[:80]!r}")
+            self._contradiction(f"a zip record has the invalid name {raw[:80]!r}")
         return name
 
     def _data_offsets(self, entries: list[_DirectoryEntry], end: int) -> dict[int, int]:
@@ -611,13 +619,19 @@ class _ArchiveReader:
         # The flag for UTF-8 does not matter, as torch and this reader ignore it.
         _, _, flags, method, _, _, crc, stored, size, _, n_extra = fields
         if (flags | _UTF8) != (entry.flags | _UTF8) or method != entry.method:
-            yield f"the flags of record {self._name(entry.name)!r} differ"
+            yield (
+                f"record {self._name(entry.name)!r} has different flags in the directory and in "
+                "its header"
+            )
         # With a descriptor, the sizes in the header may be 0; without one, they and the CRC count.
         if flags & HAS_DESCRIPTOR:
             if (size or stored) and not (
                 size in (entry.n_bytes, U32) and stored in (entry.stored, U32)
             ):
-                yield f"the sizes of record {self._name(entry.name)!r} differ"
+                yield (
+                    f"record {self._name(entry.name)!r} has different sizes in the directory and "
+                    "in its header"
+                )
             return
         if U32 in (size, stored):
             size, stored, *_ = self._widen(self._read(extra, n_extra), (size, stored, 0, 0))

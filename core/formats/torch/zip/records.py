@@ -202,7 +202,8 @@ def refuse_encoded(store: ReadStore, archive: Archive, record: Record) -> None:
     is_deflated = record.packed_bytes is not None
     if is_deflated or is_big_endian(store, archive):
         raise UnsupportedError(
-            f"the numbers are {'deflated' if is_deflated else 'big-endian'}",
+            f"the item's data is {'deflated' if is_deflated else 'big-endian'}, which ckpt does "
+            "not support",
             file=archive.file,
             hint="load the checkpoint with torch and save it again",
         )
@@ -217,8 +218,8 @@ def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
     """
     if record.packed_bytes is not None and record.n_bytes > MAX_PICKLE_BYTES:
         raise CapacityError(
-            f"a deflated pickle of {record.n_bytes >> 20:,} MiB, more than "
-            f"{MAX_PICKLE_BYTES >> 20:,}",
+            f"a deflated pickle of {record.n_bytes >> 20:,} MiB; the limit is "
+            f"{MAX_PICKLE_BYTES >> 20:,} MiB",
             file=file,
             span=record.span,
         )
@@ -278,7 +279,8 @@ def part_of_record(
     for part in _inflate(store, file, record):
         if n_inflated + len(part) > record.n_bytes:
             raise CorruptError(
-                f"a record inflates to more than its {record.n_bytes} bytes in the zip's directory",
+                f"a record inflates to more than the {record.n_bytes} bytes that the zip's "
+                "directory records",
                 file=file,
                 span=record.span,
             )
@@ -289,8 +291,8 @@ def part_of_record(
     # Compare length and CRC of the entire record.
     if n_inflated != record.n_bytes:
         raise CorruptError(
-            f"a record inflates to {n_inflated} bytes, but has {record.n_bytes} in the zip's "
-            "directory",
+            f"a record inflates to {n_inflated} bytes, but the zip's directory records "
+            f"{record.n_bytes}",
             file=file,
             span=record.span,
         )

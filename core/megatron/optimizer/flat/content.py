@@ -68,7 +68,7 @@ class Buffer:
             if start < array.shape[0]:
                 return array, start
             start -= array.shape[0]
-        raise ValueError(f"element {start} beyond the buffer")
+        raise ValueError(f"element {start} is past the end of the buffer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,10 @@ def _read_buffer(
     """Read one buffer of an optimizer."""
     # The only entry's key contains the dtypes.
     if entry is None or len(entry) != 1:
-        n_entries = "is not a dict" if entry is None else f"has {len(entry)} entries"
-        raise CorruptError(f"buffer {number} {n_entries}, not one by its dtypes", rank=rank)
+        problem = "is not a dict" if entry is None else f"has {len(entry)} entries"
+        raise CorruptError(
+            f"buffer {number} {problem}; expected one entry, named by its dtypes", rank=rank
+        )
     ((key, value),) = entry.items()
     tensors = as_mapping(value) or {}
     dtype = dtype_of_key(key, where=f"buffer {number}", rank=rank)
@@ -176,8 +178,8 @@ def _lengths_of_states(
     for state, state_lengths in lengths.items():
         if state_lengths != expected:
             raise CorruptError(
-                f"state {state} of buffer {number} has {state_lengths} elements, its master "
-                f"weights have {expected}",
+                f"state {state} of buffer {number} has {state_lengths} elements, but its "
+                f"master weights have {expected}",
                 rank=rank,
             )
     return expected

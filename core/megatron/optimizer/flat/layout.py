@@ -172,7 +172,8 @@ def find_trained(space: FlatSpace, fits: Callable[[int, int], bool]) -> list[int
                 if fits(place, taken):
                     raise UnsupportedError(
                         f"{space.label} of the optimizer holds {space.params[other].name} or "
-                        f"{space.params[place].name}, whose values are equal; only one is trained",
+                        f"{space.params[place].name}, whose values are equal; only one of the two "
+                        "is trained",
                         rank=space.rank,
                         hint=HINT,
                     )

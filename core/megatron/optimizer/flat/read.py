@@ -161,7 +161,7 @@ class _BufferReader:
             extra = next(buffers, None)
             if extra is not None:
                 raise CorruptError(
-                    f"buffer {extra.number} is left over: no parameter belongs to it",
+                    f"buffer {extra.number} belongs to no parameter",
                     rank=file.folder,
                 )
 

@@ -236,8 +236,8 @@ class FlatFiles:
             if number and layout.buckets[number - 1] % unit:
                 raise UnsupportedError(
                     f"the bucket before this shared embedding has {layout.buckets[number - 1]} "
-                    f"elements, not a multiple of {unit}: megatron-core {self._target.version} "
-                    "has another layout of its buffers",
+                    f"elements, not a multiple of {unit}, so megatron-core {self._target.version} "
+                    "lays out its buffers differently",
                     key=of_buffer[place].key,
                     hint=_HINT,
                 )

@@ -125,7 +125,9 @@ def stored_optimizer(
 def _split_chain(value: object, *, rank: str) -> list[object]:
     """Return the entries of the chained optimizers, or of the only one."""
     if value is None:
-        raise MissingShardError("the rank's file has no optimizer, unlike other files", rank=rank)
+        raise MissingShardError(
+            "this rank's file has no optimizer, but other ranks' files do", rank=rank
+        )
     by_number = as_mapping(value)
     if by_number is not None and by_number and all(isinstance(name, int) for name in by_number):
         value = [item for _, item in sorted(by_number.items(), key=lambda pair: int(str(pair[0])))]

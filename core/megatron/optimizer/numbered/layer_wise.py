@@ -125,7 +125,7 @@ def layer_wise_files(
             name = f"layer_wise_optimizer_{number}.pt"
             if number not in contents[file.folder]:
                 raise MissingShardError(
-                    f"{name} is missing, which has the states of some parameters",
+                    f"{name}, which holds the states of some parameters, is missing",
                     rank=file.folder,
                     hint="copy the checkpoint again, with all of its files, or drop the optimizer "
                     "with --no-optim",

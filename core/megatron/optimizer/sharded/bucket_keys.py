@@ -117,7 +117,9 @@ def group_buffers(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
             continue
         value = item.value
         if item.raw_key is not None:
-            raise CorruptError("the optimizer's object was not read", key=key)
+            raise CorruptError(
+                "the optimizer's object was not loaded, so its buckets are unknown", key=key
+            )
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
         keys_of[int(match["chain"] or 0), int(match["group"])].objects[match["name"]] = value
@@ -246,7 +248,7 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
         array = fragment.array
         if start > end or array is None:
             raise CorruptError(
-                f"elements {end}–{start} are in no file", key=key, hint="copy the checkpoint again"
+                f"no file holds elements {end}–{start}", key=key, hint="copy the checkpoint again"
             )
         if fragment.at != (0,) or array.shape != (n,):
             array = narrow_array(array, fragment.at[-1], (n,))
@@ -254,6 +256,6 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
         end = start + n
     if end < size:
         raise CorruptError(
-            f"elements {end}–{size} are in no file", key=key, hint="copy the checkpoint again"
+            f"no file holds elements {end}–{size}", key=key, hint="copy the checkpoint again"
         )
     return stored

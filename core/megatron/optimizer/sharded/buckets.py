@@ -279,9 +279,7 @@ class _BucketReader:
                 yield from self._buffer_places(buffer, of_buffer, rank, n_rank, label)
         extra = next(buffers, None)
         if extra is not None:
-            raise CorruptError(
-                f"buffer {extra[0]} of {group.label} is left over: no parameter belongs to it"
-            )
+            raise CorruptError(f"buffer {extra[0]} of {group.label} belongs to no parameter")
 
     def _dtype(self, param: BucketParam) -> str:
         return self.model.tensors[param.key].dtype

@@ -66,14 +66,14 @@ def read_in_proven_order(model: Catalog, facts: ModelFacts, rules: Rules, *, rea
         if failure is None:
             return in_stated
         raise UnsupportedError(
-            f"the optimizer's buffers have no known order of parameters: with transformer_impl "
+            f"the order of parameters in the optimizer's buffers is unknown: with transformer_impl "
             f"{stated}, {failure.message}; with {other}, {err.message}",
             hint=HINT,
             rule=UNPROVEN,
         ) from None
     if failure is not None:
-        note = "the optimizer's buffers have the order of its parameters"
-        return in_other.noted([f"transformer_impl is {other}: {note}"])
+        note = "only this explains the order of the optimizer's buffers"
+        return in_other.noted([f"transformer_impl is taken to be {other}; {note}"])
     again = with_implementation(in_other, stated, rules=rules)
     differing = [
         key for key in in_stated.tensors if in_stated.fragments(key) != again.fragments(key)

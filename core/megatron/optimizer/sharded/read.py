@@ -110,8 +110,8 @@ def read_optimizer(
         )
         raise UnsupportedError(
             f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be resharded",
-            hint="drop the optimizer with --no-optim; the weights are exact, and training starts "
-            "with a fresh optimizer",
+            hint="drop the optimizer with --no-optim; the weights are carried over exactly, but "
+            "training continues with a fresh optimizer",
         )
     return _read_by_parameter(catalog, model, entry, facts, rules, prefix=prefix)
 
@@ -206,7 +206,7 @@ def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:
         raise CorruptError(
-            f"a state of shape {stored.shape} does not match its parameter's {param.shape}",
+            f"a state of shape {stored.shape} does not match its parameter's shape {param.shape}",
             key=key,
             hint="drop the optimizer with --no-optim; states shaped unlike their "
             "parameters cannot be resharded",
@@ -272,8 +272,8 @@ def _true_shape(key: str, tensor: Tensor, value: object) -> Shape:
     )
     if not fits or prod(shape) != prod(tensor.shape):
         raise CorruptError(
-            f"a tensor of shape {tensor.shape} cannot have been one of shape "
-            f"{describe_value(value)}, which mcore_data records",
+            f"the tensor has shape {tensor.shape}, which does not fit the original shape "
+            f"{describe_value(value)} in mcore_data",
             key=key,
         )
     return shape

@@ -31,6 +31,7 @@ from core.formats.dcp.reading.data_files import METADATA, check_file_lengths
 from core.formats.dcp.reading.stored_metadata import metadata_files, salvaged, stated_metadata
 from core.formats.dcp.safetensors_items import with_raw_files
 from core.formats.torch.zip.container import Archive, check_kind
+from core.values import n_text
 from core.verbs.checks.containers.torch_zips import check_descriptors, check_records, open_archive
 from core.verbs.checks.file_codes import EXTRA
 from core.verbs.checks.finding import Finding, Level, Severity, get_code
@@ -75,7 +76,7 @@ def check_data_files(subject: Subject) -> Iterator[Finding]:
     # Items in the files without an entry, and file names that lead out of the checkpoint.
     if orphans:
         yield DCP_ORPHAN.finding(
-            f"no entry refers to the stored items of {len(orphans)} keys",
+            f"no entry refers to the stored items of {n_text(len(orphans), 'key')}",
             file=METADATA,
             key=orphans[0],
             expected="an entry for each item",
@@ -214,7 +215,7 @@ def check_items(subject: Subject) -> Iterator[Finding]:
                 file=after[0],
                 span=(after[1], end),
                 expected=f"an item that starts at byte {end} or later",
-                found=f"one at byte {after[1]}",
+                found=f"an item at byte {after[1]}",
             )
 
 

@@ -23,8 +23,8 @@ _HEADER_BYTES = 8
 WITHOUT_HEADER = ("big-endian", "fill value")
 """Encodings of zarr chunks that are not compressed."""
 _ZEROS_HINT = (
-    "the bytes were lost in a copy, or never reached the disk: copy the file again from where it"
-    " was saved, or use an older checkpoint"
+    "the bytes were lost in a copy, or never reached the disk: copy the file again from the "
+    "original checkpoint, or use an older checkpoint"
 )
 
 
@@ -53,11 +53,11 @@ def check_extents(subject: Subject) -> Iterator[Finding]:
             continue
         if size is None:
             yield MISSING.missing_file(
-                "the file of a tensor is missing", file, key=key, expected=expected
+                "the tensor's file is missing", file, key=key, expected=expected
             )
         elif size < end:
             yield TRUNCATED.finding(
-                "a tensor extends beyond the end of the file",
+                "the tensor extends beyond the end of the file",
                 file=file,
                 key=key,
                 span=(size, end),

@@ -80,7 +80,7 @@ def check_file_kinds(subject: Subject) -> Iterator[Finding]:
             yield NOT_ITS_KIND.finding(
                 substitute.title,
                 file=name,
-                expected="the actual file",
+                expected="the file itself",
                 found=repr(head[:24].decode("utf-8", "replace")),
                 hint=substitute.hint,
             )

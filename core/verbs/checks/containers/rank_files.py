@@ -53,7 +53,7 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
         for folder in folders:
             if choose_model_file(files_in[folder]) is None and NEMO_FILE not in files_in[folder]:
                 yield MISSING.missing_file(
-                    "the model file of the rank is missing",
+                    "the rank's model file is missing",
                     f"{folder}/{MODEL_FILE}",
                     rank=folder,
                     expected=MODEL_FILE,
@@ -77,7 +77,7 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
     for folder in incomplete if len(incomplete) < len(folders) else ():
         yield MISSING.missing_file(
-            "the distributed optimizer file of this rank is missing; other ranks have one",
+            "this rank's distributed optimizer file is missing; other ranks have theirs",
             f"{folder}/{OPTIM_FILE}",
             rank=folder,
             expected=OPTIM_FILE,
@@ -108,7 +108,7 @@ def _check_rank_dirs(
     expected = max(allowed, key=lambda names: (len(names & folders), -len(names)))
     for name in sorted(expected - folders):
         yield RANK_MISSING.finding(
-            f"the directory of this rank is missing; the training arguments specify {topology}",
+            f"this rank's directory is missing; the training arguments specify {topology}",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",
@@ -116,7 +116,7 @@ def _check_rank_dirs(
         )
     for name in sorted(folders - set().union(*allowed)):
         yield RANK_EXTRA.finding(
-            f"there is no such rank with the sizes of the training arguments, {topology}",
+            f"the training arguments specify {topology}, which has no such rank",
             file=name,
             rank=name,
             expected=f"{len(expected)} rank directories",

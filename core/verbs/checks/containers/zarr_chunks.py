@@ -175,7 +175,7 @@ def _missing_metadata(
     ):
         return None
     return ZARR_METADATA.finding(
-        "the directory of a tensor is empty",
+        "the tensor's directory is empty",
         file=folder,
         key=folder,
         expected=marker,
@@ -272,7 +272,7 @@ def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
         if subject.missing_chunks == ERROR:
             yield finding_of(missing_chunk(tensor), default=ZARR_METADATA)
             continue
-        chunks_read = "chunk reads" if tensor.n_chunks == 1 else "chunks read"
+        chunks_read = "missing chunk reads" if tensor.n_chunks == 1 else "missing chunks read"
         yield ZARR_UNSTORED.finding(
             f"{tensor.n_chunks} {chunks_read} as the fill value ({tensor.n_bytes:,} bytes)",
             file=tensor.chunk_file,

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from core.engine.catalog.stored import n_stored_bytes
 from core.errors import TruncatedError
 from core.formats.zarr.fill import fill_of
+from core.values import n_text
 from core.verbs.checks.content.integrity_json import sha256_names
 from core.verbs.checks.content.store_checksums import compared_names
 from core.verbs.checks.finding import Finding, Level, Severity, get_code
@@ -102,8 +103,9 @@ def report_uncovered(subject: Subject) -> Iterator[Finding]:
         largest = max(sorted(uncovered), key=uncovered.__getitem__)
         yield UNPROVEN.finding(
             f"{sum(uncovered.values()):,} of {scanned.read_bytes:,} bytes have no checksum; "
-            "a flipped bit in them cannot be detected",
-            found=largest + (f" and {len(uncovered) - 1} more files" if len(uncovered) > 1 else ""),
+            "a flipped bit in them would go unnoticed",
+            found=largest
+            + (f" and {n_text(len(uncovered) - 1, 'more file')}" if len(uncovered) > 1 else ""),
         )
 
 

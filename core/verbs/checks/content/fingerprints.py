@@ -123,13 +123,13 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
             f"nothing was compared: no tensor names in common with {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="if one is a conversion of the other between Megatron's and Hugging Face's names, "
-            f"this proves it, under common names: ckpt diff {command}",
+            hint="if a conversion between Megatron's and Hugging Face's names made one from the "
+            f"other, compare them under common names: ckpt diff {command}",
         )
         return
     # Compare the names, then the fingerprints of the common tensors.
     if other is None:
-        hint = "see what differs: ckpt diff with the checkpoint that the manifest describes"
+        hint = "see what differs: run ckpt diff with the checkpoint that the manifest describes"
     else:
         hint = f"see what differs: ckpt diff {command}"
     yield from _compare_names(subject, form, hint)

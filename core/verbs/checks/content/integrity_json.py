@@ -98,7 +98,7 @@ def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException
         content = read_json_object(subject.store, INTEGRITY)
         files, algorithm = content.get("files"), content.get("algorithm", _ALGORITHM)
         if algorithm != _ALGORITHM:
-            raise CorruptError(f"algorithm {algorithm!r} is not {_ALGORITHM}", file=INTEGRITY)
+            raise CorruptError(f"the algorithm is {algorithm!r}, not {_ALGORITHM}", file=INTEGRITY)
         if not isinstance(files, dict) or not all(
             isinstance(value, str) for value in files.values()
         ):

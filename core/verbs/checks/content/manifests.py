@@ -66,7 +66,7 @@ def check_files(subject: Subject) -> Iterator[Finding]:
                 )
             elif size != file.n_bytes:
                 yield SIZE.finding(
-                    f"the size differs from {record.name}",
+                    f"the size is not the one recorded in {record.name}",
                     file=file.path,
                     expected=f"{file.n_bytes} bytes",
                     found=f"{size} bytes",

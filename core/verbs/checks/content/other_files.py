@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from core.values import n_text
 from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.subject import Check, Subject
 
@@ -21,7 +22,7 @@ def report_uninspected(subject: Subject) -> Iterator[Finding]:
     for (file, key), content in subject.other_pickles.items():
         if content.unread:
             n_more = len(content.unread) - 1
-            suffix = f"; nor were {n_more} other parts" if n_more else ""
+            suffix = f" (and {n_text(n_more, 'more part')})" if n_more else ""
             message = f"not inspected: {content.unread[0][:200]}{suffix}"
             yield NOT_INSPECTED.finding(message, file=file, key=key)
 

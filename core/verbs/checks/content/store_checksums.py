@@ -82,7 +82,7 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
             skipped.setdefault(reason, []).append(file.path)
         elif (actual := whole_crc(stated[0])) != f"{file.crc:08x}":
             yield RECORDED.finding(
-                "the file in the store is not the one in the manifest",
+                "the file in the store is not the one that the manifest describes",
                 file=file.path,
                 expected=f"CRC-32 {file.crc:08x}",
                 found=actual,
@@ -90,7 +90,9 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
         else:
             matched.setdefault("CRC-32", []).append(file.path)
     yield from _notes(matched, "matches the manifest, without reading")
-    yield from _notes_on_skipped(skipped, hint="compare what is read: ckpt validate --deep")
+    yield from _notes_on_skipped(
+        skipped, hint="to compare the data itself: ckpt validate PATH --deep"
+    )
 
 
 def are_files_of_manifest(subject: Subject) -> bool:
@@ -177,13 +179,17 @@ def _reason_not_compared(subject: Subject, name: str, *, needed: str | None = No
     checksums = subject.stated.by_name.get(name, ())
     if not checksums:
         failure = subject.stated.failure
-        return "the store reports no checksum" if failure is None else f"not asked: {failure}"
+        return (
+            "the store reports no checksum"
+            if failure is None
+            else f"the store was not asked: {failure}"
+        )
     without_parts = [item.algorithm for item in checksums if not item.ranges]
     if without_parts and needed in (None, *without_parts):
         return f"the store reports {without_parts[0]} of parts, but not where the parts begin"
     algorithms = ", ".join(item.algorithm for item in checksums)
     if needed is not None:
-        return f"the store reports {algorithms}, the manifest {needed}"
+        return f"the store reports {algorithms}, but the manifest has {needed}"
     package = missing_package(checksums[0].algorithm)
     return f"the store reports {algorithms}, which needs {package}: pip install {package}"
 

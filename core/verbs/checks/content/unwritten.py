@@ -69,9 +69,11 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
             file = array.extent.file
             n_bytes, n_lost = _measure_loss(array, subject.files.get(file, 0), holes.get(file, ()))
             if n_lost:
-                message = f"{n_lost} of {n_bytes} bytes are in holes of the file, which are zeros"
+                message = (
+                    f"{n_lost} of {n_bytes} bytes are in holes in the file, which read as zeros"
+                )
             elif file in zero_chunks and len(zero_chunks) < len(fragments):
-                message = "the chunk is zeros, in a sample; other chunks of this weight are not"
+                message = "a sample of this chunk is all zeros; other chunks of the weight are not"
             else:
                 continue
             yield UNWRITTEN.finding(message, file=file, key=key)

@@ -176,7 +176,7 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
         incomplete = [folder for folder, root in ranks.items() if RNG not in root]
         for folder in incomplete if len(incomplete) < len(ranks) else ():
             yield RANDOM.finding(
-                "the random states of this rank are missing; other ranks have some",
+                "the random states of this rank are missing; other ranks have theirs",
                 key=RNG,
                 rank=folder,
                 expected=RNG,
@@ -285,7 +285,7 @@ def _check_known_backend(
     present = {name for name, mark in _MARKS.items() if mark in names}
     if present and backend not in present:
         yield BACKEND.finding(
-            "the tensors were written by another backend",
+            "the tensors were written by a different backend",
             file=CONFIG,
             key=BACKEND_KEY,
             expected=f"{backend} ({_MARKS[backend]})",
@@ -295,12 +295,12 @@ def _check_known_backend(
     version = config.get("sharded_backend_version", VERSION)
     if version != VERSION:
         yield BACKEND.finding(
-            "unknown version of the backend",
+            "unknown backend version",
             file=CONFIG,
             key="sharded_backend_version",
             expected=VERSION,
             found=_value_text(version),
-            hint="use software that knows this version",
+            hint="use software that supports this version",
         )
 
 

@@ -63,7 +63,8 @@ def check_emptied(subject: Subject) -> Iterator[Finding]:
             return  # the files of ZeRO-3's ranks have them, beside their parts
     for key in emptied:
         yield EMPTIED.finding(
-            "the parameter has no elements: it was saved while ZeRO-3 had divided it among ranks",
+            "the parameter has no elements, because it was saved while ZeRO-3 had divided it "
+            "among ranks",
             key=key,
             expected="a parameter",
             found="shape (0,)",
@@ -109,7 +110,7 @@ def _check_chunks(
     outside = [box for box in counts if box.rank != region.rank or not region.contains(box)]
     for box in outside:
         yield BOUNDS.finding(
-            f"a chunk of shape {box.shape} at {box.offset} exceeds the tensor",
+            f"a chunk of shape {box.shape} at {box.offset} extends beyond the tensor",
             file=_file_of(fragments, box),
             key=key,
             expected=f"within {tensor.shape}",

@@ -18,6 +18,7 @@ from core.files.json_object import parse_json_object, read_small_file
 from core.formats.huggingface.index import WeightIndex, list_indexed, read_index
 from core.formats.safetensors.files import further_models, is_piece
 from core.formats.safetensors.header import read_header
+from core.values import n_text
 from core.verbs.checks.file_codes import EXTRA, MISSING
 from core.verbs.checks.finding import Finding, Level, Severity, get_code
 from core.verbs.checks.problems import finding_of
@@ -89,7 +90,7 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
     for name, keys in sorted(listed.items()):
         if name not in subject.files:
             yield MISSING.missing_file(
-                f"{index.file} places {len(keys)} tensors in this file, which is missing",
+                f"{index.file} places {n_text(len(keys), 'tensor')} in this file, which is missing",
                 name,
                 key=min(keys),
                 expected="the file",
@@ -119,7 +120,7 @@ def _compare_shard(
             file=name,
             key=key,
             expected="the tensor",
-            found=f"{len(stored)} other tensors",
+            found=n_text(len(stored), "other tensor"),
         )
     for key in sorted(stored - listed)[:_MOST_NAMED]:
         other = index.file_of.get(key)
@@ -259,7 +260,7 @@ def _check_pieces(subject: Subject) -> Iterator[Finding]:
             for number in sorted(all_numbers - numbers):
                 name = f"shard-{rank:05d}-{number}.safetensors"
                 yield PIECES.finding(
-                    "this file is missing; other ranks have a file of this number",
+                    "this file is missing; other ranks have a file with this number",
                     file=f"{folder}/{name}" if folder else name,
                     rank=str(rank),
                     expected=f"{len(all_numbers)} files",

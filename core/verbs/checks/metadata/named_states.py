@@ -94,7 +94,7 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         if states.are_model_names and meta is None and name not in problems:
             yield NO_PARAMETER.finding(
                 f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model"
-                " does not contain it",
+                " does not contain the parameter",
                 file=file,
                 key=first_key,
                 expected=f"the tensor {name}",

@@ -228,7 +228,7 @@ def _compare_master(
     except CheckpointingException:
         return  # damaged data, which other checks report
     yield MASTERS.finding(
-        "the fp32 master weight does not round to the weight, in a sample of the elements",
+        "in a sample of the elements, the fp32 master weight does not round to the weight",
         file=weight.extent.file,
         key=key,
         rank=rank,
@@ -242,7 +242,7 @@ def _not_compared(
 ) -> Finding:
     """Return the note that weights could not be compared with their master weights."""
     return NOT_COMPARED.finding(
-        f"they could not be compared with the master weights ({err.message})",
+        f"the weights could not be compared with the master weights ({err.message})",
         file=file,
         key=key,
         rank=rank,
@@ -304,7 +304,7 @@ def check_weight_copies(subject: Subject) -> Iterator[Finding]:
         return  # damaged data, which other checks report
     for key, copy in different:
         yield MASTERS.finding(
-            "the fp32 master weight does not round to the weight, in a sample of the elements",
+            "in a sample of the elements, the fp32 master weight does not round to the weight",
             file=copy.extent.file,
             key=key,
             expected=f"the {copy.dtype} weight",

@@ -42,7 +42,7 @@ def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
         ]
         if axes:
             yield UNPROVEN.finding(
-                "no argument tells which rank wrote a file, so files swapped between "
+                "the arguments do not tell which rank wrote a file, so files swapped between "
                 f"{' and '.join(axes)} would go unnoticed",
                 key="args.rank",
             )

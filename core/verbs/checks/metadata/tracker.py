@@ -23,6 +23,7 @@ from core.errors import CheckpointingException, CorruptError
 from core.files.source_store import SourceStore, open_store
 from core.opening.iterations import ITERATION_DIR
 from core.opening.locate import RELEASE, TRACKER
+from core.values import n_text
 from core.verbs.checks.file_codes import MISSING
 from core.verbs.checks.finding import Finding, get_code
 from core.verbs.checks.problems import finding_of
@@ -167,7 +168,8 @@ def _check_trackers_in(
         n_iterations = sum(pattern.match(name) is not None for name in folders)
         if n_iterations:
             yield NO_TRACKER.missing_file(
-                f"{n_iterations} iterations, but no {tracker}: {software} would start over",
+                f"{n_text(n_iterations, 'iteration')}, but no {tracker}, so {software} would "
+                "start over",
                 _relative(subject, store, tracker),
                 expected=tracker,
             )

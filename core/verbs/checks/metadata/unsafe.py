@@ -22,6 +22,7 @@ from core.formats.torch.nested_names import uses_in, uses_of_stream, with_nested
 from core.pickle.inert import Global
 from core.pickle.names import is_foreign, judge
 from core.pickle.uses import How, Use
+from core.values import n_text
 from core.verbs.checks.containers.torch_zips import torch_files
 from core.verbs.checks.finding import Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Check, Subject
@@ -79,10 +80,11 @@ def _report_unknown_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Fin
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
         (file, key), *more_places = foreign[name]
         message = f"{str(name)[:200]} is needed" + (
-            f", and at {len(more_places)} other places" if more_places else ""
+            f", also in {n_text(len(more_places), 'other place')}" if more_places else ""
         )
         if number == _MOST_SHOWN < len(names):
-            message += f"; so are {len(names) - number} other names of unknown modules"
+            n_more = n_text(len(names) - number, "other name")
+            message += f"; also needed: {n_more} from unknown modules"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 

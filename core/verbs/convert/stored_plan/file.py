@@ -401,7 +401,7 @@ class StoredPlan:
                         f"the plan has SHA-256 {digest}, but the lead's plan has {self._digest}",
                         file=str(self.path),
                         hint="all hosts must see the same file system, and only one run "
-                        "at a time may write a destination",
+                        "at a time may write to a destination",
                     )
                 self._load()
             except BaseException:

@@ -335,7 +335,7 @@ class _Lead:
             ledger.join(share.state)
         if not ledger.is_complete:
             raise WorkerError(
-                "the workers' shares do not cover all the data: nothing was published"
+                "the workers' shares do not cover all the data, so nothing was published"
             )
         self._figures = tuple(share.figures for share in done)
         self._result = CopyResult(
@@ -392,7 +392,7 @@ class _Lead:
         assert self._comparison is not None
         self._n_verified = sum(share.figures.written_bytes for share in done)
         if self._n_verified != self._comparison.write_bytes:
-            raise WorkerError("the workers have not compared everything: nothing was published")
+            raise WorkerError("the workers have not compared everything, so nothing was published")
 
     def _report(self) -> Report:
         return report_of(

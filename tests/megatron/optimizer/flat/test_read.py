@@ -266,7 +266,9 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
     )
     refused(keyed("x"), CorruptError, "not a pair of dtypes")
     refused(stating(5), CorruptError, "should have 5 elements")
-    refused(lambda content: content | {1: content[0]}, CorruptError, "buffer 1 is left over")
+    refused(
+        lambda content: content | {1: content[0]}, CorruptError, "buffer 1 belongs to no parameter"
+    )
     refused(lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer holds embedding")
     refused(lambda content: content | {2: content[0]}, CorruptError, "not numbered from 0")
     refused(lambda content: [content, None, None], CorruptError, "contains 3 optimizers")

@@ -88,7 +88,8 @@ def test_the_order_is_that_of_the_implementation_that_saved(
     is_proven = saved != (stated or "transformer_engine")
     assert fields_of(unsharded.args).get("transformer_impl") == (saved if is_proven else stated)
     assert [note for note in unsharded.notes if "transformer_impl" in note] == [
-        f"transformer_impl is {saved}: the optimizer's buffers have the order of its parameters"
+        f"transformer_impl is taken to be {saved}; only this explains the order of the optimizer's "
+        "buffers"
     ] * is_proven
 
 
