@@ -300,7 +300,7 @@ def test_a_second_save_to_the_same_url_is_refused(s3: Any) -> None:
 def test_a_web_server_cannot_be_saved_to() -> None:
     with pytest.raises(UsageError, match="ckpt cannot write to a web server"):
         save(sharded(0, 1), "https://example.invalid/ckpt")
-    with pytest.raises(UsageError, match="with a query are refused") as refusal:
+    with pytest.raises(UsageError, match="must not contain a query") as refusal:
         save(sharded(0, 1), "https://example.invalid/ckpt?signature=secret")
     assert "secret" not in str(refusal.value)
 

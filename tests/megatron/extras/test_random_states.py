@@ -227,7 +227,7 @@ def test_rng_on_the_command_line(
         key.startswith("rng_state") for key in open_checkpoint(tmp_path / "c").catalog.objects
     )
     assert reshard(tmp_path / "b", tmp_path / "d", "--tp-new", 2, "--rng", "keep") == 2
-    assert "the checkpoint has no model tensors" in " ".join(capsys.readouterr().err.split())
+    assert "the checkpoint has none" in " ".join(capsys.readouterr().err.split())
     llama = golden / "hf/llama/safetensors_single"
     for command in (
         ["convert", source, tmp_path / "e", "--to", "dcp", "--rng", "keep"],
