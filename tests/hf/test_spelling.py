@@ -141,7 +141,7 @@ def test_only_an_adapter_none_of_whose_names_fit_is_called_one_of_another_base(
     matrices = {f"{each}.lora_A.weight": _random(2, 1, 4) for each in names}
     matrices |= {f"{each}.lora_B.weight": _random(3, 6, 1) for each in names}
     save_file(matrices, tmp_path / "adapter/adapter_model.safetensors")
-    with pytest.raises(UnsupportedError, match="tensors that the base does not have") as failure:
+    with pytest.raises(UnsupportedError, match="tensor that the base does not have") as failure:
         fold(base, tmp_path / "adapter", tmp_path / "out")
     assert failure.value.hint is not None
     assert failure.value.hint.startswith(hint)

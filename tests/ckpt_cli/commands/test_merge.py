@@ -80,7 +80,7 @@ def test_the_report_and_the_plan_name_all_sources(
         ("{a} {b} --ema 2 -o out", "--ema: 2.0 is not a number from 0 to 1", ""),
         ("{a} {b} --add-delta {b} -o out", "--add-delta takes one SRC, but 2 are given", ""),
         ("{a} {b} --average --scale 2 -o out", "--scale has no effect: only --add-delta", ""),
-        ("{a} --average -o out", "at least two checkpoints, but one is given", "A B"),
+        ("{a} --average -o out", "at least two checkpoints, but only one is given", "A B"),
         ("{a} {a}/none --average -o out", "a/none", ""),
         ("{a} --lora {b} -o out", "there is no peft adapter_config.json", "save_pretrained"),
         ("{a} {b} --average --no-optim -o out", "--no-optim", ""),

@@ -196,7 +196,7 @@ def test_layers_that_differ_are_not_stacked(golden: Path, tmp_path: Path) -> Non
                 unstack_layers=("x",),
             )
         )
-    with pytest.raises(UsageError, match="always stacked along axis 0"):
+    with pytest.raises(UsageError, match="always stacks layers along axis 0"):
         run(
             Job(
                 src=golden / "mcore_legacy/moe_seq/tp1_pp1",

@@ -257,7 +257,7 @@ def test_two_kinds_of_scales_are_told_of() -> None:
     result = apply_changes(
         catalog, job(quantize=(("a.*", "block"), ("b.*", "tensor"))), config=config
     )
-    assert any("vLLM and SGLang expect one kind" in note for note in result.notes)
+    assert any("vLLM and SGLang expect a single kind" in note for note in result.notes)
     assert {key for key in result.catalog.tensors if "scale" in key} == {
         "a.weight_scale_inv",
         "b.weight_scale_inv",

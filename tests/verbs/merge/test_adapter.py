@@ -150,7 +150,7 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),
             UnsupportedError,
-            r"1 tensors that the base does not have, and \d+ that it has: x.weight",
+            r"1 tensor that the base does not have, and \d+ that it has: x.weight",
         ),
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),

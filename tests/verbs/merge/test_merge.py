@@ -370,10 +370,10 @@ def test_objects_that_differ_are_refused_or_taken_from_the_first(tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors: tensors.pop("half"), "1 tensors of .*model0 are not in .*model1.*half"),
+        (lambda tensors: tensors.pop("half"), "model0 has 1 tensor that .*model1 lacks.*half"),
         (
             lambda tensors: tensors.update(new=torch.ones(2)),
-            "1 tensors of .*model1 are not in .*model0.*new",
+            "model1 has 1 tensor that .*model0 lacks.*new",
         ),
         (
             lambda tensors: tensors.update(half=torch.ones(2).half()),
