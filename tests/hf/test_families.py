@@ -303,7 +303,7 @@ def test_a_table_with_a_mistake_is_refused_naming_it(change: tuple[str, str], me
 def test_an_unknown_size_in_a_users_table_is_refused(tmp_path: Path) -> None:
     _, source, config = _renamed(_starship(saved("phi3", tmp_path / "m"), tmp_path / "model"))
     family = parse_family(OWN.replace("ffn hidden", "fnn hidden").encode(), file="starship.toml")
-    with pytest.raises(UnsupportedError, match="of the size 'fnn'"):
+    with pytest.raises(UnsupportedError, match="the size 'fnn', but"):
         to_megatron(source, config, family=family)
 
 

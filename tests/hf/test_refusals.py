@@ -475,7 +475,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"layernorm_epsilon": None, "norm_epsilon": None},
         UnsupportedError,
-        "argument layernorm_epsilon is missing .config.json: rms_norm_eps",
+        "argument layernorm_epsilon is missing, which rms_norm_eps in config.json needs",
     ),
 }
 

@@ -177,8 +177,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         scales, table = companions_of(key)
         if tensor.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
-                f"{OPTION}: the state is {tensor.dtype} and not blockwise; blockwise states are "
-                f"uint8, with absmax{number} and qmap{number}",
+                f"{OPTION}: the {tensor.dtype} state is not blockwise, which needs uint8 codes "
+                f"with absmax{number} and qmap{number}",
                 key=key,
                 hint=_NO_OPTIM,
             )

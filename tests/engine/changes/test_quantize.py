@@ -465,7 +465,7 @@ def test_rules_that_cannot_be_met_are_usage_errors(rules: list[tuple[str, str]],
 
 def test_without_a_linear_weight_the_default_is_an_error() -> None:
     catalog, _ = stored({"lm_head.weight": torch.ones(2, 2), "conv.weight": torch.ones(2, 2, 2)})
-    with pytest.raises(UsageError, match="linear weight"):
+    with pytest.raises(UsageError, match="weight of a linear layer"):
         quantize(catalog, [(None, "block")])
     assert quantize(catalog, [("conv.weight", "block")]).keys == ("conv.weight",)
 

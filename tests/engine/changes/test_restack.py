@@ -289,7 +289,7 @@ def test_stacks_that_cannot_be_are_usage_errors(keys: list[str], text: str) -> N
         ({"m.layers.a": ()}, (), "scalar"),
         ({"m.layers.a": (2,), "m.layers.1.a": ()}, (), "already"),
         ({"m.layers.a": (2,)}, ("nothing*",), "no stacked tensor"),
-        ({"m.norm": (2,)}, ("m.norm",), "no position"),
+        ({"m.norm": (2,)}, ("m.norm",), "no place for a layer number"),
     ],
 )
 def test_stacks_that_cannot_be_taken_apart_are_usage_errors(
