@@ -248,16 +248,19 @@ def check_dtypes(dtypes: Mapping[str, str], holds: Callable[[DType], bool], *, o
     first = refused[0]
     n_more = len(refused) - 1
     others = f", nor those of {n_text(n_more, 'other tensor')}" if n_more else ""
-    casts = _write_options("--dtype", castable, f"={_CAST_TO}")
-    skips = _write_options("--exclude", fixed, "")
-    hint = f"cast with {casts}" if castable else ""
+    steps = []
+    if castable:
+        steps.append(f"cast with {_write_options('--dtype', castable, f'={_CAST_TO}')}")
     # Skipping everything would leave an empty result.
-    if fixed and len(refused) < len(dtypes):
-        hint += f"{' and ' if hint else ''}skip with {skips}"
-    elif len(refused) < len(dtypes):
+    if fixed and len(fixed) < len(dtypes):
+        steps.append(f"skip with {_write_options('--exclude', fixed, '')}")
+    elif fixed:
+        steps = ["write a different format with --to"]
+    hint = " and ".join(steps)
+    if not fixed and len(refused) < len(dtypes):
         hint += f", or skip with {_write_options('--exclude', refused, '')}"
     raise UnsupportedError(
-        f"{owner} has no element type {dtypes[first]}{others}", key=first, hint=hint or None
+        f"{owner} has no element type {dtypes[first]}{others}", key=first, hint=hint
     )
 
 
