@@ -39,6 +39,8 @@ ON_THE_COMMAND_LINE_ONLY = {
 }
 """Options of ``ckpt`` that no verb takes as an argument."""
 OF_OTHER_PROGRAMS = {
+    "--bucket",
+    "--prefix",
     "--abbrev",
     "--always",
     "--bf16",
@@ -247,7 +249,7 @@ CASES: list[tuple[str, Callable[[Path, Path], Any], str]] = [
         lambda hf, out: core.validate(hf, plan_for="tp"),
         "plan_for='tp=4,pp=2,format=torch_dist'",
     ),
-    ("prune HF", lambda hf, out: core.prune(hf), "Give keep_last=N, keep_every=N, or both"),
+    ("prune HF", lambda hf, out: core.prune(hf), "Pass keep_last=N, keep_every=N, or both"),
 ]
 
 
