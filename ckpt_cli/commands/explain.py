@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _CODE = re.compile(r"\bCK\d{3}\b", re.IGNORECASE)
 _MOST_SHOWN = 3
 """Maximum number of messages that are shown for a text."""
+_MOST_WORDS = 40
+"""Maximum number of words of a question."""
 _PLACES = 3
 """Maximum number of places that are shown for a code."""
 
@@ -51,7 +53,8 @@ def explain(options: ExplainOptions) -> int:
         # A path that was misspelt is answered with the nearest one.
         if not blocks and len(text.split()) == 1 and os.sep in text:
             blocks = list(_checkpoint_blocks(location_of(text)))
-    if not blocks and not is_path:
+    # A log without a known message is no question to the pages.
+    if not blocks and not is_path and len(text.split()) <= _MOST_WORDS:
         from ckpt_cli.commands.help import answer_blocks
 
         blocks = list(answer_blocks(text))

@@ -260,6 +260,38 @@ def test_an_interrupted_publication_is_finished(
     assert_nothing_remains(store)
 
 
+@pytest.mark.parametrize("first", [1, 2, 3, 4])
+def test_old_and_new_objects_are_never_gone_together(
+    store: S3Server, golden: Path, first: int
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/out", "--to", "hf", "-q") == 0
+    old = contents(store, "out")
+    words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q", "--force"]
+    rule = Rule(status=403, code="AccessDenied", operation="PutObject", first=first, times=None)
+    store.set_rules(rule)
+    failed = run(*words) != 0
+    store.set_rules()
+    # The old checkpoint is there, or everything that the next run needs to finish the new one.
+    assert contents(store, "out") == old or not failed or store.uploads()
+    assert run(*words) == 0
+    assert run("validate", "--deep", "s3://runs/out") == 0
+    assert_nothing_remains(store)
+
+
+@pytest.mark.parametrize("option", ["--verify", "--fingerprint"])
+def test_what_can_be_read_back_only_after_the_replacement_is_refused(
+    store: S3Server, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/out", "--to", "hf", "-q") == 0
+    old = contents(store, "out")
+    assert run("convert", source, "s3://runs/out", "--to", "dcp", "--force", option) == 2
+    assert "--verify and --fingerprint cannot be combined" in capsys.readouterr().err
+    assert contents(store, "out") == old
+    assert_nothing_remains(store)
+
+
 def without_manifest(objects: dict[str, str]) -> dict[str, str]:
     return {name: digest for name, digest in objects.items() if "manifest" not in name}
 

@@ -67,7 +67,9 @@ def select(
     attribute_keys = list_attribute_keys(catalog)
     for glob, matches in zip((*include, *exclude), (*wanted, *unwanted), strict=True):
         if not any(map(matches, (*keys, *attribute_keys))):
-            raise UsageError(f"no tensor or object matches {glob!r}", hint=_name_globs(keys))
+            raise UsageError(
+                f"no tensor or object matches {glob!r}", hint=_name_globs(catalog.tensors)
+            )
 
     # A glob that is about tensors or objects leaves attributes of others alone.
     about_attributes = [
@@ -101,8 +103,11 @@ def _name_globs(keys: Iterable[str]) -> str:
     members: dict[str, list[str]] = {"model": [], "optimizer": []}
     for key in keys:
         members["optimizer" if is_optimizer_key(key) else "model"].append(key)
-    prefixes = {part: find_shared_prefix(group) for part, group in members.items()}
-    globs = [f"the {part} is {shlex.quote(f'{text}*')}" for part, text in prefixes.items() if text]
+    globs = []
+    for part, others in (("model", "optimizer"), ("optimizer", "model")):
+        prefix = find_shared_prefix(members[part])
+        if prefix and not any(key.startswith(prefix) for key in members[others]):
+            globs.append(f"the {part} is {shlex.quote(f'{prefix}*')}")
     return "; ".join([*globs, LIST_THEM])
 
 

@@ -21,9 +21,9 @@ _PATIENCE = 3
 class RunningThreads:
     """The threads that are at work, for a wait that an interrupt cannot end too early.
 
-    ``Thread.join`` is none: before Python 3.13, one that a signal interrupts takes its thread for
-    ended (CPython's remedy for bpo-45274; seen in 3.11.7 and 3.12.1). ``Thread.is_alive``
-    too, in the same way.
+    ``Thread.join`` may return early: before Python 3.13, a join that a signal interrupts marks its
+    thread as ended, also for ``Thread.is_alive`` (CPython's remedy for bpo-45274; seen in 3.11.7
+    and 3.12.1).
     """
 
     def __init__(self) -> None:

@@ -34,9 +34,10 @@ def split_sharded_key(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] 
 def sharded_object(key: str) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     """Split the key of a shard of a grid; None also for numbers that no grid can have."""
     parts = split_sharded_key(key)
-    if parts is None or len(parts[1]) != len(parts[2]) or min(parts[2]) < 1:
+    if parts is None or len(parts[1]) != len(parts[2]):
         return None
-    return parts
+    is_inside = all(offset < n for offset, n in zip(parts[1], parts[2], strict=True))
+    return parts if is_inside else None
 
 
 @dataclass(frozen=True, slots=True)

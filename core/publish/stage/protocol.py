@@ -49,12 +49,13 @@ class StageRequest:
             any failure.
         force: replace what is at the destination, at the end.
         fsync: wait for the disk.
-        verify: the output is read back before it is published.
+        reads_back: the output is read back before it is published.
         identify: returns the identity of the plan; called if other runs have to recognise it.
         keep: paths that an existing destination must not contain, and must not be inside of, such
             as the source.
-        check_replaced: raises if what is at the destination may not be replaced; called with
-            ``force`` right before that is done, as files may have been added while the run wrote.
+        check_replaced: raises if what is at the destination may not be replaced. With ``force``, a
+            directory calls it right before the replacement, as files may have been added while the
+            run wrote; a bucket when it lists the objects to delete, as others stay.
         memory_bytes: memory limit of the process; 0 for as few buffers as possible.
         batch_bytes: with ``resume``, how many bytes a killed run may lose.
         is_shared: several workers write the output; needs ``resume``.
@@ -67,7 +68,7 @@ class StageRequest:
     keeps_after: float | None = None
     force: bool = False
     fsync: bool = True
-    verify: bool = False
+    reads_back: bool = False
     identify: Callable[[], str] = str
     keep: Sequence[Path] = ()
     check_replaced: Callable[[], None] = lambda: None

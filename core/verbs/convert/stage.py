@@ -68,7 +68,7 @@ def request_stage(
         keeps_after=None if job.resume else KEPT_SECONDS,
         force=job.force,
         fsync=job.fsync,
-        verify=job.verify,
+        reads_back=job.verify or job.fingerprint,
         keep=prepared.source_paths,
         check_replaced=lambda: check_replaced(prepared),
         memory_bytes=job.own_memory_bytes,

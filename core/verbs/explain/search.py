@@ -135,13 +135,13 @@ def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSec
 
 def rank_sections(sections: Sequence[PageSection], question: str) -> list[PageMatch]:
     """Return the sections that share enough words with a question, the best first."""
+    spellings_of = _spell_words(question)
     counts = [_count_words(section) for section in sections]
     n_with = Counter(word for count in counts for word in count)
     weight_of = {
         word: math.log(1 + len(sections) / (0.5 + max(map(n_with.__getitem__, spellings))))
-        for word, spellings in _spell_words(question).items()
+        for word, spellings in spellings_of.items()
     }
-    spellings_of = _spell_words(question)
     total = sum(weight_of.values())
     mean = sum(sum(count.values()) for count in counts) / max(1, len(counts))
     scored: list[tuple[float, PageMatch]] = []

@@ -289,17 +289,15 @@ def test_scales_are_made_and_multiplied_in_on_a_device(kind: str, place: str) ->
         read_all(quantize(source, [("*", kind)]).catalog, store, given) for given in (None, device)
     ]
     assert results[0] == results[1] and len(results[0]) == 2
+    scale = f"layers.w.weight_scale{'_inv' if kind == 'block' else ''}"
     small = catalog_of_arrays(
         format="test",
         arrays={
             "layers.w.weight": StoredArray(
                 "w", "float8_e4m3fn", shape, Extent("layers.w.weight", 0)
             ),
-            "layers.w.weight_scale_inv": StoredArray(
-                "s",
-                "float32",
-                (2, 2, 4) if kind == "block" else (),
-                Extent("layers.w.weight_scale_inv", 0),
+            scale: StoredArray(
+                "s", "float32", (2, 2, 4) if kind == "block" else (1,), Extent(scale, 0)
             ),
         },
     )

@@ -143,14 +143,15 @@ class StoreDestination(OutputDestination):
                 f"list-multipart-uploads --bucket {quote(self.dst.bucket)} "
                 f"--prefix {quote(self.dst.key)} lists them)"
             )
-        keeps = (
-            "--resume keeps what has been sent, for which the store charges"
-            if can_continue_uploads(self.dst)
-            else "uploads to this store are lost when the process ends"
-        )
+        if not can_continue_uploads(self.dst):
+            return (
+                f"if {self.dst} was just being published, some of its objects may be in the "
+                "bucket; rerun the command with --force to replace them"
+            )
         return (
             f"rerun the same command: if {self.dst} was just being published, some of its objects "
-            f"may be in the bucket, and this finishes it; otherwise it starts over ({keeps})"
+            "may be in the bucket, and this finishes it; otherwise it starts over (--resume keeps "
+            "what has been sent, for which the store charges)"
         )
 
     @override
@@ -177,7 +178,7 @@ class _State:
         is_uncertain: a signal ended the wait for an object that the store may yet make visible.
         has_record: the record is in the store.
         is_final: the record is that of the complete publication, so another run can finish it.
-        has_replaced: the old objects have been deleted.
+        has_replaced: the deletion of the old objects has at least begun.
         is_committed: everything is published.
     """
 
@@ -215,7 +216,7 @@ class BucketStage(DestinationStage):
         self._last = [manifest_name(dst.name if self._is_file else None), *trackers]
         self._resume = request.resume
         self._force = request.force
-        self._verify = request.verify
+        self._reads_back = request.reads_back
         self._identity = request.identify()
         self._keep = request.keep
         self._check_replaced = request.check_replaced
@@ -284,15 +285,18 @@ class BucketStage(DestinationStage):
                 file=str(self.dst),
                 hint="choose another destination, or pass --force",
             )
-        if self._old and self._verify:
+        if self._old and self._reads_back:
             raise UsageError(
-                "--verify cannot be combined with --force to replace a checkpoint, because "
-                "objects can only be read back after they have replaced the old ones",
+                "--verify and --fingerprint cannot be combined with --force to replace a "
+                "checkpoint, because objects can only be read back after they have replaced the "
+                "old ones",
                 file=str(self.dst),
                 hint="write to another URL, or run ckpt validate --against SRC afterwards",
             )
         if self._old:
             StoreDestination(self.dst).check_may_replace(is_file=self._is_file, keep=self._keep)
+            # Objects that are added later are not in the list of those to replace.
+            self._check_replaced()
 
     def _names_at_destination(self) -> list[str]:
         """Return the names of the objects that would be replaced, relative to the base.
@@ -429,8 +433,6 @@ class BucketStage(DestinationStage):
         """Wait for all parts, write the record, and make objects visible."""
         self.store.finish()
         self._lock.check()
-        if self._old and not self._state.has_replaced:
-            self._check_replaced()
         uploads, state = self.store.uploads, self._state
         held_back = {*self._metadata, *self._last}
         record = PublicationRecord(
@@ -467,17 +469,18 @@ class BucketStage(DestinationStage):
         """
         # Delete the old checkpoint, its last objects first: without them it is none. The record
         # says that this was done before new objects have the old names.
+        self._state.has_replaced = True
         if record.replaced:
             last = (*self._last, *self._metadata)
             old = sorted(record.replaced, key=lambda name: name not in last)
             delete_objects([self._base / name for name in old])
             record = replace(record, replaced=())
             record.write(self.dst)
-        self._state.has_replaced = True
 
         def finish(name: str) -> None:
             try:
                 unseen[name]()
+                self._state.visible.append(name)
             except FileExistsError:
                 raise UsageError(
                     "another process has created the object in the meantime",
@@ -486,7 +489,6 @@ class BucketStage(DestinationStage):
             except BaseException as err:
                 self._state.is_uncertain |= is_ending() or isinstance(err, KeyboardInterrupt)
                 raise
-            self._state.visible.append(name)
 
         unseen = {**finish_upload}
         for name in record.empty:  # without bytes there is no upload

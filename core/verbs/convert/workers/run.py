@@ -256,6 +256,8 @@ class _Lead:
                 batch_bytes=self._sizes.batch_bytes,
             )
             stage = self._stage = prepared.destination.open_stage(request)
+            # From here on the stage is this run's, as callers tell by the phase.
+            begin_phase(self._progress, Phase.COPYING)
             self._stack.enter_context(stage)
             if stage.published is not None:  # an interrupted launch had only to publish
                 return Report.from_dict(stage.published)
