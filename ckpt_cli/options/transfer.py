@@ -161,7 +161,7 @@ class TransferOptions:
     pipeline_model_parallel_layout: str | None = _pipeline_option(
         "pipeline-model-parallel-layout",
         "TEXT",
-        "Contents of each model chunk: 'E|(t|)*3,m|L'.",
+        "Layers in each model chunk, for example 'E|(t|)*3,m|L'.",
         str,
     )
     account_for_embedding_in_pipeline_split: bool | None = _pipeline_flag(

@@ -106,7 +106,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         UnsupportedError: the tensor is quantized, sparse, nested or on the meta device, or its
             class or dtype cannot be stored.
     """
-    kind = None
+    kind, hint = None, "convert it to a plain dense tensor first"
     if type(tensor) not in _PLAIN_CLASSES:
         kind = f"tensor of the class {type(tensor).__module__}.{type(tensor).__qualname__}"
     elif tensor.is_quantized:
@@ -114,13 +114,11 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     elif tensor.layout != torch.strided or tensor.is_nested:
         kind = "sparse or nested tensor"
     elif tensor.device.type == "meta":
-        kind = "meta tensor, which has no data"
+        kind, hint = "meta tensor", "it has no data: materialize it on a real device first"
     elif not is_stored(tensor.dtype):
-        kind = f"tensor of dtype {tensor.dtype}"
+        kind, hint = f"tensor of dtype {tensor.dtype}", "cast it to a supported dtype first"
     if kind is not None:
-        raise UnsupportedError(
-            f"a {kind} cannot be saved", hint="convert it to a plain dense tensor first"
-        )
+        raise UnsupportedError(f"a {kind} cannot be saved", hint=hint)
     # torch may only mark a view as conjugated or negated; its memory still has the old values.
     return tensor.detach().resolve_conj().resolve_neg()
 

@@ -395,7 +395,7 @@ def _cast(
         )
         if n_float8:
             notes.append(
-                f"{n_float8} float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them"
+                f"{n_text(n_float8, 'float8 tensor')} not cast (to cast: --dtype GLOB=DTYPE)"
             )
         edits = {name: model_dtypes[-1] for name in _DTYPE_NAMES if name in (config or ())}
     notes += _uncast_scale_notes(job, weights, catalog, result)

@@ -38,7 +38,7 @@ from core.verbs.merge.slerp import Slerp
 
 _CACHED = 64
 _COMPARED_BYTES = 1 << 20
-_KEEP_FIRST = "add --keep-first to take what differs from the first checkpoint"
+_KEEP_FIRST = "add --keep-first to keep the first checkpoint's version of these entries"
 
 
 @dataclass(frozen=True, slots=True)

@@ -289,9 +289,7 @@ def test_float8_without_scales_stays_and_is_told_of() -> None:
         "a": "float8_e4m3fn",
         "b": "bfloat16",
     }
-    assert result.notes == (
-        "1 float8 tensors keep their dtype; use --dtype GLOB=DTYPE to cast them",
-    )
+    assert result.notes == ("1 float8 tensor not cast (to cast: --dtype GLOB=DTYPE)",)
     assert apply_changes(catalog, job(dtype=(("*", "bf16"),))).notes == ()
 
 
