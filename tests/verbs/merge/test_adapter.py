@@ -155,7 +155,7 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),
             UnsupportedError,
-            "a variant of LoRA",
+            "a LoRA variant",
         ),
     ],
 )
@@ -221,7 +221,7 @@ def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: 
             del tensors[name]
 
     _rewritten(add_second)(adapter)
-    with pytest.raises(UnsupportedError, match="2 adapters: default, second"):
+    with pytest.raises(UnsupportedError, match="2 adapters, but only one can be converted: default, second"):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
 
 
