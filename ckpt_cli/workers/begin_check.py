@@ -78,7 +78,7 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
         ("ckpt", "version of ckpt", "install the same version on all hosts"),
         ("torch", "version of torch", "install the same version on all hosts"),
         ("arguments", "command", "start all workers with the same command"),
-        ("backend", "backend", "pass the same --backend and --device to all workers"),
+        ("backend", "backend", "start all workers with the same --backend and --device"),
     ):
         for rank, member in enumerate(members):
             if member[name] != members[0][name]:

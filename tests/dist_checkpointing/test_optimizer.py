@@ -101,7 +101,7 @@ def test_an_optimizer_is_sharded_as_megatron_core_does(exclude: tuple[str, ...])
 def test_a_moment_of_another_shape_is_refused() -> None:
     param = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3))
     with pytest.raises(
-        CheckpointingException, match=r"shape \(6,\), its parameter \(2, 3\)"
+        CheckpointingException, match=r"shape \(6,\), but its parameter has shape \(2, 3\)"
     ) as caught:
         optimizer.make_sharded_optimizer_tensor(param, torch.zeros(6), "optimizer.state.exp_avg")
     assert caught.value.key == "optimizer.state.exp_avg.w"

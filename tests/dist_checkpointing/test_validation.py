@@ -178,7 +178,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "tensor and object": (
         [[A], [_object(key="w")]],
-        "a ShardedTensor on rank 0 and a ShardedObject on rank 1",
+        "a ShardedTensor on rank 0, but to a ShardedObject on rank 1",
     ),
     "outside the grid": ([[A], [_part((2,), (2,))]], r"shard \(2,\) is outside the grid of \(2,\)"),
     "shape and grid": (

@@ -37,9 +37,28 @@ DECLARATIONS = re.compile(r"(^|/)(options/[a-z_]+|other_tools)\.py$")
 """Where names of options are declared, ours and those of other programs that are answered."""
 OPTION = re.compile(r"(?<![\w/.-])--([a-z][a-z0-9]*(?:[-_][a-z0-9]+)*)(?![\w-]*\*)")
 COMMAND = re.compile(rf"\bckpt ([a-z][a-z-]*|{HOLE})((?: [^,;:()\"`{HOLE}]*)?)")
-PROSE = frozenset({"wrote", "runs", "is", "writes", "reads", "command", "needs", "as", "report"})
+PROSE = frozenset(
+    {
+        "wrote",
+        "runs",
+        "is",
+        "writes",
+        "reads",
+        "command",
+        "needs",
+        "as",
+        "report",
+        "does",
+        "knows",
+        "can",
+        "cannot",
+        "checkpoint",
+    }
+)
 """Words that follow the program's name in sentences about it."""
 FOREIGN: Mapping[str, str] = {
+    "bucket": "aws",
+    "prefix": "aws",
     "no-load-rng": "Megatron-LM",
     "override-opt_param-scheduler": "Megatron-LM",
     "use-distributed-optimizer": "Megatron-LM",

@@ -119,7 +119,7 @@ def test_other_checksums_cannot_be_compared_with_a_manifest(
     put(client, checkpoint, "b", "CRC32C")
     code, (note,) = findings(["s3://runs/b"], capsys)
     assert (code, note["code"]) == (0, "CK833")
-    assert "the store reports CRC-32C, the manifest CRC-32" in note["message"]
+    assert "the store reports CRC-32C, but the manifest has CRC-32" in note["message"]
 
 
 @pytest.mark.first(2)

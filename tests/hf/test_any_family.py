@@ -342,7 +342,9 @@ def test_what_validate_finds_in_an_unknown_family_a_conversion_refuses(tmp_path:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (finding,) = validate(folder).findings
     assert (finding.code, finding.key) == ("CK540", "model.layers.2.mlp.up_proj.weight")
-    with pytest.raises(MissingShardError, match="missing from this layer, but present in 5 others"):
+    with pytest.raises(
+        MissingShardError, match="missing from this layer, but present in 5 other layers"
+    ):
         run(Job(src=folder, dst=tmp_path / "out", to="hf", fsync=False))
 
 

@@ -228,7 +228,7 @@ def test_experts_of_qwen3_vl_that_do_not_fit_its_configuration_are_refused(tmp_p
     config = config_of(model)
     config["text_config"]["moe_intermediate_size"] = 20
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CorruptError, match="implies experts of the shape"):
+    with pytest.raises(CorruptError, match="implies experts of shape"):
         run(Job(src=model, dst=tmp_path / "x", to="megatron", text_model=True))
 
 

@@ -196,7 +196,7 @@ def test_a_bias_is_whole_on_every_rank_and_comes_back(tmp_path: Path) -> None:
 def test_several_labels_are_no_value_head(tmp_path: Path) -> None:
     built("qwen2", kind=SEQUENCE, num_labels=3).save_pretrained(tmp_path / "model")
     _, source = catalog_of(tmp_path / "model")
-    with pytest.raises(UnsupportedError, match="a head of 3 rows") as caught:
+    with pytest.raises(UnsupportedError, match="the head has 3 rows") as caught:
         to_megatron(source, config_of(tmp_path / "model"))
     assert caught.value.key == "score.weight"
     core.convert(tmp_path / "model", tmp_path / "kept", to="dcp")

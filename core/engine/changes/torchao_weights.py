@@ -111,7 +111,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
             "--dequantize: activations are scaled by act_pre_scale before they reach this weight, "
             "so the weight alone does not define the layer",
             key=key,
-            hint="omit --dequantize to copy the parts unchanged",
+            hint="without --dequantize, the parts are copied unchanged",
         )
     item = catalog.objects.get(f"{key}.block_size")
     recorded = None if item is None else item.value
@@ -142,6 +142,6 @@ def _block(catalog: Catalog, key: str) -> Shape:
         raise UnsupportedError(
             f"--dequantize: zero points of type {zeros.dtype} are not supported (only int8 is)",
             key=key,
-            hint="omit --dequantize to copy the parts unchanged",
+            hint="without --dequantize, the parts are copied unchanged",
         )
     return block

@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
+from core.formats.deepspeed.partition import MIXED_STEPS_HINT
 from core.formats.torch.tree import parse
 from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import TensorLeaf
@@ -25,10 +26,6 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.partition import Shapes
 
 MAX_ELEMENTS = 1 << 62
-MIXED_STEPS_HINT = (
-    "the files may be from different saves; copy the files of all ranks from one save into an "
-    "empty directory"
-)
 SAVE_ANEW_HINT = (
     "load the checkpoint with the DeepSpeed version that wrote it and save it again with a "
     "different one, or use an older checkpoint"

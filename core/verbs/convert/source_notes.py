@@ -27,7 +27,7 @@ def compare_copies(source: Checkpoint) -> Checkpoint:
             copy_kind = "copies"
         different = find_different_copies(source.store, pairs)
     except CheckpointingException as err:
-        verdict = f"they could not be compared with the master weights ({err.message})"
+        verdict = f"the weights could not be compared with the master weights ({err.message})"
     else:
         n = len({key for key, _, _ in pairs})
         if different:

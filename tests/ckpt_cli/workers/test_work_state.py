@@ -90,7 +90,7 @@ def test_requests_to_a_store_fit_into_80_columns_with_the_rate() -> None:
         "92.0 GiB of 135 GiB  3.10 GiB/s  0:14  12,040 requests (13 repeated)"
     )
     assert describe_progress(state, "bytes", 60, traffic=traffic) == (
-        " 68%  92.0/135 GiB  3.10 GiB/s  0:14  12,040 req, 13 again"
+        " 68%  92.0/135 GiB  3.10 GiB/s  0:14  12,040 req, 13 retried"
     )
     assert (
         describe_progress(state, "bytes", 40, traffic=traffic)

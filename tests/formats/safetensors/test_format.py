@@ -631,9 +631,9 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
     store = MemoryStore({"x.safetensors": A})
     source = read(store)
     odd = Catalog("fake", None, {"z": replace(source.tensors["a"], dtype="complex128")})
-    with pytest.raises(UnsupportedError, match="no dtype complex128") as caught:
+    with pytest.raises(UnsupportedError, match="no element type complex128") as caught:
         lay_out(target_of(odd))
-    assert caught.value.key == "z" and "--exclude" in str(caught.value.hint)
+    assert caught.value.key == "z" and "--to" in str(caught.value.hint)
 
 
 # ---- what lies around the tensors

@@ -440,17 +440,6 @@ def test_every_dtype_of_the_table_has_a_place_in_the_order() -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["complex128", "complex32"])
-def test_a_dtype_that_the_format_lacks_is_refused_with_a_way_out(dtype: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"no dtype {dtype}") as caught:
-        file_image("f", {"w": PlannedArray("w", dtype, (2,))}, {})
-    assert (
-        caught.value.key == "w"
-        and caught.value.hint is not None
-        and "--exclude" in caught.value.hint
-    )
-
-
 @pytest.mark.parametrize(
     ("key", "dtype", "shape"),
     [

@@ -284,7 +284,7 @@ def test_object_leaves_are_filled_in() -> None:
     leaved = replace(catalog, skeleton={"a": TensorLeaf("a"), "c": ObjectLeaf("c")})
     assert torch.load(io.BytesIO(written(leaved, store)))["c"] == 5
     unread = replace(leaved, objects={"c": StoredObject("c", raw_key="raw:c")})
-    with pytest.raises(UnsupportedError, match="has not been read"):
+    with pytest.raises(UnsupportedError, match="was not loaded"):
         lay_out(unread)
 
 

@@ -270,8 +270,8 @@ def _raw(content: bytes) -> bytes:
 
 
 DAMAGES = {
-    "more than stated": (packed(content=CONTENT + b"x", size=256), "more than its 256 bytes"),
-    "a bomb": (packed(raw=_raw(bytes(1 << 24))), "more than its 256 bytes"),
+    "more than stated": (packed(content=CONTENT + b"x", size=256), "more than the 256 bytes"),
+    "a bomb": (packed(raw=_raw(bytes(1 << 24))), "more than the 256 bytes"),
     "less than stated": (packed(content=CONTENT[:-1], size=256), "inflates to 255 bytes"),
     "another checksum": (packed(crc=1), "CRC-32"),
     "no end": (packed(raw=_raw(CONTENT)[:-5]), "is incomplete"),

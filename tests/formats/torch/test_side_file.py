@@ -197,7 +197,7 @@ def test_an_object_with_a_tensors_key_is_corrupt() -> None:
 def test_an_object_that_was_not_read_is_refused() -> None:
     source = flat_catalog()
     raw = StoredObject("o", raw_key="raw:o")
-    with pytest.raises(UnsupportedError, match="has not been read"):
+    with pytest.raises(UnsupportedError, match="was not loaded"):
         objects_image(Catalog("fake", None, {}, objects={"o": raw}, hidden=source.hidden))
     with pytest.raises(UnsupportedError, match="bare storage"):
         objects_image(flat_catalog(o=[Persistent(("storage",))]))

@@ -333,7 +333,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
         (
             ["--decoder-first-pipeline-num-layers", 2],
-            "needs more than one pipeline stage hint: use --pp-new",
+            "need more than one pipeline stage hint: use --pp-new",
         ),
         (
             ["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4],

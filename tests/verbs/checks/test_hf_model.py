@@ -113,12 +113,12 @@ def test_a_prefix_and_a_configuration_of_another_model_are_refused_with_the_pref
 ) -> None:
     config = golden / ONE / "config.json"
     with pytest.raises(
-        UnknownTensorError, match=r"begin with 'app\.model\.'.* declares 3 layers, .* of 2"
+        UnknownTensorError, match=r"begin with 'app\.model\.'.* declares 3 layers, .* for 2"
     ) as refusal:
         run(Job(src=golden / APP, dst=tmp_path / "out", to="hf", config=config, fsync=False))
     assert "remove it with --strip-prefix app.model., " in str(refusal.value.hint)
     stripped = ("app.model.",)
-    with pytest.raises(CorruptError, match="declares 3 layers, but there are tensors of 2"):
+    with pytest.raises(CorruptError, match="declares 3 layers, but there are tensors for 2"):
         run(
             Job(
                 src=golden / APP,

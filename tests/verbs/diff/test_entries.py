@@ -58,7 +58,7 @@ def test_what_holds_the_same_is_equal(first: object, other: object) -> None:
         (True, 1, ("True", "1")),
         ("1", 1, ("'1'", "1")),
         (None, 0, ("None", "0")),
-        (b"ab", b"ac", ("2 bytes", "another 2 bytes")),
+        (b"ab", b"ac", ("2 bytes", "a different 2 bytes")),
         (Global("m", "C"), Global("m", "D"), ("m.C", "m.D")),
         (TensorLeaf("t"), TensorLeaf("u"), ("a tensor", "it differs")),
         ([0] * 700, [0] * 699 + [1], ("700 numbers", "1 of them differ")),

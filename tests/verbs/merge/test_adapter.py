@@ -221,7 +221,9 @@ def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: 
             del tensors[name]
 
     _rewritten(add_second)(adapter)
-    with pytest.raises(UnsupportedError, match="2 adapters, but only one can be converted: default, second"):
+    with pytest.raises(
+        UnsupportedError, match="2 adapters, but only one can be converted: default, second"
+    ):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
 
 

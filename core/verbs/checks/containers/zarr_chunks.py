@@ -29,7 +29,7 @@ from core.formats.zarr.metadata3 import METADATA_FILE, node_of, parse_array
 from core.formats.zarr.tree import ROOT_KEY, walk_folders
 from core.megatron.extras.sharded_objects import shard_grids
 from core.opening.open import ERROR
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.checks.finding import Finding, Level, get_code
 from core.verbs.checks.problems import collect_problems, finding_of
 from core.verbs.checks.subject import Check, Subject
@@ -272,9 +272,9 @@ def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
         if subject.missing_chunks == ERROR:
             yield finding_of(missing_chunk(tensor), default=ZARR_METADATA)
             continue
-        chunks_read = "missing chunk reads" if tensor.n_chunks == 1 else "missing chunks read"
         yield ZARR_UNSTORED.finding(
-            f"{tensor.n_chunks} {chunks_read} as the fill value ({tensor.n_bytes:,} bytes)",
+            f"{n_text(tensor.n_chunks, 'chunk')} not stored; the fill value is read instead "
+            f"({tensor.n_bytes:,} bytes)",
             file=tensor.chunk_file,
             key=tensor.key,
         )
