@@ -92,13 +92,13 @@ def to_hf(
 
     # Find the weight of every pair. Every weight must be used, so that none is lost silently.
     # A family that the arguments alone suggested may be the wrong one.
-    candidates = [family]
+    others: list[Family] = []
     if requested is None and origin is None:
-        candidates = list_fitting_families(fields, model.features)
+        others = [f for f in list_fitting_families(fields, model.features) if f is not family]
     try:
         pairs, tensors = _convert_weights(catalog, weights, family, model, head)
     except (CorruptError, MissingShardError, UnsupportedError) as err:
-        fitting = _keep_fitting(candidates, catalog, weights, model, head)
+        fitting = _keep_fitting(others, catalog, weights, model, head)
         names = [other.model_type for other in fitting]
         if names:
             err.hint = (
@@ -129,8 +129,9 @@ def to_hf(
         )
         notes.append(note)
         if origin is None:
-            likely = [other for other in candidates if list_unsaid_rope([other])]
-            unsaid = list_unsaid_rope(_keep_fitting(likely, catalog, weights, model, head))
+            likely = [other for other in others if list_unsaid_rope([other])]
+            fitting = _keep_fitting(likely, catalog, weights, model, head)
+            unsaid = list_unsaid_rope([family, *fitting])
             if unsaid:
                 notes.append(
                     f"the arguments cannot say whether the model has {' or '.join(unsaid)}: if it "

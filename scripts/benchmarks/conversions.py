@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
+    GIB,
     Case,
     Page,
     Run,
@@ -38,7 +39,6 @@ from scripts.benchmarks.measure import (
     write_results,
 )
 
-GIB = 1 << 30
 TARGETS = ("torch", "dcp", "torch_dist", "megatron", "safetensors", "zarr", "zarr3")
 SOURCES = {
     "torch": "torch",

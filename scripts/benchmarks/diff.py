@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
+    GIB,
     Case,
     Page,
     Run,
@@ -27,7 +28,6 @@ from scripts.benchmarks.measure import (
     warm,
 )
 
-GIB = 1 << 30
 _TORCH = """
 import sys, torch
 from pathlib import Path

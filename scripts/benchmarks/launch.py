@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
+    GIB,
     Case,
     Page,
     Run,
@@ -34,7 +35,6 @@ from scripts.benchmarks.measure import (
     warm,
 )
 
-GIB = 1 << 30
 SINGLE, ALONE = 0.9, 1.6
 """Of the best single process, and of one with a single thread: what as many workers as cores must
 reach.

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from scripts.benchmarks.results import record_cases
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +317,8 @@ def write_results(
     if options.json:
         result = {**facts, "cases": [case.as_dict() for case in cases]}
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if options.record and facts.get("failures"):
+        sys.exit("a command failed, so nothing is recorded")
     if options.record:
         record_cases(cases, machine=machine)
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.benchmarks.measure import Case, Page, ckpt, page_parser, remove, run, run_page
+from scripts.benchmarks.measure import GIB, Case, Page, ckpt, page_parser, remove, run, run_page
 
-GIB = 1 << 30
 PLAN_S, INSPECT_S, PLAN_BYTES = 10.0, 2.0, GIB
 MEMORY = "4GiB"
 """More than is needed: what a plan says it needs is above the peak RSS, which is what the rows

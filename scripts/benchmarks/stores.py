@@ -34,6 +34,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
+    GIB,
+    MIB,
     Case,
     Page,
     Run,
@@ -47,7 +49,6 @@ from scripts.benchmarks.measure import (
 from tests.support.s3.client import S3Server, started_server
 from tests.support.s3.server import LoggedRequest
 
-GIB, MIB = 1 << 30, 1 << 20
 BYTES, READING, RSS_BYTES, DEPTH = 1.02, 0.9, 256e6, 3
 WRITING, RESHARD, THREE_STEPS = 0.9, 0.8, 3.0
 DELAY_S = 0.5

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from scripts.benchmarks.measure import (
+    GIB,
     Case,
     Page,
     Run,
@@ -27,7 +28,6 @@ from scripts.benchmarks.measure import (
     warm,
 )
 
-GIB = 1 << 30
 KINDS = ("megatron-tp4", "torch", "dcp-1", "safetensors", "zarr3", "zarr3-zstd")
 READ_REACH, METADATA_S, RSS_BYTES = 2.5, 1.0, 256 << 20
 N_FILES = 1000

@@ -56,7 +56,7 @@ MOST_OF_OURS = {
     "inspect torch_dcp/fsdp2_dp2": 137,
     "inspect hf/llama/torch_single/model_zip.pt": 123,
     "inspect oracle/hf/llama.safetensors": 114,
-    "inspect orbax/ocdbt_zarr3": 130,
+    "inspect orbax/ocdbt_zarr3": 129,
     "inspect mcore_legacy/dense_gqa/tp2_pp1": 306,
     "inspect mcore0121_zarr/dense_gqa/tp2_pp2_optim": 331,
     "inspect hf/llama/safetensors_single": 175,

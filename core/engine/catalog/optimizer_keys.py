@@ -34,6 +34,8 @@ from typing import Protocol
 from core.arrays.box import Shape
 from core.values import dataclass
 
+LIGHTNING_VERSION = "pytorch-lightning_version"
+"""Key of an entry that every PyTorch Lightning checkpoint has; its optimizers are numbered."""
 STATES = "optimizer.state."
 """Prefix of the keys of optimizer states."""
 MASTER = "fp32_param"

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator, Mapping
 from core.arrays.box import Shape
 from core.arrays.dtypes import dtype_of
 from core.engine.catalog.tensor import Tensor
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 _LAYER = re.compile(r"((?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"((?:[^.]+\.)+experts)\.(\d{1,6})\.(.+)")
@@ -274,8 +274,8 @@ def _lacks(stack: _Stack, number: int, lost: Mapping[str, int]) -> Iterator[Devi
         shape = next(shapes, None)
         yield Deviation(
             key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
-            message=f"missing from this {stack.noun}, but present in {n_sisters:,} other "
-            f"{stack.noun}" + ("s" if n_sisters > 1 else ""),
+            message=f"missing from this {stack.noun}, but present in "
+            f"{n_text(n_sisters, f'other {stack.noun}')}",
             expected="the tensors of a module" if shape is None else f"the tensor, {shape}",
             found="no such tensor",
         )

@@ -21,9 +21,8 @@ import shlex
 
 from core.engine.catalog.catalog import AnyCatalog
 from core.engine.catalog.key_patterns import find_shared_prefix
-from core.engine.catalog.optimizer_keys import is_optimizer_key
+from core.engine.catalog.optimizer_keys import LIGHTNING_VERSION, is_optimizer_key
 
-_VERSION = "pytorch-lightning_version"
 _STATE_DICTS = ("state_dict.", "model.")
 
 
@@ -37,7 +36,7 @@ def model_options(catalog: AnyCatalog, *, takes_submodule: bool = False) -> str 
     Returns:
         None if nothing wraps the names, or the optimizer does not show what.
     """
-    if _VERSION not in catalog.objects:
+    if LIGHTNING_VERSION not in catalog.objects:
         prefix = _find_wrapper(catalog)
         return None if prefix is None else _spell_options(f"{prefix}*", prefix)
     prefix = next(
@@ -60,7 +59,10 @@ def _spell_options(include: str, prefix: str) -> str:
 
 
 def _find_wrapper(catalog: AnyCatalog) -> str | None:
-    """Return the text before the names that the optimizer has for all parameters of a model."""
+    """Return the text before the names that the optimizer has for the parameters of a model.
+
+    None if there is no such text, or the optimizer's own names begin with it as well.
+    """
     weights = [key for key in catalog.tensors if not is_optimizer_key(key)]
     states = [key for key in catalog.tensors if is_optimizer_key(key)]
     if not weights or not states:
@@ -70,5 +72,6 @@ def _find_wrapper(catalog: AnyCatalog) -> str | None:
     # The longest name by which the optimizer knows the first parameter is that of the module.
     for prefix in ("", *wrappers):
         if any(f".{weights[0][len(prefix) :]}." in state for state in states):
-            return prefix or None
+            is_shared = any(state.startswith(prefix) for state in states)
+            return None if is_shared else prefix
     return None

@@ -29,11 +29,11 @@ from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.facets import DcpFacts
+from core.engine.catalog.optimizer_keys import LIGHTNING_VERSION
 from core.engine.changes.rename import rename_entries
 from core.pickle.inert import ObjectLeaf, TensorLeaf, as_mapping, rebuild
 from core.pickle.nesting import LeafEntry, ListIndex, map_leaves
 
-_VERSION = "pytorch-lightning_version"
 _MODEL, _STATE_DICT = "model", "state_dict"
 _OPTIMIZER, _OPTIMIZERS = "optimizer_", "optimizer_states"
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
@@ -55,7 +55,11 @@ def as_trainer_file(catalog: Catalog) -> Catalog:
         parameters of a group have another order.
     """
     facts, root = catalog.facet(DcpFacts), as_mapping(catalog.skeleton)
-    if facts is None or root is None or _VERSION not in {*facts.meta_entries} & root.keys():
+    if (
+        facts is None
+        or root is None
+        or LIGHTNING_VERSION not in {*facts.meta_entries} & root.keys()
+    ):
         return catalog
 
     # Old name → new path, of the model and of the optimizers, in the order of their numbers.

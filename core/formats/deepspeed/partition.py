@@ -30,12 +30,8 @@ from typing import Protocol
 
 from core.arrays.box import Shape
 from core.errors import CorruptError
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.values import dataclass
-
-MIXED_STEPS_HINT = (
-    "the files may be from different saves; copy the files of all ranks from one save into an "
-    "empty directory"
-)
 
 Shapes = Mapping[str, Shape]
 """Parameter name → shape, in the order in which they are concatenated."""

@@ -33,9 +33,9 @@ from core.formats.deepspeed.experts import cut_with_experts, local_names, with_e
 from core.formats.deepspeed.files import missing_rank
 from core.formats.deepspeed.model_states import ZeroFacts, parse_model_states, record_other_files
 from core.formats.deepspeed.optim_states import parse_optim_states
-from core.formats.deepspeed.partition import MIXED_STEPS_HINT, CutGroups, cut_groups, cut_parameters
+from core.formats.deepspeed.partition import CutGroups, cut_groups, cut_parameters
 from core.formats.deepspeed.runs import list_runs_in_groups, pair_with_copy, tensor_in_groups
-from core.formats.deepspeed.state_file import read_state_file
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, read_state_file
 from core.formats.deepspeed.tree import WholeObject
 from core.formats.deepspeed.weights import buffers, frozen, unlisted_weights, with_shared
 from core.megatron.optimizer.proof import are_masters

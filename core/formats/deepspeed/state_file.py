@@ -13,7 +13,6 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from core.errors import CorruptError
-from core.formats.deepspeed.partition import MIXED_STEPS_HINT
 from core.formats.torch.tree import parse
 from core.pickle.fields import FieldReader, describe_value
 from core.pickle.inert import TensorLeaf
@@ -23,9 +22,12 @@ if TYPE_CHECKING:
     from core.arrays.box import Shape
     from core.engine.catalog.stored import StoredArray
     from core.files.store import ReadStore
-    from core.formats.deepspeed.partition import Shapes
 
 MAX_ELEMENTS = 1 << 62
+MIXED_STEPS_HINT = (
+    "the files may be from different saves; copy the files of all ranks from one save into an "
+    "empty directory"
+)
 SAVE_ANEW_HINT = (
     "load the checkpoint with the DeepSpeed version that wrote it and save it again with a "
     "different one, or use an older checkpoint"
@@ -90,7 +92,7 @@ class StateFile:
             raise self.corrupt(f"{path} is a tensor of shape {array.shape}, not a flat tensor")
         return array
 
-    def shapes(self, value: object, path: str) -> Shapes:
+    def shapes(self, value: object, path: str) -> Mapping[str, Shape]:
         """Return the value as the names of parameters and their shapes, in elements.
 
         Raises:

@@ -64,6 +64,7 @@ from core.formats.ocdbt.tree import (
     TREE,
     encode_sharding_name,
 )
+from core.formats.zarr.array import check_stored_dtypes
 from core.formats.zarr.grid import ChunkGrid, ChunkNames, find_band_shape
 from core.formats.zarr.metadata2 import ARRAY_FILE, zarray
 from core.formats.zarr.tree import check_keys
@@ -106,6 +107,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     leaves = leaves_to_write(target)
     names_of_leaves = dict.fromkeys(leaf.name for leaf in leaves)
     check_keys(names_of_leaves, reserved=frozenset(), are_files=False)
+    check_stored_dtypes({key: tensor.dtype for key, tensor in target.tensors.items()})
     root = f"{STEP_ITEM}/" if target.write.is_step else ""
     max_chunk_bytes = target.write.shard_bytes or _MAX_CHUNK_BYTES
 

@@ -40,6 +40,7 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.catalog import AnyCatalog, TargetCatalog, catalog_of_arrays
 from core.engine.catalog.facets import TorchFileFacts
 from core.engine.catalog.file_image import FileImage
+from core.engine.catalog.optimizer_keys import LIGHTNING_VERSION
 from core.errors import Report, UnsupportedError, raising
 from core.formats.format import Format, imported_on_call, no_folders
 from core.formats.torch.stream import SUFFIXES
@@ -60,8 +61,6 @@ if TYPE_CHECKING:
 
 FILE_NAME = "checkpoint.pt"
 PREFIX = "archive"
-_LIGHTNING = "pytorch-lightning_version"
-"""An entry of Lightning's Trainer, which calls the iteration ``global_step``."""
 _SHARD = re.compile(r"-(\d{5,})-of-(\d{5,})\.(?:bin|pt|pth)$")
 """The name of a file of sharded weights, such as ``pytorch_model-00001-of-00002.bin``."""
 
@@ -133,7 +132,7 @@ def read_file_catalog(store: ReadStore, name: str, *, report: Report = raising) 
     """
     tree = parse(store, name, report=report)
     root = as_mapping(tree.value) or {}
-    step = "global_step" if _LIGHTNING in root else "iteration"
+    step = "global_step" if LIGHTNING_VERSION in root else "iteration"
     args = root.get("args")
     return replace(
         catalog_of_tree(tree, format="torch"),

@@ -18,7 +18,7 @@ from html import unescape
 from core.values import dataclass
 
 _HEADING = re.compile(r"(#{1,4}) +(.+)")
-_ANCHOR = re.compile(r'<a id="([^"]+)"></a>|<!--.*?-->', re.DOTALL)
+_ANCHOR = re.compile(r'<a id="[^"]+"></a>')
 _WORD = re.compile(r"[a-z0-9]+(?:_[a-z0-9]+)*")
 _ENDING = re.compile(r"(?<=\w{3})(?:ations?|ings?|ions?|ed|es|e|s)$")
 _LIST_ITEM = re.compile(r"^(?=[-*] |\| )", re.MULTILINE)

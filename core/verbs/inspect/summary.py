@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from core.engine.catalog.attributes import collect_attributes
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import RankFacts, TorchDistFacts, TorchShardedFacts
-from core.engine.catalog.optimizer_keys import is_optimizer_key, split_state_key
+from core.engine.catalog.optimizer_keys import LIGHTNING_VERSION, is_optimizer_key, split_state_key
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.schemes import quantized_weights
 from core.errors import CheckpointingException, StorageError
@@ -378,7 +378,9 @@ def _unshard(checkpoint: Checkpoint) -> _Unsharded:
             if "args" not in catalog.objects:
                 options = None
                 # Weights alone are not wrapped.
-                if catalog.objects or any(map(is_optimizer_key, catalog.tensors)):
+                if LIGHTNING_VERSION in catalog.objects or any(
+                    map(is_optimizer_key, catalog.tensors)
+                ):
                     from core.engine.catalog.wrapped_model import model_options
 
                     options = model_options(catalog, takes_submodule=True)

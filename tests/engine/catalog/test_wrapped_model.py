@@ -11,6 +11,9 @@ import torch
 from safetensors.torch import load_file
 
 from ckpt_cli.app import main
+from core.engine.catalog.catalog import catalog_of_arrays
+from core.engine.catalog.stored import Extent, StoredArray
+from core.engine.catalog.wrapped_model import model_options
 
 
 def save_lightning(path: Path, parameters: dict[str, torch.Tensor]) -> None:
@@ -115,3 +118,13 @@ def test_a_glob_that_matches_nothing_is_answered_with_those_of_model_and_optimiz
     err = capsys.readouterr().err
     assert "the model is 'app.model.*'; the optimizer is 'app.optim.state.*'" in err
     assert main([*command, "--include", "app.optim.*"]) == 0
+
+
+@pytest.mark.parametrize("others", [[], ["app.step"]])
+def test_a_wrapper_that_holds_the_optimizer_as_well_is_not_proposed(others: list[str]) -> None:
+    keys = ["app.model.w", "app.model.v", "app.optim.state.model.w.exp_avg", *others]
+    catalog = catalog_of_arrays(
+        format="torch",
+        arrays={key: StoredArray(key, "float32", (2,), Extent("f", 0)) for key in keys},
+    )
+    assert model_options(catalog) is None

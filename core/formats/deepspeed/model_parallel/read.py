@@ -54,10 +54,9 @@ from core.formats.deepspeed.model_states import (
     parse_model_states,
     record_other_files,
 )
-from core.formats.deepspeed.partition import MIXED_STEPS_HINT
 from core.formats.deepspeed.partitioned import PartitionedStates, read_data_parallel
 from core.formats.deepspeed.runs import pair_with_copy
-from core.formats.deepspeed.state_file import read_state_file
+from core.formats.deepspeed.state_file import MIXED_STEPS_HINT, read_state_file
 from core.formats.deepspeed.tree import OPTIMIZER, PARAM_GROUPS, PARAMS, spread
 from core.formats.deepspeed.weights import with_shared
 from core.pickle.fields import int_or_none, list_or_empty, mapping_or_empty
