@@ -80,7 +80,7 @@ def _text_blocks(text: str) -> Iterator[Block]:
     unknown = [name for name in names if name not in codes()]
     if unknown:
         raise UsageError(
-            f"there is no code {unknown[0]}", hint="list them with: ckpt validate --list-checks"
+            f"there is no code {unknown[0]}", hint="list all codes: ckpt validate --list-checks"
         )
     for number, name in enumerate(names):
         yield from [""] if number else []

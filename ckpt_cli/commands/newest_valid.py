@@ -122,7 +122,9 @@ def _single_root(options: ValidateOptions) -> Path:
     """
     paths = options.paths or [Path()]
     if len(paths) != 1:
-        raise UsageError("--newest-valid takes one training root", hint="run it once for each root")
+        raise UsageError(
+            "--newest-valid accepts only one training root", hint="run ckpt once for each root"
+        )
     if options.format not in (None, "text", "json"):
         raise UsageError(
             f"--newest-valid does not support --format {options.format}",

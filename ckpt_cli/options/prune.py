@@ -35,9 +35,11 @@ class PruneOptions:
     deep: bool = CHECKS.flag("--deep", "Read every byte of an iteration before it counts as valid.")
     trust_metadata: bool = CHECKS.flag(
         "--trust-metadata",
-        "Remove iterations even if the data of the newest valid one was not read.",
+        "Remove iterations even if the newest valid iteration's data was not read.",
     )
-    dry_run: bool = OUTPUT.flag("-n, --dry-run", "Show what would be removed; remove nothing.")
+    dry_run: bool = OUTPUT.flag(
+        "-n, --dry-run", "Show what would be removed without removing anything."
+    )
     yes: bool = OUTPUT.flag(
         "-y, --yes", "Do not ask for confirmation; required without a terminal and with --json."
     )

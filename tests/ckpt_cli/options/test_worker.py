@@ -66,10 +66,10 @@ def test_workers_that_are_alike_fit():
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"ckpt": "2"}, "differ in the version of ckpt: rank 0 on a has 1, rank 1 on b has 2"),
+        ({"ckpt": "2"}, "the same ckpt version, but rank 0 on a has 1 and rank 1 on b has 2"),
         (
             {"torch": "2.4"},
-            "differ in the version of torch: rank 0 on a has 2.13, rank 1 on b has 2.4",
+            "the same torch version, but rank 0 on a has 2.13 and rank 1 on b has 2.4",
         ),
         (
             {"arguments": ["diff", "x"]},
@@ -88,7 +88,7 @@ def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
 def test_two_workers_on_one_gpu_do_not_fit():
     problem = check_members([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
     assert isinstance(problem, UsageError)
-    assert problem.message == "too few GPUs: ranks 0 and 1 on a share one (cuda:0)"
+    assert problem.message == "too few GPUs: ranks 0 and 1 on a share the same GPU (cuda:0)"
 
 
 def test_what_one_worker_lacks_is_told_to_all():
