@@ -296,7 +296,7 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is not None:
             raise ValueError(
-                "from_rank_offsets takes no flattened_range; use from_rank_offsets_flat"
+                "from_rank_offsets does not accept flattened_range; use from_rank_offsets_flat"
             )
         extents = (1,) * prepend_axis_num + tuple(data.shape)
         shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
@@ -304,8 +304,8 @@ class ShardedTensor(ShardedBase):
         for axis, index, n_shards in rank_offsets:
             if not (0 <= axis < len(extents) and 0 <= index < n_shards):
                 raise CheckpointingException(
-                    f"shard {index} of {n_shards} along axis {axis} does not exist in a tensor of "
-                    f"{len(extents)} axes",
+                    f"shard {index} of {n_shards} along axis {axis} does not exist in a tensor "
+                    f"with {len(extents)} axes",
                     key=key,
                     hint="count shards and axes from 0",
                 )
@@ -349,7 +349,7 @@ class ShardedTensor(ShardedBase):
                 or is not 1-D, or ``from_rank_offsets`` refuses an argument.
         """
         if flattened_range is None:
-            raise CheckpointingException("from_rank_offsets_flat needs a flattened_range", key=key)
+            raise CheckpointingException("from_rank_offsets_flat requires flattened_range", key=key)
         # Let a tensor without memory stand for the complete shard, and then put in the slice.
         placeholder = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
         shard = cls.from_rank_offsets(key, placeholder, *args, **kwargs)
@@ -442,8 +442,8 @@ class ShardedTensor(ShardedBase):
         first = start + extent if start < 0 else start
         if min(first, length) < 0 or first + length > extent:
             raise ValueError(
-                f"{length} elements from {start} exceed the extent {extent} of axis {dim} of "
-                f"{self.key}"
+                f"{length} elements starting at {start} do not fit in axis {dim} of {self.key}, "
+                f"which has size {extent}"
             )
         return dim % n_axes, first
 

@@ -149,7 +149,7 @@ def test_a_slice_is_merged_with_the_stored_shape() -> None:
 
 def test_an_array_that_is_not_there_or_broken_is_named(small: Path) -> None:
     assert tuple(open_ts_array(small / "w").shape) == (6, 8)
-    with pytest.raises(MissingShardError, match="zarr array not found: .*v"):
+    with pytest.raises(MissingShardError, match="there is no Zarr array at .*v"):
         open_ts_array(small / "v")
     (small / "w/.zarray").write_text("{}")
     with pytest.raises(CorruptError, match="TensorStore cannot open .*w"):

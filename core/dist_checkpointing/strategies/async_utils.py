@@ -144,7 +144,8 @@ class AsyncCallsQueue:
             numbers = comm.all_gather(active.idx)
             if len(set(numbers)) > 1:
                 raise UsageError(
-                    f"ranks finalize different asynchronous calls (by rank: {numbers})"
+                    "ranks are finalizing different asynchronous calls "
+                    f"(call number by rank: {', '.join(map(str, numbers))})"
                 )
             outcome = comm.attempt(raise_failure)
             if outcome.error is not None:
