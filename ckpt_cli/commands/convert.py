@@ -33,7 +33,7 @@ def convert(options: TransferOptions) -> int:
             f", and the suffix {dst.suffix} does not imply a format" if dst and dst.suffix else ""
         )
         raise UsageError(
-            f"the target format is missing: --to was not specified{unknown}",
+            f"no target format was specified{unknown}",
             hint=f"pass --to with one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.

@@ -154,17 +154,17 @@ def _check_options(options: ValidateOptions) -> None:
         (
             options.json and options.format not in (None, "json"),
             f"--json and --format {options.format} cannot be combined",
-            "use only one",
+            "use only one of the two",
         ),
         (
             options.iteration is not None and checks_all,
             "--iteration selects one iteration, but another option checks all of them",
-            "drop --iteration, or --all-iterations and --newest-valid",
+            "omit --iteration, or omit --all-iterations and --newest-valid",
         ),
         (
             options.baseline is not None and options.write_baseline is not None,
             "--baseline and --write-baseline cannot be combined",
-            "use only one",
+            "use only one of the two",
         ),
     )
     for is_conflict, message, hint in conflicts:

@@ -17,7 +17,7 @@ from core.values import dataclass
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code
 _MEMORY_HINT = (
-    "the host may have run out of memory, so that the kernel killed the worker; use fewer workers "
+    "the kernel may have killed the worker because the host ran out of memory; use fewer workers "
     "or a lower --memory"
 )
 _FROZEN_HINT = (

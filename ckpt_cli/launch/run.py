@@ -256,7 +256,7 @@ def _run(
         if _agreed_exit_code(history, command) is not None:
             return False
         if history.first is None and not is_quiet(command):
-            print_note("a worker on another host failed, or a host joined: restarting all workers")
+            print_note("restarting all workers: a worker on another host failed, or a host joined")
         return True
 
     lost = None
@@ -313,7 +313,7 @@ def _finish_if_published(history: LaunchHistory) -> bool:
         return False
     with suppress(StorageError):  # only a useless staging directory remains
         finish_published(report)
-    print_note(f"{report.dst} is complete; the worker that should have reported it has died")
+    print_note(f"{report.dst} is complete, although the worker that should have reported this died")
     return True
 
 
@@ -330,7 +330,7 @@ def _failure(
         return None
     hints = [hint for hint in (cause.hint, None if lost is None else lost.message) if hint]
     if cause.log_path is not None:
-        hints.append(f"its log is {cause.log_path}")
+        hints.append(f"see the worker's log, {cause.log_path}")
     if command[0] in _WRITING:
         hints.append(_CONTINUE)
     n_restarts = history.attempts[-1].n_restarts if history.attempts else 0

@@ -56,7 +56,7 @@ class DiffOptions:
         parser=_tolerance,
     )
     atol: float | None = CHECKS.option(
-        "--atol X", "ATOL in the formula of --rtol. [0]", parser=_tolerance
+        "--atol X", "ATOL in the --rtol formula. [0]", parser=_tolerance
     )
     nan_differs: bool = CHECKS.flag(
         "--nan-differs", "With --rtol or --atol: treat NaN as different from NaN."

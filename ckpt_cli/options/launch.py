@@ -142,7 +142,7 @@ class LaunchOptions:
     )
     rdzv_endpoint: str | None = HOSTS.option(
         "--rdzv-endpoint HOST[:PORT]",
-        "Where the hosts meet: the same one of them on every host. [port 29400]",
+        "Host where all hosts meet; pass the same one on every host. [port 29400]",
         envvar="PET_RDZV_ENDPOINT",
     )
     rdzv_backend: str | None = HOSTS.option(

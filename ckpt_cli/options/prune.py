@@ -32,7 +32,9 @@ class PruneOptions:
     keep_every: int | None = CONTENT.option(
         "--keep-every N", "Also keep iterations divisible by N.", parser=whole_number(1)
     )
-    deep: bool = CHECKS.flag("--deep", "Read every byte of an iteration before it counts as valid.")
+    deep: bool = CHECKS.flag(
+        "--deep", "Read every byte of an iteration before treating it as valid."
+    )
     trust_metadata: bool = CHECKS.flag(
         "--trust-metadata",
         "Remove iterations even if the newest valid iteration's data was not read.",

@@ -286,7 +286,7 @@ class TransferOptions:
     no_optim: bool = no_optim_flag()
     rng: str | None = CONTENT.option(
         "--rng keep|drop",
-        "RNG states: keep (or fail if that is impossible), or drop. "
+        "Keep the RNG states (and fail if that is impossible), or drop them. "
         "[kept if the ranks stay the same, else dropped]",
         parser=one_of(*CHOICES["rng"]),
     )

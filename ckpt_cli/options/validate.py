@@ -41,7 +41,7 @@ class ValidateOptions:
     strict: bool = CHECKS.flag("--strict", "Treat warnings as errors.")
     ignore: list[str] | None = CHECKS.option(
         "--ignore CODE[:GLOB]",
-        "Ignore a code (CK101) or a group of codes (CK7), with GLOB only in matching files or "
+        "Ignore a code (CK101) or a group of codes (CK7); with GLOB, only in matching files or "
         "keys; repeatable.",
     )
     baseline: Path | None = CHECKS.option("--baseline FILE", "Ignore findings recorded in FILE.")

@@ -48,10 +48,10 @@ def forecast_facts(
     if expected.reading is not None and expected.reading.is_from_memory:
         yield (
             "",
-            Cell("the source was in memory: reading it from disk takes longer", ("dim",)),
+            Cell("the source was cached in memory; reading it from disk takes longer", ("dim",)),
         )
     elif expected.reading is not None and expected.reading.was_cached:
-        yield "", Cell("at most: part of the source is cached in memory", ("dim",))
+        yield "", Cell("at most, because part of the source is cached in memory", ("dim",))
 
 
 def _existing_facts(expected: Forecast, *, has_force: bool) -> Iterator[tuple[str, Cell | str]]:

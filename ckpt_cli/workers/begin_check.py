@@ -76,7 +76,7 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
     for name, title, hint in (
         (
             "size",
-            "number of workers",
+            "world size",
             "two jobs may use the same MASTER_PORT; set a different port for each",
         ),
         ("ckpt", "ckpt version", "install the same version on all hosts"),

@@ -159,7 +159,7 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             CheckpointingException: tensors are missing, or shapes contradict the arguments.
         """
         if names not in NAMES:
-            raise UsageError(f"named({names!r}): names must be one of: {', '.join(NAMES)}")
+            raise UsageError(f"names={names!r} is not one of: {', '.join(NAMES)}")
         if self._catalog.is_rank_local:
             raise UsageError(
                 "named() renames global tensors, but this checkpoint was opened as the shards "

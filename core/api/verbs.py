@@ -194,7 +194,7 @@ def merge(
 
     paths = _list_locations(sources)
     if not paths:
-        raise UsageError("merge needs a source", hint="pass at least one checkpoint")
+        raise UsageError("merge was called without sources", hint="pass at least one checkpoint")
     request = build_merge(
         paths,
         average=average,

@@ -380,7 +380,7 @@ def _check_loaded(tensor: torch.Tensor, expected: ShardedTensor) -> None:
 
 
 def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
-    return MissingShardError(f"no rank of the group has loaded {_format_shards(shards)}")
+    return MissingShardError(f"no rank in the group loaded {_format_shards(shards)}")
 
 
 def _format_shards(shards: Iterable[_ShardId]) -> str:

@@ -129,7 +129,7 @@ class BucketPublication:
         old = _names_of_checkpoint(names)
         if old:
             logger.warning(
-                "%s contains %s (%s), which is deleted", self.data_dir, content, examples
+                "%s contains %s (%s), which will be deleted", self.data_dir, content, examples
             )
         # Without its metadata, the old checkpoint cannot be taken for a complete one any more.
         delete_objects([self.data_dir / name for name in (CONFIG_FNAME, METADATA) if name in old])

@@ -140,7 +140,7 @@ class DirectoryPublication:
             )
         if names:
             logger.warning(
-                "%s contains %s (%s): a checkpoint in it is replaced once the save is complete",
+                "%s contains %s (%s); a checkpoint in it is replaced once the save is complete",
                 self.checkpoint_dir,
                 content,
                 examples,
@@ -368,9 +368,9 @@ def warn_when_dropped(
 def _drop(place: Path, owner: int, end: Callable[[], None]) -> None:
     if os.getpid() == owner:
         logger.error(
-            "the asynchronous save to %s was not finalized, so there is no checkpoint: call "
-            "maybe_finalize_async_calls(blocking=True) of its queue on all ranks before the "
-            "program ends",
+            "the asynchronous save to %s was not finalized, so it left no checkpoint; call "
+            "maybe_finalize_async_calls(blocking=True) on its queue, on all ranks, before the "
+            "program exits",
             place,
         )
     end()

@@ -207,7 +207,7 @@ def _report_unfinalized(calls: deque[_ActiveAsyncRequest]) -> None:
     ]
     if numbers:
         logger.error(
-            "the finalize functions of asynchronous calls %s were not called: call "
-            "maybe_finalize_async_calls(blocking=True) on all ranks before the program ends",
+            "the finalize functions of asynchronous calls %s were not called; call "
+            "maybe_finalize_async_calls(blocking=True) on all ranks before the program exits",
             ", ".join(map(str, numbers)),
         )

@@ -115,7 +115,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     # Name the versions of the backend, or else the backends that exist.
     versions = sorted(version for name, version in strategies if name == backend)
     if versions:
-        hint = f"available versions of {backend}: {', '.join(map(str, versions))}"
+        hint = f"use one of these versions of {backend}: {', '.join(map(str, versions))}"
     else:
         names = sorted({name for name, _ in strategies} | set(_PROVIDERS))
         hint = (

@@ -75,7 +75,7 @@ def test_workers_that_are_alike_fit():
             {"arguments": ["diff", "x"]},
             "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x",
         ),
-        ({"size": 3}, "differ in the number of workers"),
+        ({"size": 3}, "all workers need the same world size"),
         ({"backend": "cpu:gloo,cuda:nccl"}, "differ in the backend"),
     ],
 )

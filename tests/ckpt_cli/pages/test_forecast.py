@@ -33,7 +33,10 @@ def test_an_estimate_is_rounded(seconds: float, text: str) -> None:
     ("reading", "words"),
     [
         (ReadRate(1 << 30), "(read 1.00 GiB/s, write 512 MiB/s, measured)"),
-        (ReadRate(1 << 30, was_cached=True), "at most: part of the source is cached in memory"),
+        (
+            ReadRate(1 << 30, was_cached=True),
+            "at most, because part of the source is cached in memory",
+        ),
         (ReadRate(1 << 30, is_from_memory=True), "read at most 1.00 GiB/s"),
         (None, "about 25 s (write 512 MiB/s, measured)"),
     ],

@@ -71,7 +71,9 @@ def clip_region(
     """
     if len(region) != len(shape):
         raise CheckpointingException(
-            f"the stored shape {shape} has {len(shape)} axes, expected {len(region)}", key=key
+            "the stored shape and the requested region have different numbers of axes: "
+            f"{len(shape)} and {len(region)}",
+            key=key,
         )
     for part, extent in zip(region, shape, strict=True):
         if isinstance(part, int) and not part < extent:
