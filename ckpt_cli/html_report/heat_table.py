@@ -80,7 +80,7 @@ def _layer_table(heat: HeatMap, scale: HeatScale) -> Grid:
             )
             for row in rows
         ),
-        left_out and f"The greatest differences, without {left_out}.",
+        left_out and f"Only the largest differences; {left_out} not shown.",
     )
 
 

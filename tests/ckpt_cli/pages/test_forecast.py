@@ -71,6 +71,6 @@ def test_an_existing_destination_is_told_with_what_force_would_do(
         name: value.text if isinstance(value, Cell) else value
         for name, value in forecast_facts(expected, has_force=has_force)
     }
-    assert lines["free space"] == "1.00 TiB for 1.00 GiB to write: it fits"
+    assert lines["free space"] == "1.00 TiB, enough for 1.00 GiB to write"
     assert ("destination" in lines) == (words is not None)
     assert (words or "") in lines.get("destination", "")
