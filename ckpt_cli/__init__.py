@@ -32,8 +32,8 @@ def _load_core() -> ModuleType:
         where = file or ", ".join(getattr(loaded, "__path__", ["an unknown place"]))
         raise ImportError(
             f"a different package named 'core' has already been imported ({where}), but ckpt "
-            f"needs its own ({path}); start a new process and import ckpt_cli first, or run ckpt "
-            "from the command line"
+            f"needs its own ({path}); start a new process and import ckpt_cli first, or run "
+            "python -m ckpt_cli"
         )
     # As the import system does, enter the module in ``sys.modules`` before it runs, because it
     # imports its own submodules, and remove it if it fails.

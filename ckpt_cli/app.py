@@ -50,7 +50,7 @@ FailureFilter = Callable[[BaseException, Failure], Failure | None]
 
 _TRANSFER_EPILOG = (
     "The sizes to write can also be set with the option names of other tools, such as --target-tp "
-    "and --target-tensor-parallel-size. ckpt detects the layout of SRC; --tp, --pp, --vpp, --ep "
+    "and --target-tensor-parallel-size. The layout of SRC is detected; --tp, --pp, --vpp, --ep "
     "and --etp (or --tensor-model-parallel-size, …) only check it. Content options are applied in "
     "this order, regardless of their order on the command line: --dequantize, --dequantize-optim; "
     "--include, --exclude; "
@@ -200,11 +200,11 @@ def _convert(options: TransferOptions) -> Work:
     "reshard",
     cls=Command,
     epilog=_TRANSFER_EPILOG,
-    short_help="Reshard a Megatron checkpoint to different parallel sizes.",
+    short_help="Reshard a Megatron checkpoint to new parallel sizes.",
 )
 @accepts("transfer.TransferOptions")
 def _reshard(options: TransferOptions) -> Work:
-    """Reshard a Megatron checkpoint to different parallel sizes (--tp-new, --pp-new, …)."""
+    """Reshard a Megatron checkpoint to new parallel sizes (--tp-new, --pp-new, …)."""
     from ckpt_cli.commands.reshard import reshard
 
     return partial(reshard, options)
@@ -299,7 +299,7 @@ def _prune(options: PruneOptions) -> Work:
 def _launch(options: LaunchOptions) -> Work:
     """Run convert, reshard, merge, manifest, validate or diff with PyTorch's elastic launcher.
 
-    The options have the same names as in torchrun, spelled with - or _, and go before COMMAND.
+    Options have the same names as in torchrun, with - or _, and precede COMMAND.
     """
     from ckpt_cli.launch.run import check_command, launch
 

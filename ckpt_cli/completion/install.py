@@ -68,5 +68,5 @@ def _current_shell(option: str) -> str:
             return str(shell)
     raise UsageError(
         f"{option} cannot identify the current shell as one of: {', '.join(SHELLS)}",
-        hint=f"run ckpt from one of these shells: bash -c 'ckpt {option}'",
+        hint=f"run the command from one of these shells: bash -c 'ckpt {option}'",
     )

@@ -130,7 +130,7 @@ def iteration_option(panel: Panel) -> Any:
     """Declare ``--iteration``."""
     return panel.option(
         "--iteration N",
-        "Iteration to read from a training root. [the tracked iteration, or else the newest]",
+        "Iteration to read from a training root. [tracked or newest]",
         parser=whole_number(0),
     )
 

@@ -38,7 +38,7 @@ class InspectOptions:
     iteration: int | None = iteration_option(OPTIONS)
     tree: bool | None = OPTIONS.flag(
         "--tree/--flat",
-        "Print a folded tree (layers.[0-31]) or one line per tensor. [tree]",
+        "Folded tree (layers.[0-31]) or one line per tensor. [tree]",
         default=None,
     )
     optim: bool = OPTIONS.flag(
@@ -62,9 +62,7 @@ class InspectOptions:
     ranks: bool = OPTIONS.flag(
         "--ranks", "Show what each rank holds: pipeline stages × tensor ranks (× expert ranks)."
     )
-    map: bool = OPTIONS.flag(
-        "--map", "Draw the shards of the tensors that KEY selects, with rank and file."
-    )
+    map: bool = OPTIONS.flag("--map", "Draw the shards of KEY's tensors, with rank and file.")
     report: Path | None = report_option(
         "Also write a report with pictures, all tensors and their shards to FILE (.html)."
     )

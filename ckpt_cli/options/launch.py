@@ -109,8 +109,8 @@ class LaunchOptions:
     )
     nproc_per_node: str | None = WORKERS.option(
         "--nproc-per-node N|auto|cpu|gpu",
-        "Workers per host: a number, cpu (one per core), gpu (one per GPU) or "
-        "auto (one per GPU that --device allows, else one per core, at most 16). [auto]",
+        "Workers per host: a number, cpu (one per core), gpu (one per GPU) or auto "
+        "(one per GPU unless --device is cpu, else one per core, at most 16). [auto]",
         parser=_check_workers,
         envvar="PET_NPROC_PER_NODE",
     )

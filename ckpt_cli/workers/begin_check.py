@@ -79,8 +79,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
             "world size",
             "two jobs may use the same MASTER_PORT; set a different port for each",
         ),
-        ("ckpt", "ckpt version", "install the same version on all hosts"),
-        ("torch", "torch version", "install the same version on all hosts"),
+        ("ckpt", "version of ckpt", "install the same version on all hosts"),
+        ("torch", "version of torch", "install the same version on all hosts"),
         ("arguments", "command", "start all workers with the same command"),
         ("backend", "backend", "start all workers with the same --backend and --device"),
     ):

@@ -78,7 +78,7 @@ def test_another_core_that_was_imported_first_is_named(project: Path) -> None:
         "ImportError: a different package named 'core' has already been imported"
     )
     assert str(project / "core" / "__init__.py") in message
-    assert message.endswith("import ckpt_cli first, or run ckpt from the command line")
+    assert message.endswith("import ckpt_cli first, or run python -m ckpt_cli")
 
 
 def test_the_python_interface_is_imported_from_ckpt_cli_beside_another_core(project: Path) -> None:

@@ -37,7 +37,7 @@ def test_each_stream_has_to_be_a_terminal(number: int) -> None:
     require_terminal(options, tuple(streams), {"TERM": "xterm"})
     name = ("stdin", "stdout", "stderr")[number]
     streams[number] = io.StringIO()  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=f"but {name} is not one"):
+    with pytest.raises(UsageError, match=f"but {name} is not a terminal"):
         require_terminal(options, tuple(streams), {"TERM": "xterm"})
 
 

@@ -56,7 +56,7 @@ def test_without_a_terminal_yes_is_needed(
     assert out == ""
     assert err.splitlines() == [
         "error: removing iterations requires confirmation, but stdin is not a terminal",
-        "  hint: look at the plan with --dry-run, then pass --yes",
+        "  hint: review the plan with --dry-run, then pass --yes",
     ]
     assert numbers(root) == [1, 2, 3, 4]
     assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0

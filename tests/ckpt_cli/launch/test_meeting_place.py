@@ -79,7 +79,7 @@ def test_every_wait_has_a_limit() -> None:
         ({"nnodes": "2", "standalone": True}, "--nnodes has no effect: --standalone"),
         ({"standalone": True, "rdzv_endpoint": "a"}, "--rdzv-endpoint has no effect: --standalone"),
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
-        ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
+        ({"nnodes": "2", "node_rank": 2}, "Number the hosts from 0 to 1"),
         (
             {
                 "nnodes": "2",

@@ -66,17 +66,17 @@ def test_workers_that_are_alike_fit():
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"ckpt": "2"}, "the same ckpt version, but rank 0 on a has 1 and rank 1 on b has 2"),
+        ({"ckpt": "2"}, "the same version of ckpt, but rank 0 on a has 1 and rank 1 on b has 2"),
         (
             {"torch": "2.4"},
-            "the same torch version, but rank 0 on a has 2.13 and rank 1 on b has 2.4",
+            "the same version of torch, but rank 0 on a has 2.13 and rank 1 on b has 2.4",
         ),
         (
             {"arguments": ["diff", "x"]},
-            "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x",
+            "the same command, but rank 0 on a has diff x y and rank 1 on b has diff x",
         ),
         ({"size": 3}, "all workers need the same world size"),
-        ({"backend": "cpu:gloo,cuda:nccl"}, "differ in the backend"),
+        ({"backend": "cpu:gloo,cuda:nccl"}, "the same backend"),
     ],
 )
 def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
