@@ -579,7 +579,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(tmp_path,
         "integrity": "main replicas, on ranks 0, 1",
         "dtype": "ranks disagree on the dtype",
         "one rank's argument": "there is no default strategy for save_sharded with backend "
-        "'own', version 4",
+        "'own' and version 4",
         "missing": "the target directory does not exist",
         "no data, torch_dist": "no data",
         "no data, zarr": "no data",

@@ -61,7 +61,7 @@ def test_a_registered_strategy_is_found_under_its_action_backend_and_version(reg
     assert get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 3) is strategy
     assert registry["save_sharded"] == {("mine", 3): strategy}
     with pytest.raises(
-        CheckpointingException, match="backend 'mine', version 4.*versions of mine: 3"
+        CheckpointingException, match="backend 'mine' and version 4.*versions of mine: 3"
     ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 4)
     with pytest.raises(CheckpointingException, match="load_sharded with backend 'mine'"):
@@ -70,7 +70,7 @@ def test_a_registered_strategy_is_found_under_its_action_backend_and_version(reg
 
 def test_an_unknown_backend_is_refused_with_the_names_that_exist(registry):
     with pytest.raises(
-        CheckpointingException, match="backend 'tar', version 1.*Backends: torch, torch_dist, zarr"
+        CheckpointingException, match="backend 'tar' and version 1.*Supported backends: torch, torch_dist, zarr"
     ):
         get_default_strategy(StrategyAction.LOAD_COMMON, "tar", 1)
 
