@@ -47,13 +47,13 @@ def detect_family(
     if not isinstance(model_type, str):
         raise UnsupportedError(
             f"models of type {text!r} are not supported",
-            hint=f"supported: {', '.join(families())}",
+            hint=f"supported types: {', '.join(families())}",
         )
     reason = refused_types().get(text)
     if reason is not None:
         raise UnsupportedError(
             f"models of type {text!r} are not supported: {reason}",
-            hint="if your own Megatron version builds such layers, describe their tensors and "
+            hint="if your version of Megatron builds such layers, describe their tensors and "
             "settings in a file and pass it with --family FILE.toml",
         )
 
@@ -69,15 +69,15 @@ def detect_family(
     plain = [family for family in built if _ignored_window(config, family) is None]
     if plain:
         note = (
-            f"model type {text!r} is unknown; its tensors are exactly those of a "
-            f"{plain[0].model_type} model, so it is converted as one: "
+            f"model type {text!r} is unknown, but its tensors are exactly those of a "
+            f"{plain[0].model_type} model, so ckpt converts it like a {plain[0].model_type} model; "
             "check that it computes the same results"
         )
         return plain[0], note
     if built:
         raise UnsupportedError(
-            f"models of type {text!r} are not supported: their tensors are those of a "
-            f"{built[0].model_type} model, whose layers have no windows, but "
+            f"models of type {text!r} are not supported, because their tensors are those of a "
+            f"{built[0].model_type} model, whose layers have no sliding window, but "
             f"{_ignored_window(config, built[0])} is set",
             file=CONFIG,
             hint="describe the family in a file and pass it with --family FILE.toml",
