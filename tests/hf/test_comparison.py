@@ -578,7 +578,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
     )
     with pytest.raises(UnknownTensorError, match=f"all names begin with '{wrapper}'") as refusal:
         run(job)
-    assert refusal.value.hint == f"remove it with --strip-prefix {wrapper}"
+    assert refusal.value.hint == f"remove the prefix with --strip-prefix {wrapper}"
     run(replace(job, strip_prefix=(wrapper,)))
 
 

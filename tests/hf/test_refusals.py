@@ -402,19 +402,19 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
         UnsupportedError,
-        "rotary_seq_len_interpolation_factor and use_rope_scaling are both set",
+        "rotary_seq_len_interpolation_factor and use_rope_scaling cannot both be set",
     ),
     "a scaling of layers with a window": (
         "olmo3",
         {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
         UnsupportedError,
-        r"scale the rotary embeddings of all layers \(llama3\)",
+        "apply llama3 RoPE scaling to all layers",
     ),
     "an interpolation of layers with a window": (
         "olmo3",
         {"rotary_seq_len_interpolation_factor": 2},
         UnsupportedError,
-        r"scale the rotary embeddings of all layers \(linear\)",
+        "apply linear RoPE scaling to all layers",
     ),
     "biases with norms of queries": (
         "qwen3",
@@ -475,7 +475,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"layernorm_epsilon": None, "norm_epsilon": None},
         UnsupportedError,
-        "argument layernorm_epsilon is missing, which rms_norm_eps in config.json needs",
+        "argument layernorm_epsilon, which sets rms_norm_eps in config.json, is missing",
     ),
 }
 
@@ -553,7 +553,10 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
 @pytest.mark.parametrize(
     ("types", "message"),
     [
-        (["shared", "full", "full"], "neither the first ones nor at regular intervals"),
+        (
+            ["shared", "full", "full"],
+            "must be the first layers and then layers at regular intervals",
+        ),
         (["full", "shared"], "not 3 times full or shared"),
         (["full", "shared", "some"], "not 3 times full or shared"),
     ],

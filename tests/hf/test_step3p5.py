@@ -338,7 +338,7 @@ def test_rank_files_and_other_heads_are_refused_before_anything_is_written(
 ) -> None:
     for source in (folder, dist):
         assert main(["convert", str(source), str(tmp_path / "ranks"), "--to", "megatron"]) != 0
-        assert "only torch_dist distinguishes its rows from the others" in capsys.readouterr().err
+        assert "only torch_dist distinguishes the gate rows" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     source = catalog_of(folder)[1]
     for changed, kind, text in (

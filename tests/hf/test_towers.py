@@ -281,7 +281,7 @@ def test_a_refused_text_model_is_named_without_advice_that_does_not_help() -> No
         with pytest.raises(UnsupportedError) as caught:
             to_megatron(source, config)
         assert parts in caught.value.message
-        assert "Nor is its text model, a gemma4_text: " in caught.value.message
+        assert "its text model (gemma4_text) is not supported either: " in caught.value.message
         assert caught.value.hint is None
 
 
@@ -326,8 +326,8 @@ def _with_transposed_experts(model: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("key", "shape", "problem"),
     [
-        ("blocks.1.attn.qkv.bias", (35,), "they are one tensor in Megatron"),
-        ("blocks.1.mlp.linear_fc2.weight", (12, 19), "they are one tensor in Megatron"),
+        ("blocks.1.attn.qkv.bias", (35,), "Megatron stores both in one tensor"),
+        ("blocks.1.mlp.linear_fc2.weight", (12, 19), "Megatron stores both in one tensor"),
     ],
 )
 def test_layers_of_other_shapes_are_refused(

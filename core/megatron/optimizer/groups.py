@@ -261,8 +261,8 @@ def assign(
         )
     if refused is not None:
         raise UnsupportedError(
-            "in no assignment of the parameters to the optimizer's groups do the master weights "
-            f"round to these weights ({facts})",
+            "no assignment of parameters to the optimizer's groups has master weights that round "
+            f"to these weights ({facts})",
             key=refused,
             hint=HINT,
         )

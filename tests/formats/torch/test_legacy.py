@@ -156,7 +156,7 @@ UNSUPPORTED = {
     "quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 2, torch.qint8),
     "sparse tensor": lambda: torch.eye(3).to_sparse(),
     "view with the conj bit": lambda: torch.ones(3, dtype=torch.complex64).conj(),
-    "meta tensor, which has no data": lambda: torch.empty(3, device="meta"),
+    "meta tensor without data": lambda: torch.empty(3, device="meta"),
     "bare storage": lambda: filled(torch.int8, 4).untyped_storage(),
 }
 
@@ -265,17 +265,17 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "listed, not used": (
         legacy_stream(FINE, {**STORED, "2": (1, b"1234")}),
         CorruptError,
-        "nothing refers to the listed storage",
+        "but nothing refers to it",
     ),
     "used, not listed": (
         legacy_stream(FINE, {}),
         CorruptError,
-        "refers to storage '1', which is not listed",
+        "refers to storage '1', which the file does not list",
     ),
     "listed twice": (
         legacy_stream(FINE, STORED, keys=["1", "1"]) + bytes(72),
         CorruptError,
-        "listed twice",
+        "lists storage '1' twice",
     ),
     "keys that are no list": (
         legacy_stream(FINE, STORED, keys={"1": 2}),
@@ -296,7 +296,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "two lengths": (
         legacy_stream({"t": a_view(None, (3,)), "u": a_view(None, (3,), n=15)}, STORED),
         CorruptError,
-        "with 64 bytes, and again with 60 bytes",
+        "is 64 bytes in one place of the pickle and 60 bytes in another",
     ),
     "a short storage": (
         legacy_stream(FINE, {"1": (16, CONTENT[:-1])}),
@@ -315,12 +315,12 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "an unknown storage": (
         legacy_stream({"t": a_tensor(pid=storage(kind=Global("torch", "OddStorage")))}, STORED),
         UnsupportedError,
-        "unknown storage type torch.OddStorage",
+        "the storage type torch.OddStorage is not supported",
     ),
     "five fields": (
         legacy_stream({"t": a_tensor()}, STORED),
         CorruptError,
-        "malformed persistent id",
+        "malformed persistent ID",
     ),
     "an odd id": (
         legacy_stream({"t": a_tensor(pid=("module", "x", None, None))}, STORED),
@@ -330,7 +330,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "an id of no tuple": (
         legacy_stream({"t": a_tensor(pid=5)}, STORED),
         CorruptError,
-        "malformed persistent id 5",
+        "malformed persistent ID: 5",
     ),
     "a key that is no text": (
         legacy_stream({"t": a_tensor(pid=storage(1))}, STORED),
@@ -355,7 +355,7 @@ BROKEN: dict[str, tuple[bytes, type[Exception], str]] = {
     "a view of two places": (
         legacy_stream({"t": a_view(("2", 1, 5), (2,)), "u": a_view(("2", 2, 5), (2,))}, STORED),
         CorruptError,
-        "'2' is defined in two ways",
+        "'2' has two contradictory definitions",
     ),
     "a view of a storage's name": (
         legacy_stream({"t": a_view(("1", 1, 5), (2,))}, STORED),

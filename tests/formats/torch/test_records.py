@@ -277,7 +277,7 @@ DAMAGES = {
     "no end": (packed(raw=_raw(CONTENT)[:-5]), "is incomplete"),
     "nothing": (packed(raw=b"\x03"), "inflates to more|is incomplete|too few|damaged"),
     "something behind": (packed(raw=_raw(CONTENT) + b"more"), "4 bytes follow the end"),
-    "no deflate": (packed(raw=b"\xff" * 60), "damaged deflated data"),
+    "no deflate": (packed(raw=b"\xff" * 60), "deflated data is damaged"),
 }
 
 

@@ -241,7 +241,7 @@ END = DATA.index(b"PK\x05\x06")
 DEFLATED = zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_DEFLATED)
 
 CONTRADICTIONS = {
-    "bytes before the zip": (b"junk" + DATA, CorruptError, "has to end"),
+    "bytes before the zip": (b"junk" + DATA, CorruptError, "must end"),
     "two end records": (DATA[:-2] + b"\x16\x00" + DATA[-22:], CorruptError, "two end records"),
     "two equal names": (
         zipped([("a/data.pkl", b"N."), ("a/data.pkl", b"N.")]),

@@ -199,7 +199,7 @@ def test_a_damaged_optimizer_names_its_file_and_how_to_read_the_weights(
     with pytest.raises(CheckpointingException) as raised:
         open_checkpoint(folder)
     assert raised.value.file == "optimizer.pt"
-    assert "pass their file" in (raised.value.hint or "")
+    assert "pass the weights file" in (raised.value.hint or "")
 
 
 def test_files_of_other_programs_with_these_names_are_listed(

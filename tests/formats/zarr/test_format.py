@@ -521,7 +521,7 @@ def test_a_chunk_of_the_wrong_length_is_named(
 @pytest.mark.parametrize("name", ["9.9.0", "4.0.0", "0.0", "0.0.0.0", "0", "00.0.0"])
 def test_a_chunk_beyond_the_grid_is_named(copied: Path, name: str) -> None:
     (copied / KEY / name).write_bytes(b"x")
-    with pytest.raises(CorruptError, match="beyond the grid") as caught:
+    with pytest.raises(CorruptError, match="outside the array's grid") as caught:
         read(copied)
     assert caught.value.file == f"{KEY}/{name}"
 

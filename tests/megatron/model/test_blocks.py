@@ -48,7 +48,7 @@ def with_first(**changes: object) -> list[object]:
     ("given", "message"),
     [
         (fields(PUBLISHED, num_layers=3), "has 2 layers, but num_layers is 3"),
-        (fields({}), "no list block_configs"),
+        (fields({}), "no list named block_configs"),
         (fields(PUBLISHED) | {TEXT: "{"}, "JSON"),
         (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a text"),
         (fields([PUBLISHED[0], 3]), "layer 1 has no attention or no ffn"),

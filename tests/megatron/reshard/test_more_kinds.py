@@ -502,7 +502,7 @@ def test_a_pattern_without_cuts_is_kept() -> None:
             ),
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
-        ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
+        ("M*|-|M", "the layer pattern has 3 chunks, but PP 2 × VPP 1 requires 2 model chunks"),
     ],
 )
 def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, message: str) -> None:

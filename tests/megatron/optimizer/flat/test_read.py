@@ -179,7 +179,7 @@ def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> 
 def test_without_values_buckets_are_not_discovered() -> None:
     args = {"ddp_bucket_size": None, "overlap_grad_reduce": False}
     _, catalog = with_optimizer(DENSE, Topology(2, 1), Run(bucket_size=400), args=args)
-    with pytest.raises(UnsupportedError, match="fits no layout of Megatron's"):
+    with pytest.raises(UnsupportedError, match="fits none of Megatron's layouts"):
         unshard(catalog, rules=RULES)
 
 
@@ -215,7 +215,7 @@ def test_values_that_fit_several_places_are_refused() -> None:
     result = find_starts(space, lambda place, start: start != 67)
     assert result.starts == [131, 128, 64, 0]
     assert len(result.notes) == 1
-    with pytest.raises(UnsupportedError, match="has 132 elements, and its 4 parameters have 12"):
+    with pytest.raises(UnsupportedError, match="has 132 elements and its 4 parameters have 12"):
         find_starts(space, lambda place, start: start != 64)
 
 
@@ -269,10 +269,12 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
     refused(
         lambda content: content | {1: content[0]}, CorruptError, "buffer 1 belongs to no parameter"
     )
-    refused(lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer holds embedding")
-    refused(lambda content: content | {2: content[0]}, CorruptError, "not numbered from 0")
+    refused(
+        lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer contains embedding"
+    )
+    refused(lambda content: content | {2: content[0]}, CorruptError, "should be numbered from 0")
     refused(lambda content: [content, None, None], CorruptError, "contains 3 optimizers")
-    refused(lambda content: {0: {}}, CorruptError, "by its dtypes")
+    refused(lambda content: {0: {}}, CorruptError, "a pair of dtypes")
 
 
 def test_ranks_of_different_steps_are_refused() -> None:
