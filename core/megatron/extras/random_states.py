@@ -58,14 +58,14 @@ class RandomStates:
         """Return the reason why some rank at other sizes has no state; None if each has one."""
         saved = self.topology
         if (saved.tp, saved.pp) != (topology.tp, topology.pp):
-            return f"they were saved with {saved}, not with {topology}"
+            return f"saved with {saved}, not {topology}"
         if not self.is_known:
-            return "their class or layout is not recognized"
+            return "stored in an unrecognized class or layout"
         missing = next((rank for rank in topology.ranks() if rank not in self.by_rank), None)
         if missing is None:
             return None
         rank_name = _name_rank(missing, has_experts=topology.ep > 1 or saved.ep > 1)
-        return f"they were saved with {saved}, without a state for {rank_name}"
+        return f"saved with {saved}, without a state for {rank_name}"
 
     def lost_at(self, topology: Topology) -> tuple[Dropped, ...]:
         """Return the record of the states that other sizes with the same TP and PP do not keep."""
@@ -164,7 +164,9 @@ def kept_states(
     if reason is None:
         return KeptStates(states.by_rank, states.lost_at(topology))
     if rng == "keep":
-        raise UnsupportedError(f"the random states cannot be kept, because {reason}", hint=_HINT)
+        raise UnsupportedError(
+            f"the random states cannot be kept, because they were {reason}", hint=_HINT
+        )
     return KeptStates({}, (Dropped((RNG,), f"{reason}; {WITHOUT}"),))
 
 
