@@ -104,7 +104,8 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
     """Yield notes about what a Megatron run needs besides the arguments to be the same model."""
     if family.builder is not None:
         yield (
-            f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
+            f"Megatron's training script cannot build {family.model_type} models, but "
+            f"{family.builder}"
         )
     elif model.n_mtp and family.mtp_names.dense and "moe" in model.kinds_of(model.n_layers - 1):
         yield (

@@ -187,7 +187,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"model_type": "cohere"},
         UnsupportedError,
-        "'cohere' are not supported: its attention and MLP see the same input",
+        "'cohere' are not supported: attention and MLP read the same input",
     ),
     "no family": (
         "llama",

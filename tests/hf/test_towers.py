@@ -195,8 +195,8 @@ def test_rank_files_and_unknown_towers_are_refused(bridge: Path, tmp_path: Path)
     other.mkdir()
     (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     for model_type, reason in (
-        ("qwen2_vl", r"\(visual\), and Megatron-Bridge has no such model"),
-        ("unheard_of", "ckpt does not know their names in Megatron"),
+        ("qwen2_vl", r"\(visual\), and Megatron-Bridge does not build such models"),
+        ("unheard_of", "ckpt does not know the names of these parts in Megatron"),
     ):
         config = {**config_of(model), "model_type": model_type}
         (other / "config.json").write_text(json.dumps(config))

@@ -45,7 +45,7 @@ EXPERTS_ARGUMENT = "huggingface_experts"
 published files, or ``PLAIN``, as transformers 5 writes them."""
 TRANSPOSED, PLAIN = "transposed", "plain"
 TEXT_MODEL_HINT = "convert only the text model with --text-model"
-_UNKNOWN = "and ckpt does not know their names in Megatron"
+_UNKNOWN = "and ckpt does not know the names of these parts in Megatron"
 
 
 @dataclass(frozen=True, slots=True)
