@@ -85,9 +85,9 @@ def detect_family(
     raise UnsupportedError(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
-        hint="nearest: "
+        hint="closest families: "
         + "; ".join(starmap(_difference_text, differences[:_N_NEAREST]))
-        + ". Describe the family in a file and pass it with --family FILE.toml"
+        + "; describe the family in a file and pass it with --family FILE.toml"
         if differences
         else f"{CONFIG} lacks the sizes that the supported families have; "
         "describe the family in a file and pass it with --family FILE.toml",
@@ -203,5 +203,5 @@ def _misfits(tensors: Mapping[str, Tensor], family: Family, model: Model) -> Ite
 
 def _difference_text(family: Family, keys: Sequence[str]) -> str:
     """Describe what does not fit a family."""
-    more = f" and {len(keys) - _N_NAMED:,} others" if keys[_N_NAMED:] else ""
+    more = f" and {len(keys) - _N_NAMED:,} more" if keys[_N_NAMED:] else ""
     return f"{family.model_type} (not {', '.join(keys[:_N_NAMED])}{more})"

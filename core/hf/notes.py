@@ -166,8 +166,8 @@ def _scaling_notes(fields: Mapping[str, object]) -> Iterator[str]:
     factor = fields.get("rope_scaling_factor")
     if fields.get("position_embedding_type") == "yarn":
         yield (
-            "the model uses YaRN scaling, which Megatron's training script supports only since "
-            f"megatron-core 0.19; {_BRIDGE}"
+            "the model uses YaRN scaling, which Megatron's training script supports only in "
+            f"megatron-core 0.19 and later; {_BRIDGE}"
         )
     elif fields.get("use_rope_scaling") and factor not in (None, _USUAL_FACTOR):
         yield (

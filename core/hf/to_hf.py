@@ -250,7 +250,7 @@ def _config_document(
     if head is not None:
         tie = {name: origin.config[name] for name in (TIE,) if name in origin.config}
         values = head.edit_config({**values, **tie})
-    note = f"{CONFIG} is the original {CONFIG} that the model was converted from"
+    note = f"{CONFIG} is the original file that the model was converted from"
     if values == origin.config:
         return origin.text, note
     changes = "that the training arguments have changed" if restored else "of a value head"

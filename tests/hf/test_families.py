@@ -173,7 +173,7 @@ def test_a_family_that_megatron_computes_differently_is_converted_with_a_warning
     middle = to_megatron(source, config)
     for catalog in (middle, to_hf(replace(middle, notes=()))):
         (note,) = (note for note in catalog.notes if "differently" in note)
-        assert "computes ernie4_5_moe models differently: its router adds the bias" in note
+        assert "computes ernie4_5_moe models differently: the router adds the bias" in note
 
 
 def test_a_model_with_windows_is_not_taken_for_one_without(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.hf.models import LLAMA3, catalog_of, config_of, saved
         ),
         ("cwm", {**LLAMA3, "factor": 16.0}, "rope_scaling_factor is 16.0: .* with 8"),
         ("llama_linear_scaling", None, "interpolation_factor is 2.5: .* since megatron-core 0.19"),
-        ("qwen3_yarn", None, "YaRN .* only since megatron-core 0.19"),
+        ("qwen3_yarn", None, "YaRN .* only in megatron-core 0.19 and later"),
     ],
 )
 def test_scaling_that_not_every_version_applies_is_noted_both_ways(

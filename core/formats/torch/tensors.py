@@ -415,9 +415,9 @@ _KINDS = {
     "_rebuild_njt": "nested tensor",
     "_rebuild_meta_tensor_no_storage": "meta tensor without data",
     "_rebuild_wrapper_subclass": "tensor subclass",
-    "_rebuild_device_tensor_from_numpy": "tensor of an unsupported device",
-    "_rebuild_device_tensor_from_cpu_tensor": "tensor of an unsupported device",
-    "_rebuild_xla_tensor": "tensor of an unsupported device",
+    "_rebuild_device_tensor_from_numpy": "tensor on an unsupported device",
+    "_rebuild_device_tensor_from_cpu_tensor": "tensor on an unsupported device",
+    "_rebuild_xla_tensor": "tensor on an unsupported device",
 }
 """Name of a rebuild function in torch → kind of tensor, for kinds that are not supported."""
 

@@ -289,7 +289,9 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
     """
     placements = spec.get("placements")
     if not isinstance(placements, (tuple, list)) or len(placements) != len(mesh.shape):
-        raise CorruptError(f"a DTensor's placements do not fit its mesh of shape {mesh.shape}")
+        raise CorruptError(
+            f"a DTensor's placements do not match its device mesh of shape {mesh.shape}"
+        )
     coordinate = mesh.coordinate or (0,) * len(mesh.shape)
     reader = FieldReader()
     cuts: dict[int, MeshCut] = {}

@@ -133,7 +133,9 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         return NamedOptimizer(value)
     unnamed = "numbers its parameters, and their names are uncertain ({}), so the numbers are kept"
     if len({*flat}) < len(flat) or not states.keys() <= {*flat}:
-        return NamedOptimizer(value, unnamed.format("the groups do not list every number once"))
+        return NamedOptimizer(
+            value, unnamed.format("the groups do not list each number exactly once")
+        )
 
     # The shape of a parameter is that of its moments.
     shapes = [[_shape_of(states.get(number), shape_of) for number in group] for group in numbers]
@@ -343,7 +345,7 @@ def named_numbers(
         model_type: the family of transformers, or None if it is unknown.
     """
     if is_ordered:
-        return _only_fit([tuple(shapes)], shapes, groups, source="the weights' file")
+        return _only_fit([tuple(shapes)], shapes, groups, source="the weights file")
     # The family's own order; or those of all families that have such modules.
     table = read_module_orders()
     own_tree = table.get(model_type or "")

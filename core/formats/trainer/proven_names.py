@@ -306,7 +306,7 @@ def check_masters(
             if not are_masters(store, pairs):
                 raise UsageError(
                     f"{OPTION}: parameter {number} would be {name}, but its master weights do not "
-                    "round to these weights",
+                    "round to that parameter's weights",
                     key=optimizer.key,
                     hint=_HINT,
                 )

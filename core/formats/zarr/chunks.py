@@ -117,7 +117,7 @@ def folder_chunks(
         fill = None
     # Decide which of the absent chunks are missing, and report these.
     missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
-    text = f"a chunk is missing: {len(size_of)} of {grid.n_chunks} exist"
+    text = f"a chunk is missing; only {len(size_of)} of {grid.n_chunks} chunks exist"
     for number in islice(missing, _MAX_NAMED):
         report(_missing_error(text, path_in(folder, names.name(grid.index_at(number))), key))
     # Keep sizes only of chunks whose size does not follow from the metadata; a column of numbers is

@@ -182,7 +182,8 @@ def _notes(
         elif changed:
             several = f"{len(changed)} biases and vectors" if changed[1:] else changed[0]
             notes.append(
-                f"{several} had weight decay, but Megatron's groups apply none here (wd_mult 0)"
+                f"{several} had weight decay, but Megatron exempts biases and vectors from it "
+                "(wd_mult 0)"
             )
     # All groups of Megatron get these from the same arguments.
     for name in _OF_TORCH:

@@ -119,7 +119,7 @@ def _combine_chain(chain: Sequence[ParsedEntries]) -> ParsedEntries:
 
     # The global form holds entries such as the loss scaler once.
     dropped = [
-        Dropped((f"{name} of optimizer {number}",), "only that of optimizer 0 is kept")
+        Dropped((f"{name} of optimizer {number}",), "only the entry of optimizer 0 is kept")
         for number, member in enumerate(chain[1:], start=1)
         for name in member.optimizer.entries
     ]
