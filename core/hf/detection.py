@@ -204,4 +204,4 @@ def _misfits(tensors: Mapping[str, Tensor], family: Family, model: Model) -> Ite
 def _difference_text(family: Family, keys: Sequence[str]) -> str:
     """Describe what does not fit a family."""
     more = f" and {len(keys) - _N_NAMED:,} more" if keys[_N_NAMED:] else ""
-    return f"{family.model_type} (not {', '.join(keys[:_N_NAMED])}{more})"
+    return f"{family.model_type} (differs in {', '.join(keys[:_N_NAMED])}{more})"

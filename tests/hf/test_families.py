@@ -97,7 +97,7 @@ def test_a_model_that_no_family_fits_is_refused_with_the_nearest_and_what_does_n
     with pytest.raises(UnsupportedError, match="not those of a supported family") as caught:
         to_megatron(source, config)
     hint = str(caught.value.hint)
-    assert hint.startswith(f"nearest: llama (not {key}); ")
+    assert hint.startswith(f"closest families: llama (differs in {key}); ")
     assert hint.count(" (not ") == 3
     assert "--family FILE.toml" in hint
 
