@@ -41,6 +41,13 @@ PROSE = frozenset(
     {
         "wrote",
         "runs",
+        "read",
+        "ignores",
+        "converts",
+        "uses",
+        "recognizes",
+        "supports",
+        "found",
         "is",
         "writes",
         "reads",

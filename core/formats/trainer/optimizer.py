@@ -171,7 +171,7 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
 
     return NamedOptimizer(
         with_names(value, result.groups),
-        f"numbers its parameters; ckpt named them in the order of {result.source}, and all shapes "
+        f"numbers its parameters; they were named in the order of {result.source}, and all shapes "
         "match",
     )
 
