@@ -117,7 +117,7 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         assert arguments(to_megatron(source, filled))["rotary_base"] == 500000
     # What Megatron cannot express without changing other layers is refused.
     scaled = {**rope, "sliding_attention": rope["full_attention"]}
-    with pytest.raises(UnsupportedError, match="'yarn' in layers with a window"):
+    with pytest.raises(UnsupportedError, match="'yarn' in sliding-window layers"):
         to_megatron(source, {**new, "rope_parameters": scaled})
     other_base = {**rope, "full_attention": {**rope["full_attention"], "rope_theta": 1e6}}
     with pytest.raises(UnsupportedError, match="single rotary_base for all"):

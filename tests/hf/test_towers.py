@@ -294,7 +294,7 @@ def test_ernie_vl_is_refused_for_its_two_sets_of_experts(bridge: Path, tmp_path:
     (model / "config.json").write_text(
         json.dumps({"model_type": "ernie4_5_vl_moe", "text_config": text})
     )
-    with pytest.raises(UnsupportedError, match="two sets of experts") as err:
+    with pytest.raises(UnsupportedError, match="separate experts for text and images") as err:
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
     assert err.value.hint is None  # --text-model has no family for it
 
@@ -341,7 +341,7 @@ def test_layers_of_other_shapes_are_refused(
 def test_rows_that_do_not_divide_into_heads_are_refused(bridge: Path, tmp_path: Path) -> None:
     shapes = {f"blocks.{number}.attn.qkv.bias": (35,) for number in range(3)}
     model = _edited(bridge / "qwen3_vl/hf", tmp_path / "model", shapes)
-    with pytest.raises(CorruptError, match="35 rows cannot be divided evenly into queries"):
+    with pytest.raises(CorruptError, match="35 rows cannot be divided evenly into the queries"):
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
 
 

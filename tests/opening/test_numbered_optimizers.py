@@ -101,7 +101,7 @@ def test_a_model_in_another_order_is_refused_with_the_first_that_differs(tmp_pat
     tree["model"] = {name: tree["model"][name] for name in "cab"}
     torch.save(tree, tmp_path / "in.pt")
     with pytest.raises(
-        UsageError, match=r"states of parameter 0 have shape \[4, 3\], but c has \[5\]"
+        UsageError, match=r"states of parameter 0 have shape \[4, 3\], but c has shape \[5\]"
     ):
         run(Job(src=tmp_path / "in.pt", dst=tmp_path / "out.pt", param_order="model"))
 

@@ -232,7 +232,9 @@ def test_parts_that_contradict_the_placements_are_damage(
         _save(tmp_path / "src", rank, {"w": DTensor(local, spec, requires_grad=False)})
 
     each_rank((2,), write)
-    with pytest.raises(CorruptError, match=r"local part of shape \(3,\).*give \(2,\)") as error:
+    with pytest.raises(
+        CorruptError, match=r"local part of shape \(3,\).*imply a local shape of \(2,\)"
+    ) as error:
         FORMAT.read(open_store(tmp_path / "src"))
     assert (error.value.file, error.value.key) == ("rank_0.pt", "w")
 
@@ -271,7 +273,7 @@ def test_ranks_that_differ_in_a_value_or_a_buffer_are_reported(
     assert catalog.objects["epoch"].value == 3
     assert [catalog.objects[f"data.rank_{rank}.seen"].value for rank in range(2)] == [0, 1]
     assert tuple(map(str, catalog.dropped)) == (
-        "model.name of rank 1 (differs from that of rank 0)",
+        "model.name of rank 1 (differs from the value on rank 0)",
     )
     with pytest.raises(CorruptError, match="differ") as error:
         run(Job(src=tmp_path / "src", dst=tmp_path / "out", to="torch", fsync=False))

@@ -120,7 +120,7 @@ def test_names_that_shapes_leave_open_stay_numbers_with_a_note(frameworks: Path)
     # The embedding and the head of this model have one shape, and safetensors sorts them.
     opened = open_checkpoint(frameworks / "accelerate" / "ddp" / "state")
     assert "optimizer.state.0.exp_avg" in opened.catalog.tensors
-    assert any("whose names are uncertain" in note for note in opened.catalog.notes)
+    assert any("their names are uncertain" in note for note in opened.catalog.notes)
 
 
 def test_an_optimizer_of_another_model_keeps_its_numbers(frameworks: Path, tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
         (
             _with_tensors(**{"base_model/model/lm_head/weight": (128, 32)}),
             UnsupportedError,
-            "replaces 1 tensors",
+            "replaces tensors of the base model",
         ),
         (
             _with_tensors(

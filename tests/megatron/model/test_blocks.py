@@ -51,8 +51,11 @@ def with_first(**changes: object) -> list[object]:
         (fields({}), "no list named block_configs"),
         (fields(PUBLISHED) | {TEXT: "{"}, "JSON"),
         (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a text"),
-        (fields([PUBLISHED[0], 3]), "layer 1 has no attention or no ffn"),
-        (fields(with_first(attention={"n_heads_in_group": 5})), "layer 0 has 12 query groups"),
+        (fields([PUBLISHED[0], 3]), "layer 1 in argument .* has no attention or no ffn"),
+        (
+            fields(with_first(attention={"n_heads_in_group": 5})),
+            "layer 0 in argument .* has 12 query groups",
+        ),
         (fields(with_first(attention={"no_op": False})), "layer 0 has no num_query_groups"),
         (fields(with_first(ffn={"ffn_mult": None})), "layer 0 has no ffn_hidden_size"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "only the path"),

@@ -175,5 +175,7 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
 
 def test_a_vocabulary_above_the_stored_rows_is_refused() -> None:
     _, catalog = Model(layers=1).catalog(Topology(tp=2))
-    with pytest.raises(UsageError, match="a vocabulary of 41 does not fit the 40 stored rows"):
+    with pytest.raises(
+        UsageError, match="a vocabulary of 41 tokens does not fit in the 40 stored rows"
+    ):
         unshard(catalog, rules=RULES, vocab_size=41)

@@ -249,7 +249,7 @@ def test_an_empty_group_may_miss_the_steps() -> None:
     assert groups.groups()[0].settings["step"] == 3
     with pytest.raises(
         CorruptError,
-        match="step of the optimizer's param group 0 is 4 here, but 3 in mp_rank_00",
+        match="step of the optimizer's param group 0 is 4, but 3 in mp_rank_00",
     ):
         merged([({**WD, "step": 3}, "a")], [({**WD, "step": 4}, "b")])
 

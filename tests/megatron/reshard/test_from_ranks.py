@@ -198,7 +198,9 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
 
 def test_a_vocabulary_that_does_not_fit_is_refused(golden: Path) -> None:
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
-    with pytest.raises(UsageError, match="a vocabulary of 500 does not fit the 384 stored rows"):
+    with pytest.raises(
+        UsageError, match="a vocabulary of 500 tokens does not fit in the 384 stored rows"
+    ):
         unshard(catalog, rules=RULES, vocab_size=500)
     with pytest.raises(UsageError, match="cannot be combined"):
         unshard(catalog, rules=RULES, vocab_size=300, keep_padded_vocab=True)

@@ -455,7 +455,7 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     assert isinstance(error, CorruptError)
     assert (
         error.message
-        == "the parts 16, 16, 9, 9, 4 of the tensor cannot be divided evenly among 2 ranks"
+        == "the tensor's parts (16, 16, 9, 9, 4 rows) cannot be divided evenly among 2 ranks"
     )
 
 
@@ -497,8 +497,8 @@ def test_a_pattern_without_cuts_is_kept() -> None:
         (
             "M-*M",
             (
-                "layer 1 should be of kind - according to the pattern M-*M, "
-                "but it has no mlp.linear_fc1.*"
+                "according to the pattern M-*M, layer 1 should be of kind -, "
+                "but it has no tensor mlp.linear_fc1.*"
             ),
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
