@@ -478,7 +478,7 @@ def test_scales_of_cached_keys_and_values_are_no_problem(
             lambda t: changed(
                 t, x=meta_of("model.layers.1.mlp.up_proj.weight_scale_inv", "float32", 3, 1)
             ),
-            r"scales of shape \(3, 1\) for a weight of shape \(48, 32\)",
+            r"scales have shape \(3, 1\), which does not fit a weight of shape \(48, 32\)",
         ),
     ],
 )

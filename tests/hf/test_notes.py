@@ -19,10 +19,10 @@ from tests.hf.models import LLAMA3, catalog_of, config_of, saved
         (
             "llama_rope_scaling",
             {**LLAMA3, "factor": 32.0},
-            "rope_scaling_factor is 32.0: .* with 8",
+            "rope_scaling_factor is 32.0, .* with 8",
         ),
-        ("cwm", {**LLAMA3, "factor": 16.0}, "rope_scaling_factor is 16.0: .* with 8"),
-        ("llama_linear_scaling", None, "interpolation_factor is 2.5: .* since megatron-core 0.19"),
+        ("cwm", {**LLAMA3, "factor": 16.0}, "rope_scaling_factor is 16.0, .* with 8"),
+        ("llama_linear_scaling", None, "interpolation_factor is 2.5, .* before megatron-core 0.19"),
         ("qwen3_yarn", None, "YaRN .* only in megatron-core 0.19 and later"),
     ],
 )

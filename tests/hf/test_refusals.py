@@ -303,7 +303,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
         UnsupportedError,
-        "original_max_position_embeddings .* 4096; Megatron always uses 8192",
+        "original_max_position_embeddings .* 4096, but Megatron always uses 8192",
     ),
     "Llama 3 without a factor": (
         "llama",

@@ -130,7 +130,7 @@ def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chos
 ) -> None:
     for name, text in (
         ("phi3_longrope", "longrope RoPE scaling (phi3)"),
-        ("olmo3_yarn", "RoPE scaling in some layers (olmo3)"),
+        ("olmo3_yarn", "RoPE scaling in layers without a sliding window (olmo3)"),
         ("ministral3", "llama_4_scaling_beta (ministral3)"),
         ("qwen3", None),
     ):

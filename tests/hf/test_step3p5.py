@@ -447,5 +447,5 @@ def test_a_head_of_its_own_is_refused_with_the_option_that_leaves_it_out(
 def test_scaling_that_megatron_does_not_apply_is_noted(folder: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 2.0}
     middle = to_megatron(catalog_of(folder)[1], {**CONFIG, "rope_scaling": scaling})
-    assert any("llama3 scaling" in note for note in middle.notes)
+    assert any("llama3 RoPE scaling" in note for note in middle.notes)
     assert to_hf(middle).documents["config.json"]

@@ -308,7 +308,7 @@ def test_files_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
 def test_what_has_no_text_model_that_megatron_knows_is_refused(tmp_path: Path) -> None:
     plain = saved("llama", tmp_path / "plain")
     with pytest.raises(
-        UsageError, match="not a vision-language model with a config.json: its type"
+        UsageError, match=r"not a vision-language model with a config.json \(its type"
     ):
         run(Job(src=plain, dst=tmp_path / "x", to="megatron", text_model=True))
     model = _saved("qwen3_vl", tmp_path / "model")
