@@ -268,7 +268,7 @@ def test_every_verb_tells_of_chunks_that_are_not_stored(
     (group / "ckpt-manifest.json").unlink(missing_ok=True)
     assert main([*words, "--missing-chunks", "error"]) == (1 if words[0] == "validate" else 3)
     outputs = capsys.readouterr()
-    assert "a chunk is missing" in outputs.out + outputs.err
+    assert "1 chunk is missing" in outputs.out + outputs.err
     assert not (tmp_path / "out").exists()
 
 
@@ -368,7 +368,7 @@ def test_metadata_that_ask_for_absurdly_many_fill_values_are_refused() -> None:
         "filters": None,
     }
     store = MemoryStore({".zgroup": b"{}", "w/.zarray": json.dumps(metadata).encode()})
-    with pytest.raises(MissingShardError, match=f"0 of {1 << 30} exist"):
+    with pytest.raises(MissingShardError, match=f"0 of {1 << 30} chunks exist"):
         zarr.FORMAT.read(store)
 
 
