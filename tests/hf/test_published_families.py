@@ -103,7 +103,7 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         fields = arguments(middle)
         assert (fields["position_embedding_type"], fields["rotary_base"]) == ("rope", 500000)
         assert fields["window_attn_skip_freq"] == [1, 1, 1]
-        assert "yarn scaling" in " ".join(middle.notes)
+        assert "yarn RoPE scaling" in " ".join(middle.notes)
         assert "computes different logits" in " ".join(middle.notes)
         back = to_hf(middle)
         assert json.loads(back.documents["config.json"]) == config

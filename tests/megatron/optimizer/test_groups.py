@@ -256,7 +256,7 @@ def test_an_empty_group_may_miss_the_steps() -> None:
 
 def test_a_parameter_is_in_one_group() -> None:
     with pytest.raises(
-        CorruptError, match=r"wd_mult of its param group is 0.0 here, but 1.0 in mp_rank_00"
+        CorruptError, match=r"wd_mult of its param group is 0.0, but 1.0 in mp_rank_00"
     ) as caught:
         merged([(WD, "a")], [(NO_WD, "a")])
     assert caught.value.key == "a"

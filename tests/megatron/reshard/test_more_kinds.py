@@ -437,8 +437,14 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
     ("args", "message"),
     [
         ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
-        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 in the arguments"),
-        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 in the arguments"),
+        (
+            {**SIZES, "mamba_num_heads": 2},
+            "mamba_num_heads is 4 according to this tensor, but 2 according to the arguments",
+        ),
+        (
+            {**SIZES, "mamba_head_dim": 8},
+            "mamba_inner is 16 according to this tensor, but 32 according to the arguments",
+        ),
     ],
 )
 def test_sizes_that_contradict_the_shapes_are_corrupt(
@@ -590,7 +596,7 @@ def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     )
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)
-    assert "do not give the sizes one, two" in error.message
+    assert "do not specify the sizes one, two" in error.message
 
 
 @pytest.mark.parametrize("parts", ['"halves"', "[]", "[0]", '["a b"]', "[[1], 2]", '["-4"]'])

@@ -172,7 +172,8 @@ def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> 
     unsharded = unshard(catalog, rules=RULES, store=store)
     assert_states(DENSE, store, unsharded)
     assert any(
-        "mp_rank_00: the offsets of parameters in buffer 0" in note for note in unsharded.notes
+        "mp_rank_00: ckpt found the parameters' offsets in the optimizer's buffer 0" in note
+        for note in unsharded.notes
     )
 
 

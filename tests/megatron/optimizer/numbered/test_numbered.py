@@ -439,10 +439,7 @@ def test_settings_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     change(source, "mp_rank_00_001", lambda content: _groups(content)[1].update(lr=7.0))
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
-    assert (
-        "lr of the optimizer's param group 1 is 7.0 here, but 5e-05 in mp_rank_00_000"
-        in err.message
-    )
+    assert "lr of the optimizer's param group 1 is 7.0, but 5e-05 in mp_rank_00_000" in err.message
     assert err.rank == "mp_rank_00_001"
 
 
