@@ -122,7 +122,8 @@ def choose_family(
         misfits = _misfits_of(family, fields, features)
         if misfits:
             raise UnsupportedError(
-                f"the model is not of family {family.model_type}: {', '.join(misfits)}",
+                f"the model does not belong to the {family.model_type} family, because "
+                f"{' and '.join(misfits)}",
                 hint=f"supported families: {', '.join(families())}",
             )
         return family
@@ -141,9 +142,10 @@ def choose_family(
     }
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
-            f"the model was converted from type {origin[:80]!r}, which is not a supported family",
-            hint="describe it in a file and pass it with --family FILE.toml, or name a supported "
-            "family with --names hf:MODEL_TYPE",
+            f"the model was converted from the type {origin[:80]!r}, which is not a supported "
+            "family",
+            hint="describe the family in a file and pass it with --family FILE.toml, or specify a "
+            "supported family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
@@ -158,8 +160,8 @@ def choose_family(
     if len(plainest) > 1:
         names = [family.model_type for family in plainest]
         raise UnsupportedError(
-            f"the arguments fit models of {len(names)} families: {', '.join(names)}",
-            hint=f"name the family, for example --names hf:{names[0]}",
+            f"the arguments fit {len(names)} model families: {', '.join(names)}",
+            hint=f"specify the family, for example --names hf:{names[0]}",
         )
     return plainest[0]
 
@@ -193,8 +195,8 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
     alike = [family.model_type for family, other in fits if other == misfits]
     if len(alike) > 1:
         return UnsupportedError(
-            f"no Hugging Face model family fits: {', '.join(misfits)}",
-            hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
+            f"no Hugging Face model family fits, because {' and '.join(misfits)}",
+            hint=f"closest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
             "in a file and pass it with --family FILE.toml",
         )
     others = [
@@ -202,9 +204,10 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
         for family, other in fits[1:_N_NEAREST]
     ]
     return UnsupportedError(
-        f"the model is not of family {nearest.model_type}: {', '.join(misfits)}",
-        hint=f"other families do not fit either: {', '.join(others)}; describe its family in a "
-        "file and pass it with --family FILE.toml",
+        f"the model does not belong to the {nearest.model_type} family, because "
+        f"{' and '.join(misfits)}",
+        hint=f"other families do not fit either: {', '.join(others)}; describe the model's family "
+        "in a file and pass it with --family FILE.toml",
     )
 
 

@@ -102,8 +102,8 @@ def to_hf(
         names = [other.model_type for other in fitting]
         if names:
             err.hint = (
-                f"families that fit the arguments and tensors: {', '.join(names)}; name the right "
-                f"one, for example --names hf:{names[0]}"
+                f"the arguments and tensors fit these families: {', '.join(names)}; specify the "
+                f"right family, for example --names hf:{names[0]}"
             )
         raise
     padding = list_padding(catalog.tensors, pairs)
@@ -123,7 +123,7 @@ def to_hf(
     if has_config:
         values = build_config(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         if head is not None:
-            notes.append(f"the value head is {head.weight} of a {head.architecture}")
+            notes.append(f"the value head is written as {head.weight} of a {head.architecture}")
         files[CONFIG], note = _config_document(
             origin, values, fields=fields, family=family, model=model, head=head
         )
@@ -134,8 +134,8 @@ def to_hf(
             unsaid = list_unsaid_rope([family, *fitting])
             if unsaid:
                 notes.append(
-                    f"the arguments cannot say whether the model has {' or '.join(unsaid)}: if it "
-                    f"has, pass its {CONFIG} with --config"
+                    f"the arguments do not record whether the model has {' or '.join(unsaid)}; if "
+                    f"it does, pass its {CONFIG} with --config"
                 )
 
     result = Catalog(
@@ -250,7 +250,7 @@ def _config_document(
     if head is not None:
         tie = {name: origin.config[name] for name in (TIE,) if name in origin.config}
         values = head.edit_config({**values, **tie})
-    note = f"{CONFIG} is the one that the model was converted from"
+    note = f"{CONFIG} is the original file that the model was converted from"
     if values == origin.config:
         return origin.text, note
     changes = "that the training arguments have changed" if restored else "of a value head"
@@ -268,8 +268,8 @@ def _true_vocab_size(catalog: Catalog) -> int:
         return model.vocab_size
     stored = catalog.tensors[_EMBEDDING].shape[:1] if _EMBEDDING in catalog.tensors else ()
     raise UnsupportedError(
-        "unknown vocabulary size: some of the "
-        f"{stored[0] if stored else 'stored'} rows may be padding",
+        f"the vocabulary size is unknown, so some of the {stored[0] if stored else 'stored'} rows "
+        "may be padding",
         key=_EMBEDDING,
         hint="pass the true vocabulary size with --vocab-size, "
         "or --keep-padded-vocab to keep every row",

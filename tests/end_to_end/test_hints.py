@@ -41,6 +41,13 @@ PROSE = frozenset(
     {
         "wrote",
         "runs",
+        "read",
+        "ignores",
+        "converts",
+        "uses",
+        "recognizes",
+        "supports",
+        "found",
         "is",
         "writes",
         "reads",
@@ -468,7 +475,7 @@ def test_an_object_that_contains_itself_is_left_out_by_its_name(
     assert main(line) == (4 if words else 0)
     output = "".join(capsys.readouterr())
     assert "--exclude cfg" in output
-    assert "--weights-only sets them aside" not in output
+    assert "use --weights-only to set them aside" not in output
     assert main([*line, "--weights-only", "--exclude", "cfg", "--force"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("weights_only=True)")
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w"}

@@ -278,7 +278,7 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
             "hf",
             "hf:starcoder2",
             UnsupportedError,
-            "not of family starcoder2: argument add_qkv_bias is True",
+            "does not belong to the starcoder2 family, because argument add_qkv_bias is True",
         ),
         ("torch_dcp/fsdp2_dp2", "hf", None, CheckpointingException, "neither Megatron's names"),
         (

@@ -93,7 +93,7 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         or name == "ministral3_plain"
     ):
         untold |= {"rope_parameters"}
-        assert any(note.startswith("the arguments cannot say") for note in model.notes)
+        assert any(note.startswith("the arguments do not record") for note in model.notes)
     if name == "qwen3_moe_sparse":
         untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
     if name == "ernie4_5_moe_sparse":  # the same in other words
@@ -129,8 +129,8 @@ def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chos
     tmp_path: Path,
 ) -> None:
     for name, text in (
-        ("phi3_longrope", "longrope scaling of the rotary embeddings (phi3)"),
-        ("olmo3_yarn", "in layers without a window (olmo3)"),
+        ("phi3_longrope", "longrope RoPE scaling (phi3)"),
+        ("olmo3_yarn", "RoPE scaling in layers without a sliding window (olmo3)"),
         ("ministral3", "llama_4_scaling_beta (ministral3)"),
         ("qwen3", None),
     ):
@@ -138,7 +138,7 @@ def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chos
         _, source = catalog_of(folder)
         middle = to_megatron(source, config_of(folder))
         notes = to_hf(_as_megatron_saves_it(middle)).notes
-        unsaid = [note for note in notes if note.startswith("the arguments cannot say")]
+        unsaid = [note for note in notes if note.startswith("the arguments do not record")]
         assert [text in note for note in unsaid if text] == ([True] if text else [])
         assert all("--config" in note for note in unsaid)
         assert not any(note in unsaid for note in to_hf(middle).notes)
@@ -157,8 +157,8 @@ def test_tensors_of_another_family_than_the_arguments_suggest_name_those_that_fi
     with pytest.raises((CorruptError, MissingShardError)) as refusal:
         to_hf(middle)
     assert refusal.value.hint == (
-        f"families that fit the arguments and tensors: {families}; name the right one, for "
-        f"example --names hf:{name}"
+        f"the arguments and tensors fit these families: {families}; specify the right family, "
+        f"for example --names hf:{name}"
     )
     assert to_hf(middle, model_type=name).tensors.keys() == source.tensors.keys()
 

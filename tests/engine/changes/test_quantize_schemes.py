@@ -639,7 +639,7 @@ def test_int8_becomes_megatrons_weights_by_dequantize_only(tmp_path: Path) -> No
         if not key.endswith((".SCB", ".weight_format"))
     }
     with pytest.raises(
-        CorruptError, match="the elements are int8, but config.json declares no quantization"
+        CorruptError, match="the tensor is int8, but config.json declares no quantization"
     ):
         run(replace(job, src=folder_of(bare, tmp_path / "bare", LLAMA)))
     assert not (tmp_path / "out").exists()

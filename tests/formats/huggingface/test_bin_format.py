@@ -333,7 +333,7 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "nested tensors": (nested, UnsupportedError, "contains nested tensors"),
         "a name that is a number": (numbered, UnsupportedError, "with the invalid name"),
         "a list of tensors": (listed, UnsupportedError, "not a dict of tensors"),
-        "a tensor outside its storage": (outside, CorruptError, "reaches byte"),
+        "a tensor outside its storage": (outside, CorruptError, "its storage is only"),
         "two indexes": (both, UnsupportedError, "2 indexes"),
         "no JSON": (indexed(b"{"), CorruptError, "JSON"),
         "no object": (indexed([1]), CorruptError, "instead of an object"),

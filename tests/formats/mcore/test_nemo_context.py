@@ -83,7 +83,7 @@ def test_a_model_becomes_one_of_transformers_through_any_layout(nemo: Path) -> N
 
 
 def test_the_vocabulary_without_padding_is_unknown(nemo: Path) -> None:
-    with pytest.raises(UnsupportedError, match="unknown vocabulary size"):
+    with pytest.raises(UnsupportedError, match="vocabulary size is unknown"):
         core.convert(nemo / "llama", nemo / "hf", to="hf")
 
 

@@ -547,7 +547,7 @@ def test_a_chunk_that_the_database_does_not_hold_is_the_fill_value_or_refused(
 def test_a_chunk_of_the_wrong_length_is_an_error(database: Path) -> None:
     opened_database = ts.KvStore.open(kvstore(database)).result()
     opened_database.write("params.stack/1.0.1", bytes(5119)).result()
-    with pytest.raises(TruncatedError, match="5119 bytes, but .* takes 5120"):
+    with pytest.raises(TruncatedError, match="5119 bytes long, but .* needs 5120"):
         ocdbt.FORMAT.read(LocalStore(database))
 
 

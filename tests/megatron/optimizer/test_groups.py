@@ -211,7 +211,7 @@ def test_groups_that_look_alike_are_told_by_their_masters() -> None:
     true = {(1, 0, 0), (2, 0, 1), (0, 1, 0)}
     assignment = assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: pair in true)
     assert assignment == ((1, 2), (0,))
-    with pytest.raises(UnsupportedError, match="several assignments"):
+    with pytest.raises(UnsupportedError, match="in several ways"):
         assign(params, groups, tuple(policies_of({})), agrees=None)
     with pytest.raises(UnsupportedError, match="do not fit"):
         assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: False)
@@ -249,14 +249,14 @@ def test_an_empty_group_may_miss_the_steps() -> None:
     assert groups.groups()[0].settings["step"] == 3
     with pytest.raises(
         CorruptError,
-        match="step of the optimizer's param group 0 is 4 here, but 3 in mp_rank_00",
+        match="step of the optimizer's param group 0 is 4, but 3 in mp_rank_00",
     ):
         merged([({**WD, "step": 3}, "a")], [({**WD, "step": 4}, "b")])
 
 
 def test_a_parameter_is_in_one_group() -> None:
     with pytest.raises(
-        CorruptError, match=r"wd_mult of its param group is 0.0 here, but 1.0 in mp_rank_00"
+        CorruptError, match=r"wd_mult of its param group is 0.0, but 1.0 in mp_rank_00"
     ) as caught:
         merged([(WD, "a")], [(NO_WD, "a")])
     assert caught.value.key == "a"

@@ -99,8 +99,8 @@ def test_names_of_other_sizes_are_listed(
     (folder / "mp_rank_00_001_001").rename(folder / "mp_rank_00_002")
     assert reshard(broken, tmp_path / "out", "--ep-new", 1) == 3
     err = " ".join(capsys.readouterr().err.split())
-    assert "TP1 PP2 EP2, which is 4 rank directories" in err
-    assert "mp_rank_00_001_001 is missing and mp_rank_00_002 is not expected" in err
+    assert "TP1 PP2 EP2, which means 4 rank directories" in err
+    assert "mp_rank_00_001_001 is missing and mp_rank_00_002 is unexpected" in err
 
 
 def test_dense_shards_that_older_megatron_left_out_are_named(

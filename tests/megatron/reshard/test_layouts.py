@@ -278,7 +278,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, **entries})
-    with pytest.raises(CorruptError, match="differs from that in mp_rank_00") as caught:
+    with pytest.raises(CorruptError, match="differs from the value in mp_rank_00") as caught:
         unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
     assert caught.value.rank == "mp_rank_01"
 

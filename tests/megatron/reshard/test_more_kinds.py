@@ -437,8 +437,14 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
     ("args", "message"),
     [
         ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
-        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 in the arguments"),
-        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 in the arguments"),
+        (
+            {**SIZES, "mamba_num_heads": 2},
+            "mamba_num_heads is 4 according to this tensor, but 2 according to the arguments",
+        ),
+        (
+            {**SIZES, "mamba_head_dim": 8},
+            "mamba_inner is 16 according to this tensor, but 32 according to the arguments",
+        ),
     ],
 )
 def test_sizes_that_contradict_the_shapes_are_corrupt(
@@ -455,7 +461,7 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     assert isinstance(error, CorruptError)
     assert (
         error.message
-        == "the parts 16, 16, 9, 9, 4 of the tensor cannot be divided evenly among 2 ranks"
+        == "the tensor's parts (16, 16, 9, 9, 4 rows) cannot be divided evenly among 2 ranks"
     )
 
 
@@ -497,12 +503,12 @@ def test_a_pattern_without_cuts_is_kept() -> None:
         (
             "M-*M",
             (
-                "layer 1 should be of kind - according to the pattern M-*M, "
-                "but it has no mlp.linear_fc1.*"
+                "according to the pattern M-*M, layer 1 should be of kind -, "
+                "but it has no tensor mlp.linear_fc1.*"
             ),
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
-        ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
+        ("M*|-|M", "the layer pattern has 3 chunks, but PP 2 × VPP 1 requires 2 model chunks"),
     ],
 )
 def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, message: str) -> None:
@@ -590,7 +596,7 @@ def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     )
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)
-    assert "do not give the sizes one, two" in error.message
+    assert "do not specify the sizes one, two" in error.message
 
 
 @pytest.mark.parametrize("parts", ['"halves"', "[]", "[0]", '["a b"]', "[[1], 2]", '["-4"]'])

@@ -238,7 +238,7 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
             None,
             "all",
             MissingShardError,
-            "other layers have this tensor",
+            "other layers have it",
         ),
         (
             f"{LOCAL}4.linear_fc2.weight",
@@ -302,7 +302,7 @@ def test_experts_that_contradict_each_other_are_reported(
         ({"num_experts": 6}, CorruptError, "expert 3 is beyond the 3 that a rank"),
         ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) are not divisible by EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not the number of experts"),
-        ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
+        ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have it"),
         ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is .0, 1, 1., not 4 times"),
         ({"moe_layer_freq": 0}, CorruptError, "moe_layer_freq is 0"),
     ],

@@ -439,10 +439,7 @@ def test_settings_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     change(source, "mp_rank_00_001", lambda content: _groups(content)[1].update(lr=7.0))
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
-    assert (
-        "lr of the optimizer's param group 1 is 7.0 here, but 5e-05 in mp_rank_00_000"
-        in err.message
-    )
+    assert "lr of the optimizer's param group 1 is 7.0, but 5e-05 in mp_rank_00_000" in err.message
     assert err.rank == "mp_rank_00_001"
 
 
@@ -525,7 +522,7 @@ def test_masters_that_do_not_round_to_the_weights_are_refused(tmp_path: Path) ->
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
     assert err.key == "decoder.layers.0.self_attention.linear_proj.weight"
-    assert "no assignment has master weights that round" in err.message
+    assert "has master weights that round" in err.message
     assert "--no-optim" in (err.hint or "")
 
 
@@ -548,7 +545,7 @@ def test_several_consistent_assignments_are_refused(tmp_path: Path) -> None:
     source = save(replace(DENSE, layers=2), Topology(), tmp_path / "a", style)
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
-    assert "several assignments" in err.message
+    assert "in several ways" in err.message
 
 
 def test_names_and_shapes_that_fit_no_group_are_refused(tmp_path: Path) -> None:
