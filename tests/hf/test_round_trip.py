@@ -70,8 +70,8 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size": 32}, "hidden_size is 32 there and 16 in the checkpoint"),
-        ({"num_key_value_heads": 4}, "num_key_value_heads is 4 there and 2 in the checkpoint"),
+        ({"hidden_size": 64}, "hidden_size is 64 there and 32 in the checkpoint"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8 there and 4 in the checkpoint"),
         ({"model_type": "qwen2"}, "describes a qwen2 model, but in the checkpoint argument"),
         ({"model_type": "no_such"}, "has the type 'no_such', which is not a supported family"),
     ],
