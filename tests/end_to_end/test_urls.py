@@ -115,7 +115,7 @@ def test_a_server_without_ranges_is_named(
 ) -> None:
     server.set_rules(Rule("whole", times=None))
     assert main(["inspect", f"{server.url}/files/{SAFETENSORS}/model.safetensors"]) == 6
-    assert "send parts of files" in capsys.readouterr().err
+    assert "does not support HTTP range requests" in capsys.readouterr().err
 
 
 def test_an_object_that_changes_meanwhile_is_an_error(

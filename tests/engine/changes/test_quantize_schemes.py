@@ -478,7 +478,7 @@ def test_what_cannot_be_dequantized_is_refused_by_its_scheme(example: str) -> No
     catalog, _ = stored(model(spec))
     with pytest.raises(UnsupportedError) as caught:
         dequantize(catalog, config=config_of(method))
-    assert f"{scheme} weights cannot be dequantized" in caught.value.message
+    assert f"ckpt cannot dequantize {scheme} weights" in caught.value.message
 
 
 # --- int8 → wide
@@ -556,7 +556,7 @@ def test_numbers_in_another_order_than_rows_are_refused() -> None:
     tensors["model.layers.0.mlp.up.weight_format"] = torch.tensor(2, dtype=U8)
     catalog, store = stored(tensors)
     changed = dequantize(catalog).catalog
-    with pytest.raises(UnsupportedError, match="an order other than row by row"):
+    with pytest.raises(UnsupportedError, match="a layout other than row-major"):
         content(changed, store, "model.layers.0.mlp.up.weight")
 
 

@@ -336,7 +336,7 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "a tensor outside its storage": (outside, CorruptError, "reaches byte"),
         "two indexes": (both, UnsupportedError, "2 indexes"),
         "no JSON": (indexed(b"{"), CorruptError, "JSON"),
-        "no object": (indexed([1]), CorruptError, "instead of an object"),
+        "no object": (indexed([1]), CorruptError, "top level of the JSON file is not an object"),
         "no weight_map": (indexed({"metadata": {}}), CorruptError, "no weight_map"),
         "an empty weight_map": (indexed({"weight_map": {}}), CorruptError, "no weight_map"),
         "a weight_map that is a list": (

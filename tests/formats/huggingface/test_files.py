@@ -121,17 +121,17 @@ def test_the_configuration_is_parsed(golden: Path) -> None:
 
 
 BROKEN = {
-    "empty": (b"", "not a JSON file"),
-    "a list": (b"[]", "a JSON list instead of an object"),
-    "cut": (b'{"a": 1', "not a JSON file"),
-    "no UTF-8": (b'{"a": "\xff"}', "not a JSON file"),
+    "empty": (b"", "is not valid JSON"),
+    "a list": (b"[]", "top level of the JSON file is not an object"),
+    "cut": (b'{"a": 1', "is not valid JSON"),
+    "no UTF-8": (b'{"a": "\xff"}', "is not valid JSON"),
     "a key twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
-    "not a number": (b'{"a": nan}', "not a JSON file"),
-    "too deep": (b'{"a":' + b"[" * 100_000, "not a JSON file"),
-    "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "not a JSON file"),
+    "not a number": (b'{"a": nan}', "is not valid JSON"),
+    "too deep": (b'{"a":' + b"[" * 100_000, "is not valid JSON"),
+    "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "is not valid JSON"),
     "too many values": (
         b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}",
-        "too many JSON values",
+        "JSON values; the limit is",
     ),
 }
 

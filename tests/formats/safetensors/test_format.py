@@ -315,11 +315,11 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "not a path",
         None,
     ),
-    "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "not a JSON file", None),
+    "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "is not valid JSON", None),
     "an index that is a list": (
         {**SHARDED, INDEX: b"[]"},
         CorruptError,
-        "instead of an object",
+        "top level of the JSON file is not an object",
         None,
     ),
     "a file outside": (
