@@ -231,8 +231,8 @@ def _check_weights(
             weights = model.module.get(name)
             if weights is None or weights.shape != shape:
                 raise model.state.mismatch(
-                    f"param_shapes gives {shape}, but the expert's file has "
-                    f"{'no such parameter' if weights is None else weights.shape}",
+                    f"param_shapes lists shape {shape}, but the expert's file has "
+                    f"{'no such parameter' if weights is None else f'shape {weights.shape}'}",
                     key=name,
                 )
         # The largest parameter: biases are often zero.

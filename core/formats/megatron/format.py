@@ -440,8 +440,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     facts = target.facet(RankFacts)
     if facts is None:
         raise UnsupportedError(
-            "rank files need a parallel layout, but the tensors do not have Megatron's names",
-            hint="write a different format: --to dcp",
+            "rank files need a parallel layout, which only tensors with Megatron's names have",
+            hint="write a different format, such as --to dcp",
         )
     number = None if target.write.is_release else target.iteration
     folder = "release" if number is None else f"iter_{number:07d}"

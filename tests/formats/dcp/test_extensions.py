@@ -199,12 +199,12 @@ def zipped(data: bytes) -> bytes:
         (
             lambda data: zstandard.compress(zipped(data) + bytes(1 << 20)),
             CorruptError,
-            "inflates to more than 65,606",
+            "decompresses to more than 65,606",
         ),
         (
             lambda data: zstandard.compress(bytes(1 << 28)),
             CorruptError,
-            "inflates to more than 65,606",
+            "decompresses to more than 65,606",
         ),
     ],
 )

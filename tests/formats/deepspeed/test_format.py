@@ -232,12 +232,14 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
     )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
     assert (
-        "parameters in no optimizer group, read from the model file in their own precision: base"
-        in str(catalog.notes)
+        "parameters in no optimizer group were read from the model file in their own precision: "
+        "base" in str(catalog.notes)
     )
 
 
-OF_OTHER_RANKS = [f"{name} of other ranks (the first rank's is kept)" for name in ("rng", "nested")]
+OF_OTHER_RANKS = [
+    f"{name} of other ranks (the first rank's value is kept)" for name in ("rng", "nested")
+]
 """What ZeRO-3 stores on every rank and holds tensors."""
 
 
@@ -249,7 +251,7 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
     first, *rest = map(str, catalog.dropped)
-    assert first == "base (ZeRO-3 does not store its parts)" and rest == OF_OTHER_RANKS
+    assert first == "base (ZeRO-3 does not store the parameter's parts)" and rest == OF_OTHER_RANKS
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -499,7 +501,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_model(_longer),
         CorruptError,
-        "need 408 elements, but its parts on 2 ranks have",
+        "need 408 elements, but the group's parts on 2 ranks have",
     ),
     "shape is longer, 3": (
         3,
@@ -514,7 +516,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         "param_shapes has 1 groups.*files have 2",
     ),
     "a group too few, 3": (3, edit_model(_one_group), CorruptError, "the flat groups have"),
-    "a parameter twice": (1, edit_model(_twice), CorruptError, "is in groups 0 and 1"),
+    "a parameter twice": (1, edit_model(_twice), CorruptError, "is in two groups, 0 and 1"),
     "a parameter twice, 3": (3, edit_model(_twice), CorruptError, "in two groups"),
     "buffers are numbers": (
         2,
@@ -532,7 +534,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_model(setting(frozen_param_shapes={"base": (4,)})),
         MissingShardError,
-        "but frozen_param_fragments lacks it",
+        "but frozen_param_fragments does not contain it",
     ),
     "frozen of another size": (
         2,
@@ -572,7 +574,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(zero_stage=1)),
         CorruptError,
-        "from ZeRO-1, but that of rank 0",
+        "from ZeRO-1, but rank 0's file",
     ),
     "stage 9": (2, edit_optim(1, setting(zero_stage=9)), CorruptError, "zero_stage is 9"),
     "stage is text": (
@@ -639,7 +641,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(single_partition_of_fp32_groups=[torch.ones(9), torch.ones(10)])),
         CorruptError,
-        "need 93 elements, but its parts on 2 ranks have",
+        "need 93 elements, but the group's parts on 2 ranks have",
     ),
     "ranks differ in groups": (
         2,
@@ -679,7 +681,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, _other_step),
         ReplicaMismatchError,
-        "'step' differs from that of rank 0",
+        "'step' differs from rank 0's",
     ),
     "gaps for another group": (
         2,
@@ -739,7 +741,7 @@ def test_missing_optimizer_files_are_named(tmp_path: Path) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     for path in folder.glob("*_optim_states.pt"):
         path.unlink()
-    with pytest.raises(MissingShardError, match="which hold the fp32 weights"):
+    with pytest.raises(MissingShardError, match="which contain the fp32 weights"):
         deepspeed.read(LocalStore(folder))
 
 

@@ -170,6 +170,6 @@ def test_a_folder_that_is_not_carried_says_why() -> None:
     catalog = with_carried(empty, LockedFolder(contents))
     assert set(catalog.files) == {"config.json", "code/a.py"}
     assert catalog.notes == (
-        "extra/ is not carried: extra/locked: permission denied",
-        "large/ is not carried: it has more than 10,000 files",
+        "extra/ is not copied: extra/locked: permission denied",
+        "large/ is not copied: the directory has more than 10,000 files",
     )
