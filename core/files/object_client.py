@@ -518,7 +518,7 @@ def _refused(
     if code in _WITHOUT_PERMISSION and doing in kind.permissions:
         permission = kind.permissions[doing]
         verb = doing.partition(" ")[0]
-        return f"{_NO_PERMISSION} to {verb} this", f"the credentials need {permission}"
+        return f"{_NO_PERMISSION} to {verb} this path", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
         return _DENIED, _advise_on_credentials(path.scheme)
     return None

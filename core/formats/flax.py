@@ -501,7 +501,7 @@ def _items(value: object) -> list[object]:
 
 FORMAT = Format(
     name="flax",
-    title="flax msgpack",
+    title="Flax msgpack",
     sniff=sniff,
     read=read,
     lay_out=None,

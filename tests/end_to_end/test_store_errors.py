@@ -41,7 +41,13 @@ def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 REFUSALS = {
-    "no bucket": ("ListObjectsV2", 404, "NoSuchBucket", "no such bucket: runs", "check the name"),
+    "no bucket": (
+        "ListObjectsV2",
+        404,
+        "NoSuchBucket",
+        "no such bucket: runs",
+        "check the bucket name",
+    ),
     "signed region": (
         "ListObjectsV2",
         400,
@@ -54,7 +60,13 @@ REFUSALS = {
     "key": ("ListObjectsV2", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
     "no listing": ("ListObjectsV2", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
     "no reading": ("GetObject", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
-    "failure": ("GetObject", 501, "NotImplemented", "the request failed (501", "run the command again"),
+    "failure": (
+        "GetObject",
+        501,
+        "NotImplemented",
+        "the request failed (501",
+        "run the command again",
+    ),
 }
 
 

@@ -328,7 +328,7 @@ def test_a_store_without_conditional_writes_is_not_trusted(strict: StrictS3) -> 
 @pytest.mark.parametrize(
     ("status", "code", "message"),
     [
-        (403, "AccessDenied", r"no permission to write this \(403 AccessDenied\)"),
+        (403, "AccessDenied", r"no permission to write this path \(403 AccessDenied\)"),
         (403, "SignatureDoesNotMatch", r"access denied \(403 SignatureDoesNotMatch\)"),
         (400, "ExpiredToken", r"the credentials have expired \(400 ExpiredToken\)"),
         (403, "RequestTimeTooSkewed", "this machine's clock is wrong"),

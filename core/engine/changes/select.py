@@ -123,7 +123,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     removed = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
     remaining = remove_entries(catalog, removed.keys())
     if not remaining.tensors:
-        raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
+        raise UsageError("the globs leave no tensors", hint=LIST_THEM)
     # The optimizer's facts remain only as far as their tensors do, and hidden tensors as far as
     # something refers to them.
     if not any(map(split_state_key, remaining.tensors)):

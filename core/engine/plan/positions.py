@@ -139,7 +139,9 @@ class ArrayCoverage:
                 continue
             number = self._places.number_of(array.name)
             if number is None:
-                raise CorruptError(f"array {array.name!r} is not in any file", key=key)
+                raise CorruptError(
+                    f"array {array.name!r} is not placed in any output file", key=key
+                )
             if self._places.bytes_of(number) != array.n_bytes:
                 raise CorruptError(
                     f"array {array.name!r} is {array.n_bytes:,} bytes long, "

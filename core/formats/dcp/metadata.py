@@ -47,6 +47,7 @@ from core.errors import (
     Report,
     UnsafeError,
     UnsupportedError,
+    list_some,
     placing_errors,
     raising,
 )
@@ -486,7 +487,9 @@ class _ColumnBuilder:
                 raise CorruptError(f"the shape {describe_value(shape)} is invalid", key=key)
             n_elements *= max(extent, 1)
             if n_elements >= _MAX_EXTENT:
-                raise CorruptError("the shape has more elements than any file could hold", key=key)
+                raise CorruptError(
+                    "the shape has more elements than any file could contain", key=key
+                )
         first, start = len(self.item_offset), len(self.offsets)
         used_offsets = set()
         for chunk in chunks:
@@ -681,7 +684,8 @@ def _transforms(names: object, key: str) -> tuple[str, ...]:
     unknown = [name for name in names if not _ZSTD.fullmatch(name)]
     if unknown or len(names) > _MAX_TRANSFORMS:
         raise UnsupportedError(
-            f"items with the transforms {describe_value(unknown or names)} are not supported",
+            f"items with the transforms {list_some(map(describe_value, unknown or names))} are not "
+            "supported",
             key=key,
             hint="load the checkpoint with torch, and save it again with no extension other "
             "than zstd",

@@ -196,7 +196,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
                 if expert is None or expert[0] not in experts:
                     raise model.state.mismatch(
                         f"group {number} is partitioned among {count} of {head.n_ranks} ranks, but "
-                        "the parameter belongs to no expert that has a file",
+                        "the parameter does not belong to any expert that has a file",
                         key=name,
                     )
                 layer, local = expert

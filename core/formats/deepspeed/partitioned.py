@@ -173,7 +173,7 @@ def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
                     + (
                         f"its shape in the model files is {next(iter(candidates))}"
                         if len(candidates) == 1
-                        else f"{len(candidates)} shapes in the model files have this size"
+                        else "no single shape in the model files has this size"
                     ),
                     key=name,
                 )

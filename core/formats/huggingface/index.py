@@ -107,7 +107,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     # An update in which nothing has changed lists no tensor.
     if not isinstance(weight_map, dict) or not (weight_map or deltas):
         raise CorruptError(
-            "the index has no weight_map from tensors to files",
+            "the index has no weight_map, which maps tensors to files",
             file=file,
             hint=_COPY_INDEX,
         )

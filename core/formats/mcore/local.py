@@ -94,8 +94,8 @@ def read(store: ReadStore) -> Catalog:
     notes = []
     if others := sorted(files_by_iteration.keys() - {iteration}):
         notes.append(
-            f"iteration {iteration} was read; the directory also contains "
-            f"{', '.join(map(str, others))}"
+            f"iteration {iteration} was read; the directory also contains other "
+            f"iterations ({', '.join(map(str, others))})"
         )
     if incomplete := _incomplete_tensors(catalog):
         notes.append(

@@ -80,7 +80,8 @@ def read_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
         raise UnsupportedError(
             f"{CONFIG} specifies {problem}",
             file=CONFIG,
-            hint=f'set "{BACKEND_KEY}" to "{backend}" in {CONFIG}: that backend wrote the files',
+            hint=f'set "{BACKEND_KEY}" to "{backend}" in {CONFIG}, because the files were written '
+            "by that backend",
         )
     if named != backend:
         raise CorruptError(

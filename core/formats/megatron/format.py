@@ -244,7 +244,7 @@ def _find_model_file(folder: str, names: Sequence[str]) -> str:
         raise UnsupportedError(
             f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
             file=folder,
-            hint="load and save the checkpoint with a newer Megatron-LM",
+            hint="load the checkpoint with a newer Megatron-LM, and save it again",
         )
     raise MissingShardError(
         "the rank's file is missing",

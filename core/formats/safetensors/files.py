@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError, Report, UnsupportedError, list_some, raising
 from core.formats.huggingface.index import WeightIndex, describe_unread_single, read_index
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -219,7 +219,8 @@ def _files_of_index(
     for name in missing:
         report(
             MissingShardError(
-                f"{index.file} lists this file, but it is missing ({len(missing)} missing in all)",
+                f"{index.file} lists this file, but it is missing "
+                f"({n_text(len(missing), 'missing file')} in all)",
                 file=name,
                 key=first_key[name],
                 hint="copy the checkpoint again, with all its files" + alternative,

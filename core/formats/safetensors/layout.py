@@ -123,7 +123,7 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
     }
     if not keys:
         raise UnsupportedError(
-            f"the pipeline would lack the weights of {model}",
+            f"the pipeline would have no weights for {model}",
             hint="to convert only part of the pipeline, pass that part's directory",
         )
     return keys

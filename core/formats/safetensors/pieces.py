@@ -109,7 +109,8 @@ def _piece_offsets(header: Header) -> dict[str, Shape]:
     version = header.metadata.get(VERSION, _KNOWN_VERSION)
     if version != _KNOWN_VERSION:
         raise UnsupportedError(
-            f"{VERSION} {version[:40]!r} is not supported, only {_KNOWN_VERSION!r} is",
+            f"{VERSION} {version[:40]!r} is not supported; the only supported version is "
+            f"{_KNOWN_VERSION!r}",
             file=header.file,
             hint="update ckpt-toolkit",
         )

@@ -611,7 +611,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(0, setting(partition_count=[2, 1])),
         CorruptError,
-        "belongs to no expert that has a file",
+        "does not belong to any expert that has a file",
     ),
     "no flat groups": (
         2,
@@ -655,15 +655,20 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         3,
         edit_optim(1, setting(fp32_flat_groups=[torch.ones(9), torch.ones(9)])),
         CorruptError,
-        "the flat groups of rank 1 have",
+        "rank 1's flat groups have",
     ),
     "a slice is elsewhere": (
         2,
         edit_optim(0, _slice),
         CorruptError,
-        "by the shapes of the parameters before it, this rank has",
+        "to the shapes of the preceding parameters, this rank has",
     ),
-    "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lacks the parameter"),
+    "a slice is missing": (
+        2,
+        edit_optim(1, _no_slice),
+        CorruptError,
+        "does not list the parameter",
+    ),
     "a state is short": (
         2,
         edit_optim(1, _short_state),
@@ -763,7 +768,7 @@ def test_states_on_nvme_are_refused_by_name(tmp_path: Path) -> None:
     (folder / "offloaded_tensors" / "rank00").write_bytes(b"")
     with pytest.raises(UnsupportedError, match="offloaded to NVMe") as caught:
         deepspeed.read(LocalStore(folder))
-    assert "does not convert such a checkpoint" in (caught.value.hint or "")
+    assert "cannot convert this checkpoint" in (caught.value.hint or "")
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ BROKEN: dict[str, tuple[Callable[[str, Any], None], type[CheckpointingException]
     "an axis that a vector lacks": (
         of_info("parameter_with_row_parallelism_patterns", [r"\d+.gate_up.bias"]),
         CorruptError,
-        "have shapes",
+        "the shard shapes",
     ),
 }
 

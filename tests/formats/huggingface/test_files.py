@@ -85,7 +85,7 @@ def test_carried_files_come_out_byte_for_byte() -> None:
 def test_a_tensor_with_the_key_of_a_file_is_refused() -> None:
     taken = Catalog("fake", None, {"file:config.json": Tensor("uint8", (1,))})
     assert with_carried(taken, MemoryStore({"README.md": b""})).files
-    with pytest.raises(UnsupportedError, match="key that is reserved for a sidecar file") as caught:
+    with pytest.raises(UnsupportedError, match="key is reserved for a sidecar file") as caught:
         with_carried(taken, MemoryStore({"config.json": b"{}"}))
     assert caught.value.key == "file:config.json"
 

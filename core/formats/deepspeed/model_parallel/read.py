@@ -334,7 +334,8 @@ def _get_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
             f"there are {grid.tp} tensor-parallel ranks, but the model files have no {INFO}, which "
             "says along which axis each parameter was split",
             file=model.state.file,
-            hint="set model.universal_checkpoint_info in the training script and save again (see "
+            hint="set model.universal_checkpoint_info in the training script, and save the "
+            "checkpoint again (see "
             f"docs/howto/deepspeed.md); or {SAVE_AGAIN}",
         )
     return rules
@@ -394,7 +395,7 @@ def _read_shapes(store: ReadStore, file: str) -> Shapes:
 def _refuse_experts(file: str) -> UnsupportedError:
     """Return the error about experts with tensor parallelism."""
     return UnsupportedError(
-        "per-expert files with several model-parallel ranks are not supported",
+        "per-expert files from several model-parallel ranks are not supported",
         file=file,
         hint=SAVE_AGAIN_HINT,
     )

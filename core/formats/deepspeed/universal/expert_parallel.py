@@ -190,7 +190,7 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
         numbers.setdefault(layer, set()).add(number)
     if not numbers:
         raise UsageError(
-            "--ep-new cannot be used: the checkpoint has no DeepSpeed MoE experts",
+            "--ep-new cannot be used, because the checkpoint has no DeepSpeed MoE experts",
             hint="omit --ep-new",
         )
     for layer, experts in numbers.items():
