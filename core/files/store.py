@@ -412,7 +412,8 @@ class LocalStore(ReadStore):
                 buffer = bytearray(n_bytes)
             except (MemoryError, OverflowError) as err:
                 raise CapacityError(
-                    f"ckpt must read {n_bytes:,} bytes at once, which do not fit in memory",
+                    f"{n_bytes:,} bytes of this file must be read at once, but do not fit in "
+                    "memory",
                     file=name,
                     hint="compare the file's size with the original's; if the size is right, "
                     "use a machine with more memory",

@@ -269,7 +269,7 @@ def test_damage_that_stays_is_an_error(strict: StrictS3) -> None:
     path = remote("s3://runs/a")
     upload = upload_client(path).begin(path, 2, 2)
     strict.n_damaged = 99
-    with pytest.raises(StorageError, match=r"different bytes than ckpt sent \(400 BadDigest\)"):
+    with pytest.raises(StorageError, match=r"different bytes than were sent \(400 BadDigest\)"):
         upload.send(1, memoryview(b"ab"))
 
 

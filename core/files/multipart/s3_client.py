@@ -267,7 +267,7 @@ def _translated(path: RemotePath, err: Exception, doing: str) -> CheckpointingEx
         return MissingShardError("the object does not exist", file=str(path))
     if code in _DAMAGED:
         return StorageError(
-            f"the store received different bytes than ckpt sent ({status} {code})",
+            f"the store received different bytes than were sent ({status} {code})",
             file=str(path),
             hint="run the command again; if it fails again, check the network and this "
             "machine's memory",

@@ -139,7 +139,7 @@ def check_wait(give_up_at: float | None) -> None:
 
 
 def _interrupted() -> StorageError:
-    return StorageError("ckpt was interrupted while it was waiting for the store")
+    return StorageError("the command was interrupted while it was waiting for the store")
 
 
 def _forget_threads() -> None:
