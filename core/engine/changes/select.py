@@ -107,7 +107,7 @@ def _name_globs(keys: Iterable[str]) -> str:
     for part, others in (("model", "optimizer"), ("optimizer", "model")):
         prefix = find_shared_prefix(members[part])
         if prefix and not any(key.startswith(prefix) for key in members[others]):
-            globs.append(f"select the {part} with {shlex.quote(f'{prefix}*')}")
+            globs.append(f"{shlex.quote(f'{prefix}*')} matches the {part}")
     return "; ".join([*globs, LIST_THEM])
 
 

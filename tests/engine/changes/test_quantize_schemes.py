@@ -547,7 +547,7 @@ def test_int8_of_groups_or_with_zero_points_is_refused(change: dict[str, torch.T
         "a.weight_scale": torch.ones(16, 1),
         **change,
     }
-    with pytest.raises(UnsupportedError, match="compressed-tensors int8 weights cannot"):
+    with pytest.raises(UnsupportedError, match="cannot dequantize compressed-tensors int8 weights"):
         dequantize(stored(tensors)[0], config=config_of("compressed-tensors"))
 
 

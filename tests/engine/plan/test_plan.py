@@ -163,7 +163,7 @@ def test_two_tensors_cannot_fill_one_array() -> None:
     source = Model(tensors, {key: one(key, SHAPE) for key in tensors}).source()
     cut = Cut([("same", SHAPE, [(full_box(SHAPE), (0, 0))])])
     target, images = Model(tensors, {"a": cut, "b": cut}).target()
-    err = refused(CorruptError, "written twice", source, target, images[:1])
+    err = refused(CorruptError, "already complete", source, target, images[:1])
     assert err.key == "b"
 
 

@@ -18,7 +18,7 @@ def test_options_of_the_http_client_are_told_from_those_of_the_store() -> None:
 
 UNUSABLE = {
     "timeout=ten": "'ten' is not a valid duration",
-    "timeout=3": "such as 30s or 2m",
+    "timeout=3": "as in 30s or 2m",
     "allow_http=maybe": "'maybe' is neither true nor false",
     "skip_signature=perhaps": "'perhaps' is neither true nor false",
     "proxy_url=::::": "--storage-option proxy_url: the value is not valid",

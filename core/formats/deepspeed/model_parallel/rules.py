@@ -282,8 +282,7 @@ class TensorParallelRules:
                 if start is None or to is None or piece.get("scale", 1) != 1:
                     raise UnsupportedError(
                         "a piece of the affine map is scaled or is not a slice of the "
-                        "parameter; ckpt "
-                        "supports only slices that are not scaled",
+                        "parameter; only slices that are not scaled are supported",
                         file=self.file,
                         key=name,
                         hint=UNIVERSAL_HINT,
