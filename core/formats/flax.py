@@ -412,7 +412,7 @@ class Scanner:
             if isinstance(name, (int, float)) and not isinstance(name, bool):
                 name = str(name)
             if not isinstance(name, str):
-                raise self._error(f"a key of a map is a {type(name).__name__}, not a string")
+                raise self._error(f"a key of a map has the type {type(name).__name__}, not str")
             if name in entries:
                 raise self._error(f"a map contains the key {name[:80]!r} twice")
             entries[name] = self.value(depth=depth + 1)
@@ -463,7 +463,8 @@ class Scanner:
         expected = prod(shape) * itemsize(name)
         if n_bytes != expected:
             raise self._error(
-                f"a {name} array of shape {shape!r:.80} has {n_bytes:,} bytes, not {expected:,}"
+                f"an array of dtype {name} and shape {shape!r:.80} has {n_bytes:,} bytes, not "
+                f"{expected:,}"
             )
         part = FlatPart(name, tuple(shape), self._file, self._skip(n_bytes))
         if self.at != end:

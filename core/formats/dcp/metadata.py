@@ -411,7 +411,7 @@ class _ColumnBuilder:
         """Add a tensor or an object; return the number of distinct items that it uses."""
         if type(key) is not str:
             raise CorruptError(
-                f"a key of state_dict_metadata is a {type(key).__name__}, not a string"
+                f"a key of state_dict_metadata has the type {type(key).__name__}, not str"
             )
         if type(entry) is TensorRecord:
             return self._add_tensor(key, _state(entry, key))
@@ -530,7 +530,7 @@ class _ColumnBuilder:
         """
         if type(chunk) is not ChunkRecord:
             raise CorruptError(
-                f"one of the tensor's chunks is a {type(chunk).__name__}, not a "
+                f"one of the tensor's chunks has the type {type(chunk).__name__}, not "
                 "ChunkStorageMetadata",
                 key=key,
             )
@@ -709,7 +709,7 @@ def _properties(key: str, record: object) -> tuple[str, bool]:
     dtype, layout, requires_grad = state[:3]
     if type(dtype) is not Global or dtype.module != "torch":
         raise CorruptError(
-            f"the tensor's dtype is a {type(dtype).__name__}, not a torch dtype", key=key
+            f"the tensor's dtype has the type {type(dtype).__name__}, not torch.dtype", key=key
         )
     if layout not in ("torch.strided", None):
         raise UnsupportedError(

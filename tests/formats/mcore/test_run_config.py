@@ -110,7 +110,7 @@ def test_a_model_with_experts_comes_back_through_any_layout(
         ("model: [", "not valid YAML"),
         ("checkpoint: {}", "no model section"),
         ("- 1", "no model section"),
-        ("model: " + "[" * 200_000, "nested more than 50 deep"),
+        ("model: " + "[" * 200_000, "nested more than 50 levels deep"),
         ("model: {a: &x 1, b: *x}", "aliases and merge keys"),
         ("base: {a: 1}\nmodel: {<<: {a: 1}}", "aliases and merge keys"),
         ("model: {a: !!python/object/apply:os.system [true]}", "not valid YAML"),

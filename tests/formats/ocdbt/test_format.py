@@ -504,7 +504,7 @@ def test_a_save_that_was_not_merged_is_called_so(tmp_path: Path) -> None:
 def test_a_checkpoint_without_arrays_is_refused_with_its_items(tmp_path: Path) -> None:
     (tmp_path / "_CHECKPOINT_METADATA").write_text("{}")
     (tmp_path / "meta").mkdir()
-    with pytest.raises(UnsupportedError, match="Items: meta"):
+    with pytest.raises(UnsupportedError, match="its items are meta"):
         ocdbt.FORMAT.read(LocalStore(tmp_path))
 
 

@@ -358,7 +358,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
             "y.safetensors.index.json": index_of({"a": "x"}),
         },
         UnsupportedError,
-        "there are 2 indexes",
+        "has 2 index files",
         None,
     ),
     "a file that is cut": (
@@ -367,7 +367,12 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "the tensor ends at byte",
         "a",
     ),
-    "an index of no length": ({"model.safetensors": b""}, CorruptError, "too few", None),
+    "an index of no length": (
+        {"model.safetensors": b""},
+        CorruptError,
+        "header length alone",
+        None,
+    ),
 }
 
 
@@ -446,7 +451,7 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
             "y.safetensors": save({"b": torch.ones(1)}, {"k": "2"}),
         },
         ["a", "b"],
-        "differ in the metadata 'k'",
+        "the files have different metadata 'k'",
     ),
 }
 

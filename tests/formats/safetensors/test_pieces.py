@@ -182,7 +182,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "a first piece that is lost": (
         {piece_name(2): piece_file({"w": ((4, 0), W[4:])})},
         MissingShardError,
-        "offset [0, 0] shape [4, 2]",
+        "offset [0, 0] with shape [4, 2]",
         "w",
     ),
     "an overlap": (
