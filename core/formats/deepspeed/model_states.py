@@ -28,7 +28,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT, missing_model_parallel_rank
 from core.pickle.fields import int_or_none, mapping_or_empty, text_or_none
 from core.pickle.inert import TensorLeaf, as_mapping, walk
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray
@@ -239,8 +239,8 @@ def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, 
     for layer, files in layers.items():
         if set(files) != set(range(tp)):
             raise CorruptError(
-                f"layer {layer} has files for tensor-parallel ranks "
-                f"{', '.join(map(str, sorted(files)))}, but there are "
+                f"layer {layer} has files for {n_text(len(files), 'tensor-parallel rank')} "
+                f"({', '.join(map(str, sorted(files)))}), but there are "
                 f"{tp} ranks",
                 file=next(iter(files.values())),
                 hint="remove the files that an older run with more ranks left behind"

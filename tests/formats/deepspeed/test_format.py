@@ -216,7 +216,7 @@ def test_every_parameter_is_put_together(tmp_path: Path, name: str) -> None:
 def test_frozen_parameters_keep_their_precision(tmp_path: Path, stage: int) -> None:
     frozen = {"lora": (5, 3), "base": (4,), "tiny": ()}
     store, catalog = opened(Zero(stage, 4, frozen=frozen).write(tmp_path / "x"))
-    assert any("they are bfloat16" in note and "lora" in note for note in catalog.notes)
+    assert any("stay bfloat16" in note and "lora" in note for note in catalog.notes)
     for name, shape in frozen.items():
         assert_holds(store, catalog, name, values(name, shape).bfloat16())
     assert "optimizer.state.lora.exp_avg" not in catalog.tensors
@@ -522,7 +522,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_model(setting(buffer_names=[5])),
         CorruptError,
-        "buffer_names has the name 5",
+        "buffer_names contains an invalid name: 5",
     ),
     "shared is a list": (
         2,
@@ -617,13 +617,13 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, removing("single_partition_of_fp32_groups")),
         CorruptError,
-        "single_partition_of_fp32_groups is missing",
+        "single_partition_of_fp32_groups, which ZeRO-2 needs, is missing",
     ),
     "no flat groups, 3": (
         3,
         edit_optim(0, removing("fp32_flat_groups")),
         CorruptError,
-        "fp32_flat_groups is missing",
+        "fp32_flat_groups, which ZeRO-3 needs, is missing",
     ),
     "a group is not flat": (
         2,
@@ -675,7 +675,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         CorruptError,
         "has 3 elements, but its weights have",
     ),
-    "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has states"),
+    "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has the states"),
     "a state of no group": (
         2,
         edit_optim(1, _state_nowhere),
@@ -738,7 +738,7 @@ def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
     Zero(3, 2).write(tmp_path / "y")
     for path in folder.iterdir():
         (tmp_path / "y" / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(MissingShardError, match="the model file of ZeRO-2 is missing"):
+    with pytest.raises(MissingShardError, match="the ZeRO-2 model file is missing"):
         deepspeed.read(LocalStore(tmp_path / "y"))
 
 

@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
         {"w": torch.ones(4), "optimizer.state.w.fp32": torch.ones(4)},
         {},
         "optimizer.state.w.fp32",
-        "have the name",
+        "cannot be named",
     ),
     "a name with a slash": ({"a/b": torch.ones(4)}, {}, "a/b", "key cannot be a directory name"),
     "a name that climbs": ({"..": torch.ones(4)}, {}, "..", "key cannot be a directory name"),
