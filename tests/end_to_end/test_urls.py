@@ -205,7 +205,7 @@ def test_a_bucket_is_listed_like_a_directory(
             2,
             "a local path is needed",
         ),
-        (["inspect", "hdfs://runs/x"], 2, "cannot be read"),
+        (["inspect", "hdfs://runs/x"], 2, "ckpt cannot read"),
     ],
 )
 def test_requests_that_cannot_be_met_say_why(

@@ -111,7 +111,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
             "--dequantize: activations are scaled by act_pre_scale before they reach this weight, "
             "so the weight alone does not define the layer",
             key=key,
-            hint="omit --dequantize to copy the parts unchanged",
+            hint="to copy the parts unchanged, omit --dequantize",
         )
     item = catalog.objects.get(f"{key}.block_size")
     recorded = None if item is None else item.value
@@ -144,6 +144,6 @@ def _block(catalog: Catalog, key: str) -> Shape:
         raise UnsupportedError(
             f"--dequantize: {zeros.dtype} zero points are not supported, only int8 zero points",
             key=key,
-            hint="omit --dequantize to copy the parts unchanged",
+            hint="to copy the parts unchanged, omit --dequantize",
         )
     return block

@@ -56,7 +56,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         raise UsageError(
             f"--tokenizer: SRC already has {', '.join(existing)}",
             file=str(folder),
-            hint="omit --tokenizer to copy the tokenizer files of SRC",
+            hint="to copy the tokenizer files of SRC, omit --tokenizer",
         )
     files = dict(catalog.files)
     for path in paths:
