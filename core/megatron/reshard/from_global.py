@@ -80,10 +80,10 @@ def unshard_global(
     """
     if is_one_rank(catalog, rules):
         raise UnsupportedError(
-            "judging by the shapes, this is the file of one rank of a checkpoint; the other ranks "
-            "are needed as well",
-            hint="put each rank's file under its name, mp_rank_00/model_optim_rng.pt …, and pass "
-            "the directory above",
+            "judging by the tensor shapes, this file is from one rank of a checkpoint; ckpt also "
+            "needs the other ranks' files",
+            hint="save each rank's file under its own name (mp_rank_00/model_optim_rng.pt, "
+            "mp_rank_01/model_optim_rng.pt …), and pass the directory that contains them",
         )
     catalog = from_fsdp_dtensor(catalog, carries_optimizer=optim == "carry")
     catalog = join_parts(catalog, rules)

@@ -279,8 +279,8 @@ class Rules:
                 "no layout rule matches this tensor"
                 + (f" (shape on each of {len(shapes)} ranks: {extents})" if extents else ""),
                 key=name,
-                hint="put this rule into a file, correct it if necessary, and pass the file with "
-                "--rules (or use --unknown replicate if all ranks hold the same tensor):\n"
+                hint="save this rule in a file, correct it if necessary, and pass the file with "
+                "--rules (or use --unknown replicate if all ranks have the same tensor):\n"
                 + proposal(name, shapes, hidden_size=hidden_size, tp=tp),
             )
         if rule.later is not None:

@@ -245,7 +245,7 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
             np.ones((12, 6)),
             "all",
             CorruptError,
-            "expert 4 is beyond the 4 that a rank",
+            "expert number 4 is out of range: each rank should have 4 experts",
         ),
         (
             f"{LOCAL}0.linear_fc1.weight",
@@ -299,7 +299,7 @@ def test_experts_that_contradict_each_other_are_reported(
             MissingShardError,
             "experts 4, 5, 6, 7, 12, 13, 14, 15 of 16 are not",
         ),
-        ({"num_experts": 6}, CorruptError, "expert 3 is beyond the 3 that a rank"),
+        ({"num_experts": 6}, CorruptError, "expert number 3 is out of range: each rank should"),
         ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) are not divisible by EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not the number of experts"),
         ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),

@@ -353,7 +353,7 @@ def test_a_kind_of_experts_that_the_model_cannot_have_is_refused(tmp_path: Path)
     assert "the model has no experts" in refusal(source, tmp_path, experts="sequential").message
     source = save(MOE, Topology(tp=2), tmp_path / "moe")
     err = refusal(source, tmp_path, experts="te-grouped")
-    assert "the local transformer implementation has no te-grouped experts" in err.message
+    assert "the local transformer implementation does not support te-grouped experts" in err.message
     assert "is not one of: sequential, grouped" in refusal(source, tmp_path, experts="x").message
     # The kind that they have already is no error.
     reshard(source, tmp_path / "out", Topology(), moe=True, experts="sequential")
