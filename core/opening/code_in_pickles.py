@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from core.formats.torch.other_pickles import PickledContent
     from core.pickle.uses import Use
 
-HINT = "do not load it with any other program, and find out who wrote it"
+HINT = "do not load the checkpoint with any other program, and find out who wrote it"
 
 _MOST_NAMES = 20
 """Maximum number of names in a warning."""
@@ -106,9 +106,9 @@ def raise_if_code(
     if dangerous:
         n_more = len(dangerous) - 1
         raise UnsafeError(
-            f"a pickle names {dangerous[0]}"
+            f"a pickle refers to {dangerous[0]}"
             + (f" and {n_more} more" if n_more else "")
-            + f", which would run code when it is loaded; also: {err.message}",
+            + f", which would run code when it is loaded; in addition, {err.message}",
             file=err.file or store.label,
             key=err.key,
             hint=HINT,

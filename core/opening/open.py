@@ -146,7 +146,10 @@ def open_checkpoint(
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
             keys = some_of(list(left_out))
-            notes = (*notes, f"left out, because an index lists it without data: {keys}")
+            notes = (
+                *notes,
+                f"omitted, because an index lists them but no file contains their data: {keys}",
+            )
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):
@@ -159,9 +162,9 @@ def open_checkpoint(
     if iteration is not None and number != iteration and not location.is_chosen:
         raise UsageError(
             f"iteration {iteration} was requested, but the checkpoint "
-            + ("records no iteration" if number is None else f"is iteration {number}"),
+            + ("does not record an iteration" if number is None else f"is iteration {number}"),
             file=str(path),
-            hint="pass the directory that holds the iterations",
+            hint="pass the directory that contains the iterations",
         )
     return Checkpoint(
         location.path,
@@ -198,8 +201,8 @@ def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
             raise err from None
         place = "" if err.file is None else f"{err.file}: "
         note = (
-            f"the optimizer cannot be read ({place}{err.message}); the weights are those of the "
-            "other files, in their precision"
+            f"the optimizer cannot be read ({place}{err.message}), so the weights come from the "
+            "other files, in those files' precision"
         )
         return replace(catalog, notes=(*catalog.notes, note))
 

@@ -137,7 +137,7 @@ def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> Non
 def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
     for name in ("checkpoint", "model.ckpt.index", "model.ckpt.data-00000-of-00001"):
         (tmp_path / name).write_bytes(bytes(100))
-    with pytest.raises(UnsupportedError, match="a TensorFlow checkpoint cannot be read"):
+    with pytest.raises(UnsupportedError, match="ckpt cannot read a TensorFlow checkpoint"):
         open_checkpoint(tmp_path)
 
 

@@ -365,8 +365,8 @@ class Stage(DestinationStage):
         free = self.free_bytes()
         if free < needed_bytes:
             raise CapacityError(
-                f"the destination needs {needed_bytes / _MIB:,.1f} MiB, "
-                f"but only {free / _MIB:,.1f} MiB are free",
+                f"the output needs {needed_bytes / _MIB:,.1f} MiB, "
+                f"but only {free / _MIB:,.1f} MiB is free",
                 file=str(self.dst.parent),
                 hint="free some space, or write to another disk",
             )

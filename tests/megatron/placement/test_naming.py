@@ -175,7 +175,7 @@ def test_a_tracker_without_its_iteration_is_named_and_others_are_offered(
     err = " ".join(capsys.readouterr().err.split())
     assert (
         "the tracker names iter_0000020, which is missing" in err
-        and f"pass one of the iterations: {root}/iter_0000010" in err
+        and f"pass one of the iteration directories: {root}/iter_0000010" in err
     )
     assert reshard(root, tmp_path / "b", "--tp-new", 2, "--iteration", 10) == 0
     (root / "latest_checkpointed_iteration.txt").unlink()

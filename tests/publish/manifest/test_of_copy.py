@@ -95,7 +95,7 @@ def test_literals_on_arrays_or_outside_the_file_are_refused(literal: tuple[int, 
     plan = make_plan(source, target, images)
     stage = MemoryStore()
     result = execute(plan, model.store, stage)
-    with pytest.raises(CorruptError, match="overlap other bytes, or exceed"):
+    with pytest.raises(CorruptError, match="overlap other bytes or extend past"):
         finish_files(plan, result, stage)
 
 
