@@ -151,20 +151,21 @@ def warn_of_pickles(
     warnings = []
     if dangerous:
         warnings.append(
-            f"WARNING: {subject} refers to {_some(dangerous)}, which other software would run on"
-            " loading it; ckpt runs nothing"
+            f"WARNING: {subject} refers to {_some(dangerous)}, which other software would run when "
+            "it loads the file; ckpt does not run any of it"
         )
     if only_danger:
         return warnings
     if foreign:
         warnings.append(
-            f"WARNING: {subject} needs {_some(foreign)}, code of unknown modules that torch.load"
-            " would run; ckpt runs nothing"
+            f"WARNING: {subject} needs {_some(foreign)} from unknown modules, which torch.load "
+            "would run; ckpt does not run any of it"
         )
     unread = {file for file, item in other_files.items() if item.unread}
     if unread:
         warnings.append(
-            f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it"
+            f"not examined: {_some(unread)}, which may contain a pickle; load it only if you trust "
+            "its author"
         )
     return warnings
 

@@ -278,7 +278,7 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
     where = f"one inside {first.chunk_file}" if first.is_inner else first.chunk_file
     note = (
         f"{n_chunks:,} {subject} of {some_of([tensor.key for tensor in tensors])} {verb} not "
-        f"stored and will be read as the fill value ({where}); to refuse this, pass "
-        "--missing-chunks error"
+        f"stored and will be read as the fill value ({where}); to treat this as an "
+        "error, pass --missing-chunks error"
     )
     return [note]

@@ -165,7 +165,7 @@ def test_json_counts_requests_and_retries(
 
 REFUSALS = {
     ("https://example.org/x",): "ckpt cannot write to a web server",
-    ("s3://runs",): "the destination is a whole bucket",
+    ("s3://runs",): "the destination is an entire bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
     ("s3://runs/a/../b",): "cannot be the name of an object",
 }

@@ -189,6 +189,6 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
         objects={**objects, **single},
         dropped=(
             *catalog.dropped,
-            *dropped_each(filled, "packed for the experts of a rank", catalog.tensors),
+            *dropped_each(filled, "packed together with the rank's other experts", catalog.tensors),
         ),
     )

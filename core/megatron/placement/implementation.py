@@ -113,7 +113,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         dropped=(
             *catalog.dropped,
             *dropped_each(
-                filled_states, "of the other transformer implementation", catalog.tensors
+                filled_states, "specific to the other transformer implementation", catalog.tensors
             ),
         ),
     ).with_facet(

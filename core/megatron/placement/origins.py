@@ -80,10 +80,12 @@ def origins_of(
             members = names_in(stored, facts, rules)
             expected = tuple(number + 1 for number in members[-1][0])
             if shape[: len(expected)] != expected:
-                model = f"model of {facts.n_layers} layers and {facts.n_experts or 0} experts"
+                model = f"the model has {facts.n_layers} layers"
+                if facts.n_experts:
+                    model += f" and {facts.n_experts} experts"
                 if stored.startswith(LLAVA_LAYERS):
-                    model = f"tower of {facts.n_tower_layers} layers"
-                problem = f"a stack of shape {shape} in a {model}"
+                    model = f"the tower has {facts.n_tower_layers} layers"
+                problem = f"the shape of the stacked tensor is {shape}, but {model}"
                 report(CorruptError(problem, key=key, rule="layout.stacks"))
 
                 # If reporting goes on, only the members that the stack has are real.

@@ -109,7 +109,7 @@ def unshard_global(
     keys = entries.model_keys(catalog)
     if prefix and any(map(is_random_state, keys)):
         keys = list(filterfalse(is_random_state, keys))
-        dropped.append(Dropped((RNG,), "of one rank; start Megatron with --no-load-rng"))
+        dropped.append(Dropped((RNG,), "from only one rank; start Megatron with --no-load-rng"))
 
     # Tensors inside objects, such as random states, are carried or listed with these.
     of_model = {*keys}
@@ -118,7 +118,7 @@ def unshard_global(
         for key, tensor in catalog.tensors.items()
         if key not in of_model and not is_optimizer_key(key)
     }
-    dropped += dropped_unlisted(in_objects, "in objects")
+    dropped += dropped_unlisted(in_objects, "inside objects")
 
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(

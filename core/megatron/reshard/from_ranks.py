@@ -179,7 +179,7 @@ def unshard_ranks(
     )
     unused_head = dropped_unlisted(
         {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
-        "of the unused output",
+        "part of the unused output layer",
     )
 
     # Describe the form of the files, so that rank files can be written in the same form.

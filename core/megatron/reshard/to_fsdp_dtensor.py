@@ -213,16 +213,16 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
     filled += [key for key, tensor in catalog.tensors.items() if tensor.n_elements]
     states = [key for key in filled if key.endswith(EXTRA_STATE)]
-    dropped += dropped_each(states, "Megatron-FSDP stores no extra states", catalog.tensors)
+    dropped += dropped_each(states, "Megatron-FSDP does not store extra states", catalog.tensors)
     copies = {
         key: tensor
         for key, tensor in catalog.tensors.items()
         if state_key(MASTER, key) in catalog.tensors
     }
-    dropped += dropped_unlisted(copies, "rounded master weights, which are written")
+    dropped += dropped_unlisted(copies, "rounded copies of the master weights, which are written")
     if catalog.optimizer is not None:
         names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
-        dropped += dropped_each(names, f"{FORMAT} has no place for it")
+        dropped += dropped_each(names, f"{FORMAT} cannot store it")
     return dropped
 
 

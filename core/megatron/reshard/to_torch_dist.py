@@ -506,7 +506,9 @@ def _extra_states(
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped += dropped_each((key,), "packed for all experts of a rank", catalog.tensors)
+            dropped += dropped_each(
+                (key,), "packed together with the rank's other experts", catalog.tensors
+            )
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return states, dropped
 

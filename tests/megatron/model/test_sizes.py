@@ -56,8 +56,8 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     check(model, model.catalog(Topology(tp=16))[0], again, Topology(tp=8))
     assert len(ranks_of(target)) == 16
     note = (
-        "TP 16 exceeds the number of query groups (4), so only megatron-core 0.16 and later can load "
-        "the files"
+        "TP 16 exceeds the number of query groups (4), so only megatron-core 0.16 and later can "
+        "load the files"
     )
     assert note in target.notes
     assert not any(

@@ -104,7 +104,7 @@ def test_rows_of_an_old_version_are_put_in_order(
     rewrite(source / b, tmp_path / "b", GELU["old"])
     notes = reshard(tmp_path / "a", tmp_path / "out", b)
     assert_same_nested(tmp_path / "out", tmp_path / "b")
-    assert any("now in the order of checkpoint_version 3.0" in note for note in notes)
+    assert any("reordered query, key and value rows" in note for note in notes)
     for path in rank_dirs(tmp_path / "out").values():
         assert load_rank_file(path / MODEL_FILE)["checkpoint_version"] == 3.0
 

@@ -205,7 +205,7 @@ def test_older_checkpoints_without_all_dense_shards_are_refused() -> None:
     present = ("mp_rank_00_000", "mp_rank_01_001")
     written = {coords: entry for coords, entry in ranks_of(catalog).items() if entry[0] in present}
     with pytest.raises(
-        MissingShardError, match="shards of TP ranks 2, 3 are in no file.*before core 0.19"
+        MissingShardError, match="no file contains the shards of TP ranks 2, 3.*before 0.19"
     ):
         unshard(with_facts(catalog, RankFacts, ranks=written), rules=RULES)
 
@@ -322,7 +322,7 @@ def test_a_stack_of_other_experts_is_corrupt() -> None:
     args = replaced(stacked.args, {"num_experts": 4})
     common = {**(stacked.common or {}), "args": args}
     with pytest.raises(
-        CorruptError, match=r"a stack of shape \(8, 24, 12\) in a model of 4 layers and 4 experts"
+        CorruptError, match=r"is \(8, 24, 12\), but the model has 4 layers and 4 experts"
     ):
         unshard(replace(stacked, format="torch_dist", args=args, common=common), rules=RULES)
 

@@ -110,7 +110,7 @@ def test_what_is_no_manifest_is_refused(text: str) -> None:
 
 def test_newer_and_missing_manifests_are_told_apart() -> None:
     newer = json.dumps({"schema": "ckpt-manifest", "version": 3})
-    with pytest.raises(UnsupportedError, match="reads versions up to"):
+    with pytest.raises(UnsupportedError, match="reads only versions up to"):
         read_manifest(MemoryStore({MANIFEST: newer.encode()}))
     with pytest.raises(MissingShardError):
         read_manifest(MemoryStore())

@@ -128,14 +128,14 @@ class NumberedFiles:
         added = []
         if list(listed) != sorted(listed):
             added.append(
-                "the optimizer's param groups are in the order of megatron-core before 0.16, as in "
-                "the source"
+                "the optimizer's param groups keep the source's order, which is that of "
+                "megatron-core before 0.16"
             )
         is_any_empty = len(listed) > len({self._groups.group_of[name] for name in keys})
         if is_any_empty and self._target.optimizer.omits_empty is None:
             added.append(
-                "empty param groups are listed, as in megatron-core 0.14 and later; older versions "
-                "list none"
+                "empty param groups are written, as in megatron-core 0.14 and later; older "
+                "versions do not write them"
             )
         self.notes += [note for note in added if note not in self.notes]
 

@@ -184,7 +184,7 @@ def _unpadded_sizes(recorded: object, number: int, *, n: int, where: str) -> lis
         return None
     listed = recorded[number] if isinstance(recorded, list) and number < len(recorded) else None
     sizes = next(iter(mapping_or_empty(listed).values()), None)
-    expected = f"the sizes of {n} buckets"
+    expected = f"a list of {n} bucket sizes"
     return [*FieldReader().read_ints(sizes, f"{_UNPADDED} of {where}", n=n, expected=expected)]
 
 

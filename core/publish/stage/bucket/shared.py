@@ -171,7 +171,7 @@ def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
                     raise CorruptError(
                         "another process has replaced this object",
                         file=str(share.leftovers),
-                        hint="only one run at a time may write to a destination",
+                        hint="make sure that only one run at a time writes to a destination",
                     )
         finally:
             source.close()

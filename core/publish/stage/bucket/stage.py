@@ -138,8 +138,8 @@ class StoreDestination(OutputDestination):
                 "rerun the same command to continue" if command is None else f"continue: {command}"
             )
             return (
-                f"what was sent to {self.dst} is kept as unfinished uploads, for which the store "
-                f"charges ({again}; to remove them, abort the uploads: aws s3api "
+                f"the data sent to {self.dst} is kept as unfinished uploads, for which the store "
+                f"charges ({again}; to remove the uploads, abort them: aws s3api "
                 f"list-multipart-uploads --bucket {quote(self.dst.bucket)} "
                 f"--prefix {quote(self.dst.key)} lists them)"
             )
@@ -150,8 +150,8 @@ class StoreDestination(OutputDestination):
             )
         return (
             f"rerun the same command: if {self.dst} was just being published, some of its objects "
-            "may be in the bucket, and this finishes it; otherwise it starts over (--resume keeps "
-            "what has been sent, for which the store charges)"
+            "may be in the bucket, and the command finishes publishing; otherwise, it starts over "
+            "(--resume keeps the data already sent, for which the store charges)"
         )
 
     @override

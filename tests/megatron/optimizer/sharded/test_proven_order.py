@@ -88,8 +88,8 @@ def test_the_order_is_that_of_the_implementation_that_saved(
     is_proven = saved != (stated or "transformer_engine")
     assert fields_of(unsharded.args).get("transformer_impl") == (saved if is_proven else stated)
     note = (
-        f"assuming transformer_impl {saved}, the only value that explains the parameter order in the "
-        "optimizer's buffers"
+        f"assuming transformer_impl {saved}, the only value that explains the parameter order in "
+        "the optimizer's buffers"
     )
     notes = [text for text in unsharded.notes if "transformer_impl" in text]
     assert notes == [note] * is_proven
