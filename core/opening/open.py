@@ -148,7 +148,7 @@ def open_checkpoint(
             keys = some_of(list(left_out))
             notes = (
                 *notes,
-                f"omitted, because an index lists them but no file contains their data: {keys}",
+                f"omitted entries that an index lists but no file contains: {keys}",
             )
     except BaseException as err:
         store.close()

@@ -112,7 +112,7 @@ def remainders_error(*, key: str, rank: str | None = None) -> UnsupportedError:
     """
     return UnsupportedError(
         "the optimizer stores remainders (the low 16 bits of each master weight), as Transformer "
-        "Engine's Adam does with --use-precision-aware-optimizer, and ckpt cannot reshard or "
+        "Engine's Adam does with --use-precision-aware-optimizer; ckpt cannot reshard or "
         "convert remainders",
         key=key,
         rank=rank,

@@ -170,8 +170,8 @@ def unshard_ranks(
 
     unused = dropped_each(
         (facts.kind.head,) if facts.has_unused_head(facts.topology) else (),
-        "not used: with multi-token prediction and tied embeddings, the last stage computes its "
-        "output with its copy of the embedding",
+        "not used, because with multi-token prediction and tied embeddings, the last stage "
+        "computes its output with its copy of the embedding",
     )
     # Of the states that hold tensors none is kept.
     in_states = dropped_unlisted(

@@ -33,7 +33,7 @@ from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.equality import are_same
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.megatron.placement.qkv_order import OldRows
@@ -446,17 +446,23 @@ def _check_layers(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
             layers_of[layer.stack].add(layer.number)
     for stack, layers in layers_of.items():
         count, offset = stages.count(stack, *chunk.where), stages.offset(stack, *chunk.where)
+        n_layers = n_text(count, "layer")
         empty = {number - offset for number in chunk.facts.empty_layers(stack)}
         missing = sorted(set(range(count)) - layers - empty)
         if missing:
-            problem = f"layers {list_some(missing)} of this stage's {count} are missing"
+            verb = "is" if len(missing) == 1 else "are"
+            problem = (
+                f"this stage should have {n_layers}, but {_name_layers(missing)} {verb} missing"
+            )
             report(MissingShardError(problem, rank=chunk.folder, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
-            problem = (
-                f"layers {list_some(extra)} are beyond the {count} that this stage should hold"
-            )
+            problem = f"this stage should have {n_layers}, but also has {_name_layers(extra)}"
             report(CorruptError(problem, rank=chunk.folder, rule="layout.layers"))
+
+
+def _name_layers(numbers: Sequence[int]) -> str:
+    return f"layer{'' if len(numbers) == 1 else 's'} {list_some(numbers)}"
 
 
 def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> None:

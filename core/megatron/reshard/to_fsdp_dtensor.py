@@ -322,7 +322,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
     refused = {
         f"a {facts.kind.kind} model": facts.kind is not GPT,
         "a hybrid model": facts.pattern is not None,
-        "a model whose layers differ in kind": facts.blocks is not None
+        "a model with different kinds of layers": facts.blocks is not None
         or bool(facts.linear_layers),
         "a model with multi-token prediction": facts.n_predictions > 0,
         "a model with multi-latent attention": facts.is_mla,

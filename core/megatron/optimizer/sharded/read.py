@@ -181,7 +181,7 @@ def _read_by_parameter(
         hidden,
         dropped=(
             *read.dropped,
-            *dropped_unlisted(unread, "steps that the groups hold"),
+            *dropped_unlisted(unread, "step counts that the param groups also contain"),
             *record_padding(catalog, origins, metas),
         ),
     )
