@@ -273,14 +273,14 @@ LOCAL = "decoder.layers.1.mlp.experts.local_experts."
             np.ones((12, 12)),
             "all",
             CorruptError,
-            "both sequential and",
+            "two forms, sequential and",
         ),
         (
             "decoder.layers.1.mlp.experts.experts.linear_fc1.weight",
             np.ones((4, 12, 12)),
             "all",
             CorruptError,
-            "both",
+            "two forms",
         ),
     ],
 )
@@ -303,7 +303,11 @@ def test_experts_that_contradict_each_other_are_reported(
         ({"num_experts": 7}, CorruptError, r"7 experts \(num_experts\) are not divisible by EP 2"),
         ({"num_experts": None}, UnsupportedError, "EP 2, but not the number of experts"),
         ({"moe_layer_freq": [0, 0, 1, 1]}, MissingShardError, "other layers have this tensor"),
-        ({"moe_layer_freq": [0, 1, 1]}, CorruptError, "moe_layer_freq is .0, 1, 1., not 4 times"),
+        (
+            {"moe_layer_freq": [0, 1, 1]},
+            CorruptError,
+            "moe_layer_freq is .0, 1, 1., not a list of 4 items",
+        ),
         ({"moe_layer_freq": 0}, CorruptError, "moe_layer_freq is 0"),
     ],
 )

@@ -112,7 +112,7 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
     )
     bias = RULES.expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.bias")
     assert bias is not None
-    with pytest.raises(UnsupportedError, match="no such parameter"):
+    with pytest.raises(UnsupportedError, match="do not have this parameter"):
         RULES.expert_name(bias, names="grouped", number=0)
 
 
@@ -261,10 +261,10 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rule]\n", "not TOML"),
+        ("[[rule]\n", "not valid TOML"),
         ("[[rule]]\nrule = 'split'\naxis = 0\n", "has no pattern"),
         ("[[rule]]\npattern = '('\nrule = 'replicate'\n", "not a valid regular expression"),
-        ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule 'mirror'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule = 'mirror'"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts = 'three'"),

@@ -600,7 +600,7 @@ def test_settings_of_experts_that_differ_cannot_come_to_one_group(tmp_path: Path
         change(source, folder, slower)
     err = refusal(source, tmp_path, moe=True)
     assert isinstance(err, UnsupportedError)
-    assert "their lr is" in err.message
+    assert "their lr values differ" in err.message
 
 
 def _factored(optimizer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
