@@ -154,8 +154,8 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
     catalog = replace(catalog, skeleton=skeleton)
     if not unproven:
         return catalog
-    note = "numeric keys remain strings, although they may have been integers when saved"
-    return catalog.noted([f"{note}: see {list_some(unproven)}"])
+    note = "remain strings, although they may have been integers when saved"
+    return catalog.noted([f"numeric keys in {list_some(unproven)} {note}"])
 
 
 def _as_number(key: object) -> object:
