@@ -161,7 +161,7 @@ def test_numbers_that_the_groups_do_not_list_stay_text(tmp_path: Path) -> None:
     dcp.save({"optimizer": optimizer}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     report = run(Job(src=tmp_path / "dcp", dst=tmp_path / "out.pt", to="torch"))
     assert torch.load(tmp_path / "out.pt")["optimizer"]["state"].keys() == {"0", "5"}
-    assert any("those of optimizer.state" in note for note in report.notes)
+    assert any("numeric keys in optimizer.state" in note for note in report.notes)
 
 
 def test_diff_names_keys_of_different_types(tmp_path: Path) -> None:
