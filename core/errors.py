@@ -346,6 +346,10 @@ class AccessDeniedError(StorageError):
     """An object store does not let these credentials list, read or write."""
 
 
+class UnansweredError(StorageError):
+    """An object store did not answer, or failed; it may have done what was asked, or do it yet."""
+
+
 class SourceChangedError(StorageError):
     """A source file changed between planning and the end of the copy."""
 

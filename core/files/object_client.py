@@ -24,6 +24,7 @@ from core.errors import (
     MissingShardError,
     SourceChangedError,
     StorageError,
+    UnansweredError,
     UsageError,
 )
 from core.files.requests.client_settings import sort_options, unusable_setting
@@ -468,7 +469,8 @@ def store_error(
         or _failed(kind, text, status)
     )
     is_denied = reason == _DENIED or reason.startswith(_NO_PERMISSION)
-    error = AccessDeniedError if is_denied else StorageError
+    is_unanswered = doing == "write" and (not status or status.startswith("5"))
+    error = AccessDeniedError if is_denied else UnansweredError if is_unanswered else StorageError
     return error(f"{reason}{answer}", file=str(path), hint=hint)
 
 

@@ -18,9 +18,11 @@ _STYLE = """
 text { font-family: system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
 .card { fill: #ffffff; stroke: #d8dfe7; } .row { fill: #f2f5f8; }
 .quiet { fill: #57606a; font-size: 12px; }
+.value { paint-order: stroke; stroke: #ffffff; stroke-width: 4px; }
 .bar { fill: #2f6fab; } .other { fill: #b0602c; } .one { stroke: #57606a; stroke-dasharray: 4 3; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3; } .card { fill: #0d1117; stroke: #303b47; } .row { fill: #171e26; }
+  .value { stroke: #0d1117; }
   .quiet { fill: #9198a1; } .one { stroke: #9198a1; }
   .bar { fill: #6cb0f0; } .other { fill: #e0a070; }
 }
@@ -28,9 +30,9 @@ text { font-family: system-ui, sans-serif; font-size: 14px; fill: #1f2328; }
 _MEMORY = ": memory"
 """End of the names of rows that compare memory."""
 GROUPS = {
-    ("× copy", False): ("bar", "Time of ckpt, in times that cp takes for the same bytes", "cp"),
-    ("× ours", False): ("other", "Time of other tools for the same work, in times of ckpt", "ckpt"),
-    ("× ours", True): ("other", "Memory of other tools for the same work, in that of ckpt", "ckpt"),
+    ("× copy", False): ("bar", "ckpt: time relative to cp of the same bytes", "cp"),
+    ("× ours", False): ("other", "Other tools: time relative to ckpt for the same work", "ckpt"),
+    ("× ours", True): ("other", "Other tools: memory relative to ckpt for the same work", "ckpt"),
 }
 """Unit and whether it is of memory → class of the bars, the heading above, and what 1 is."""
 
@@ -83,7 +85,7 @@ def chart_of(cases: Sequence[Any]) -> str:
         one = _NAMES + scale
         y += _ROW
         _text(svg, one, y, f"1 × = {unit}", anchor="middle", kind="quiet")
-        top = y
+        top, labels = y, []
         for number, case in enumerate(rows):
             y += _ROW
             if number % 2 == 0:
@@ -91,9 +93,12 @@ def chart_of(cases: Sequence[Any]) -> str:
             _text(svg, _NAMES - 10, y, case["name"].removesuffix(_MEMORY), anchor="end")
             width = case["result"] * scale
             _rect(svg, kind, _NAMES, y - 13, width, _BAR)
-            _text(svg, _NAMES + width + 8, y, f"{case['result']:.3g} ×", anchor="start")
+            labels.append((_NAMES + width + 8, y, f"{case['result']:.3g} ×"))
         x, y1, y2 = f"{one:.1f}", f"{top + 5}", f"{y + 8}"
         ElementTree.SubElement(svg, "line", {"class": "one", "x1": x, "x2": x, "y1": y1, "y2": y2})
+        # Above the line, with an outline that interrupts it.
+        for label in labels:
+            _text(svg, *label, anchor="start", kind="value")
         y += _ROW // 2
     card.attrib |= {"width": f"{_WIDTH - 1}", "height": f"{y + 7}"}
     svg.set("viewBox", f"0 0 {_WIDTH} {y + 8}")

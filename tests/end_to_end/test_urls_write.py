@@ -506,3 +506,27 @@ def test_of_two_uploads_of_an_object_the_recorded_one_is_finished(store: S3Serve
     assert run(*words) == 0
     assert run("validate", "--deep", "s3://runs/out") == 0
     assert_nothing_remains(store)
+
+
+@pytest.mark.parametrize("key", [".distcp", pytest.param(".metadata", marks=pytest.mark.long)])
+def test_a_publication_whose_answer_is_lost_is_finished_by_the_next_run(
+    store: S3Server,
+    golden: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    key: str,
+) -> None:
+    source = "s3://runs/hf/llama/safetensors_single"
+    assert run("convert", source, "s3://runs/whole", "--to", "dcp", "-q") == 0
+    words = ["convert", source, "s3://runs/out", "--to", "dcp", "-q"]
+    store.set_rules(
+        Rule("lost", operation="CompleteMultipartUpload", key=key),
+        Rule("cut", operation="CompleteMultipartUpload", key=key, first=2, times=None),
+    )
+    monkeypatch.setattr("core.files.multipart.s3_client._N_ATTEMPTS", 3)
+    assert run(*words) == 6
+    assert "the same command then finishes" in capsys.readouterr().err
+    store.set_rules()
+    assert run(*words) == 0
+    assert without_manifest(contents(store, "out")) == without_manifest(contents(store, "whole"))
+    assert_nothing_remains(store)

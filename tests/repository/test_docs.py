@@ -165,7 +165,7 @@ def test_decisions_are_numbered_and_listed() -> None:
 
 def test_the_architecture_names_every_package() -> None:
     text = text_of(ROOT / "docs/explanation/architecture.md")
-    section = text.partition("## The rooms")[2].partition("\n## ")[0]
+    section = text.partition("## The packages")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if re.match(r"\| \d", line)]
     named = re.findall(r"`(core\.\w+|ckpt_cli)`", "\n".join(row.split("|")[2] for row in rows))
     packages = {path.parent.name for path in ROOT.glob("core/*/__init__.py")}

@@ -119,6 +119,8 @@ _CONSOLIDATED = ".zmetadata"
 _MAX_ZARRAY_BYTES = 1 << 20
 _MAX_VALUES = 16_000_000
 """Maximum number of JSON values in consolidated metadata."""
+_MOST_REPORTED = 1000
+"""Missing shards of one object that are reported."""
 _RESERVED = frozenset((ARRAY_FILE, GROUP_FILE, ATTRIBUTES_FILE, CONFIG, COMMON_FILE))
 
 
@@ -232,7 +234,7 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         )
     # The key of a shard contains the shape of its grid: all shards of an object must exist.
     for grid in shard_grids(objects):
-        for key in grid.absent_keys():
+        for key in grid.absent_keys(_MOST_REPORTED):
             report(
                 MissingShardError(
                     f"a shard of the object is missing: {len(grid.offsets)} of "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import islice
 from math import prod
 
 from core.values import dataclass
@@ -54,15 +54,27 @@ class ShardGrid:
     shape: tuple[int, ...]
     offsets: frozenset[tuple[int, ...]]
 
-    def absent_keys(self) -> Iterator[str]:
-        """Yield the keys of the missing shards."""
-        if prod(self.shape) > len(self.offsets):
-            for offset in product(*map(range, self.shape)):
-                if offset not in self.offsets:
-                    dotted_offset, dotted_shape = (
-                        ".".join(map(str, numbers)) for numbers in (offset, self.shape)
-                    )
-                    yield f"{self.name}/shard_{dotted_offset}_{dotted_shape}"
+    def absent_keys(self, at_most: int) -> Iterator[str]:
+        """Yield the keys of the missing shards, in order; a key may claim any number of shards."""
+        indices = range(min(prod(self.shape), len(self.offsets) + at_most))
+        offsets = (_unravel(index, self.shape) for index in indices)
+        for offset in islice((o for o in offsets if o not in self.offsets), at_most):
+            dotted_offset, dotted_shape = (
+                ".".join(map(str, numbers)) for numbers in (offset, self.shape)
+            )
+            yield f"{self.name}/shard_{dotted_offset}_{dotted_shape}"
+
+
+def _unravel(index: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the position of an index in a grid in C order, as ``np.unravel_index``.
+
+    NumPy refuses grids of more than 2**63 places.
+    """
+    offset = []
+    for size in reversed(shape):
+        index, remainder = divmod(index, size)
+        offset.append(remainder)
+    return tuple(reversed(offset))
 
 
 def shard_grids(keys: Iterable[str]) -> list[ShardGrid]:

@@ -27,7 +27,7 @@ from shlex import quote
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from core.errors import AccessDeniedError, CheckpointingException, UsageError
+from core.errors import AccessDeniedError, CheckpointingException, UnansweredError, UsageError
 from core.files.multipart.client import can_continue_uploads, upload_client
 from core.files.multipart.ordered import N_IN_FLIGHT
 from core.files.multipart.stream import part_bytes_of
@@ -67,6 +67,7 @@ _MAX_THREADS = 8
 """Largest number of parts in flight, unless memory allows only fewer."""
 _MEMORY_SHARE = 8
 """The parts in flight may take this fraction of the memory limit."""
+_RUN_AGAIN = "the same command then finishes what the store has done of this publication"
 _CLIENT_BYTES = 40 << 20
 """Memory of the clients, measured: RSS of a conversion to S3, less parts and a local one's RSS."""
 
@@ -175,7 +176,8 @@ class _State:
 
     Args:
         visible: names of the objects that this run has made visible.
-        is_uncertain: a signal ended the wait for an object that the store may yet make visible.
+        is_uncertain: the wait for an object ended without an answer (a signal, a broken
+            connection); the store may yet make it visible.
         has_record: the record is in the store.
         is_final: the record is that of the complete publication, so another run can finish it.
         has_replaced: the deletion of the old objects has at least begun.
@@ -491,6 +493,11 @@ class BucketStage(DestinationStage):
                     "another process has created the object in the meantime",
                     file=str(self._base / name),
                 ) from None
+            except UnansweredError as err:
+                self._state.is_uncertain = True
+                if self._client.takes_any_order:
+                    err.hint = f"{err.hint}; {_RUN_AGAIN}" if err.hint else _RUN_AGAIN
+                raise
             except BaseException as err:
                 self._state.is_uncertain |= is_ending() or isinstance(err, KeyboardInterrupt)
                 raise

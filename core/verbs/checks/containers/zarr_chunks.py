@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
-from itertools import islice
 from math import prod
 
 from core.errors import CheckpointingException
@@ -285,7 +284,7 @@ def check_object_shards(subject: Subject) -> Iterator[Finding]:
     for grid in shard_grids(
         path.removesuffix(".pt") for path in subject.files if path.endswith(".pt")
     ):
-        for key in islice(grid.absent_keys(), _MOST_NAMED):
+        for key in grid.absent_keys(_MOST_NAMED):
             yield OBJECT_SHARD.finding(
                 "this shard of the object is missing, but other shards exist",
                 file=f"{key}.pt",
