@@ -60,6 +60,13 @@ PROSE = frozenset(
         "can",
         "cannot",
         "checkpoint",
+        "also",
+        "carries",
+        "could",
+        "has",
+        "named",
+        "removes",
+        "replaces",
     }
 )
 """Words that follow the program's name in sentences about it."""

@@ -184,7 +184,7 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
     assert hint.endswith("keep the names: --to safetensors, dcp or torch")
     # The configuration of another model, which has three layers, does not help.
     config = golden / "hf/llama/safetensors_single/config.json"
-    with pytest.raises(CorruptError, match=r"a stack of shape \(4, 64\) in a model of 3 layers"):
+    with pytest.raises(CorruptError, match=r"tensor is \(4, 64\), but the model has 3 layers"):
         run(replace(job, config=config))
     for target in ("safetensors", "dcp", "torch"):
         run(Job(src=source, dst=tmp_path / target, to=target, fsync=False))

@@ -156,7 +156,9 @@ def test_a_search_that_stops_says_where(
     assert "more were not searched, starting with b/" in out
     shutil.rmtree(tmp_path / "disk/a")
     assert main(["inspect", str(tmp_path / "disk")]) == 4
-    assert "none was found below; the search stopped after " in capsys.readouterr().err
+    assert (
+        "no subdirectory with one was found; the search stopped after " in capsys.readouterr().err
+    )
 
 
 def test_a_training_root_shows_its_iterations(
