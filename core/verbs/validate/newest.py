@@ -113,7 +113,7 @@ def iteration_paths(root: Path) -> list[Path]:
         )
         if runs:
             run = quote(str(runs[0]))
-            hint = f"pass one of the runs in it, such as {run} (with the newest iteration)"
+            hint = f"pass one of the runs in it; the newest iteration is in {run}"
         raise UsageError("no iterations found", file=str(root), hint=hint)
     return [path for _, path in iterations]
 

@@ -284,7 +284,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     unread: tuple[str, ...] = ()
     if subject.n_unopened:
         count = "one rank file" if subject.n_unopened == 1 else f"{subject.n_unopened:,} rank files"
-        unread = (f"content of {count} with the same stage and size as one that was (--headers)",)
+        unread = (f"contents of {count} that match a checked file in stage and size (--headers)",)
     reference = subject.against
     return Validation(
         path=str(subject.path),
