@@ -64,7 +64,7 @@ def listed(prepared: Prepared) -> set[str]:
     for line in prepared.dropped:
         begin, _, files = line.rpartition(": ")
         if begin == "other files in the directory" or begin.startswith(
-            ("sidecar files, which ", "training state, which ", "a class that ")
+            ("sidecar files, which ", "training state, which ", "an object of a class that ")
         ):
             names |= set(files.split(", "))
     return names

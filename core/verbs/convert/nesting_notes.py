@@ -123,7 +123,7 @@ def _flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     elif has_common:
         notes += _root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
-        notes.append("the root is not a dict and is stored as one")
+        notes.append("the root is not a dict, but is stored as one")
     return notes + _tensor_notes(catalog)
 
 
@@ -227,12 +227,15 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
         if leaf.wrapper is not None or leaf.requires_grad
     ]
     if parameters:
-        notes.append(f"Parameter and requires_grad become plain tensors: {list_some(parameters)}")
+        notes.append(
+            "Parameters and tensors with requires_grad become plain tensors: "
+            f"{list_some(parameters)}"
+        )
     # Where several paths join to one key, all but the first get a number or an escaped dot.
     collisions = [entry.key for entry, _ in leaves if entry.is_altered]
     if collisions:
         notes.append(
-            f"tensors whose dotted paths collide get distinct keys: {list_some(collisions)}"
+            f"tensors with the same dotted path get distinct keys: {list_some(collisions)}"
         )
     return notes
 

@@ -134,7 +134,7 @@ def test_some_entries_of_dcp_under_new_names_are_what_torch_loads(
             UsageError,
             "--drop-unknown has no effect: --metadata-only writes",
         ),
-        (DIST, {"to": "dcp"}, UnsupportedError, "needs dcp or torch_dist on both sides"),
+        (DIST, {"to": "dcp"}, UnsupportedError, "requires SRC and DST to have the same format"),
         ("mcore_legacy/dense_gqa/tp1_pp1", {}, UnsupportedError, "this is megatron"),
         (
             "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",

@@ -420,7 +420,7 @@ def test_a_source_is_not_replaced_by_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optim": "carry"}, "optimizer states are not merged"),
+        ({"optim": "carry"}, "optimizer states cannot be merged"),
         ({"dequantize": "bfloat16"}, "--dequantize has no effect"),
         ({"metadata_only": True}, "--metadata-only has no effect"),
     ],
