@@ -529,8 +529,8 @@ def _matchers(patterns: Iterable[str], keys: Iterable[str]) -> list[Callable[[st
         if not any(map(matches, keys)):
             raise UsageError(
                 f"no tensor or entry of either checkpoint matches {pattern!r}",
-                hint="list the keys with: ckpt inspect A --flat (Megatron's tensors have their "
-                "global names)",
+                hint="list the keys with: ckpt inspect A --flat (Megatron tensors are listed "
+                "under their global names)",
             )
         matchers.append(matches)
     return matchers

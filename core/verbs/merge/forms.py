@@ -116,7 +116,7 @@ def form_like(
 def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
     """Return the error for a checkpoint whose names cannot be those of the first one."""
     return UnsupportedError(
-        f"the first checkpoint has {names} tensor names; this checkpoint's names cannot "
+        f"the first checkpoint has {names} tensor names, but this checkpoint's names cannot "
         "be mapped to them",
         file=str(other.path),
         hint="first convert one checkpoint to the other's names: ckpt convert SRC DST --names hf "

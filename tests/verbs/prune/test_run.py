@@ -464,6 +464,6 @@ def test_objects_that_were_written_again_stay(store: S3Server) -> None:
 def test_a_web_server_is_refused(root: Path) -> None:
     with (
         web_server(root) as server,
-        pytest.raises(UsageError, match="cannot be listed, so nothing can be removed"),
+        pytest.raises(UsageError, match="cannot be listed, so ckpt cannot remove any"),
     ):
         core.prune(f"{server.url}/files", keep_last=1, trust_metadata=True)
