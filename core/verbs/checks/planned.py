@@ -146,7 +146,7 @@ def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | 
     return (
         None
         if kind in _FIXED_SIZES
-        else f"Megatron loads {source.format.name} at these sizes as it is"
+        else f"Megatron can load this {source.format.name} checkpoint at these sizes"
     )
 
 

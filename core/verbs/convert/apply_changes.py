@@ -176,7 +176,8 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
         if key in catalog.tensors
     )
     notes = [
-        f"{n} {kind} tensors become {dtype_called(job.dequantize).name}"
+        f"{n_text(n, f'{kind} tensor is', f'{kind} tensors are')} dequantized to "
+        f"{dtype_called(job.dequantize).name}"
         for kind, n in counts.items()
     ]
     edits: dict[str, object] = {} if result.remaining else {"quantization_config": None}
@@ -481,8 +482,8 @@ def _uncast_scale_notes(
             if is_float and after.tensors[key].dtype == tensor.dtype:
                 uncast.setdefault(weight.scheme.name, []).append(key)
     return [
-        f"scales and similar tensors of {name} weights keep their dtype ({some_of(keys)}): "
-        "casting them would change the weights"
+        f"scales and similar tensors of {name} weights keep their dtype ({some_of(keys)}), "
+        "because casting them would change the weights"
         for name, keys in uncast.items()
     ]
 

@@ -268,7 +268,7 @@ def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> tuple[Dro
             reason = f"refers to {names[0]}, which would run code when loaded"
             dropped.append(Dropped((path,), reason))
         elif pickled.unread:
-            dropped.append(Dropped((path,), f"not examined for code: {pickled.unread[0]}"))
+            dropped.append(Dropped((path,), f"not checked for code: {pickled.unread[0]}"))
     return tuple(dropped)
 
 

@@ -247,7 +247,10 @@ def _with_hf(
         for tensors in (form.catalog.tensors, mapped.tensors)
     )
     n_dropped = len(form.catalog.tensors) - len(model)
-    dropped = f"{n_dropped} optimizer tensors not compared: Hugging Face checkpoints have none"
+    dropped = (
+        f"{n_dropped} optimizer tensors are not compared, because Hugging Face checkpoints have no "
+        "optimizer"
+    )
     first = Side(
         megatron,
         replace(form.catalog, tensors=model),

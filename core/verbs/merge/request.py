@@ -50,7 +50,9 @@ class Merge:
     def __post_init__(self) -> None:
         option, n_sources = f"--{self.method}", 1 + len(self.others)
         if self.method not in METHODS:
-            raise UsageError(f"{self.method!r} is not one of: {', '.join(METHODS)}")
+            raise UsageError(
+                f"unknown merge method {self.method!r} (expected one of: {', '.join(METHODS)})"
+            )
         if self.method in (SLERP, DELTA, REPLACE) and n_sources != 2:
             raise UsageError(
                 f"{option} requires two checkpoints, but {n_sources} were specified",

@@ -129,8 +129,8 @@ class Pruning:
                 f"the newest valid iteration, {self.newest_valid}, was checked without reading its"
                 " data, so older iterations are not removed",
                 file=str(self.root),
-                hint="read all its data with --deep, which skips only files that are almost entirely"
-                " holes (CK606), or remove the older iterations anyway with --trust-metadata",
+                hint="read all its data with --deep (which skips only files that are almost all"
+                " holes, CK606), or remove older iterations anyway with --trust-metadata",
             )
 
 
@@ -244,7 +244,7 @@ def _unrecognised(path: Path) -> str | None:
     location = locate_checkpoint(path)
     location.store.close()
     if location.failure is not None:
-        return f"not recognised as a checkpoint ({location.failure.message})"
+        return f"not recognized as a checkpoint ({location.failure.message})"
     if location.below:
         return f"it contains separate checkpoints ({list_some(location.below)})"
     for folder in location.passed:

@@ -79,7 +79,7 @@ def find_newest_valid(
 
     iterations, last, unfinished = broadcast_result(team, list_root)
     skipped = [
-        Skipped(str(root / name), "incomplete: the name is that of a staging directory")
+        Skipped(str(root / name), "incomplete, because its name is a staging directory's")
         for name in unfinished
     ]
     # Try the newest iteration first.

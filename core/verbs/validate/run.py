@@ -101,7 +101,7 @@ class Validation:
         ]
         size = f"{n_text(self.n_files, 'file')}, {bytes_text(self.n_bytes)}"
         facts = [
-            ("format", self.format or "not recognised"),
+            ("format", self.format or "not recognized"),
             ("size", f"{size}, {n_text(self.n_tensors, 'tensor')}"),
             ("read", f"{self.level.name.lower()}, in {seconds_text(self.seconds)}"),
             *list_facts(

@@ -231,7 +231,7 @@ def several_iterations(folder: Path) -> None:
     [
         (other_file, "files that are not part of a checkpoint (notes.txt)"),
         (other_checkpoint, "separate checkpoints (evaluated)"),
-        (other_content, "not recognised as a checkpoint"),
+        (other_content, "not recognized as a checkpoint"),
         (stage_beside, "a command is writing it"),
         (stage_inside, "a save into it is running"),
         (link_to, "the link best points to it"),

@@ -158,7 +158,9 @@ def _locate_gap_and_overlap(
         # If chunks overlap, the size of the gap does not follow from their sum.
         n_covered = sum(box.n_elements for box in boxes)
         missing = (
-            f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
+            n_text(region.n_elements - n_covered, "element is", "elements are")
+            if pair is None
+            else "elements are"
         )
         yield GAP.finding(
             f"{missing} not covered by any chunk, the first at {hole.offset}",

@@ -34,9 +34,9 @@ def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
         axes = [
             name
             for name, is_free in (
-                ("tensor parallel ranks", topology.tp > 1),
+                ("tensor-parallel ranks", topology.tp > 1),
                 ("pipeline stages without embedding and output", topology.pp > n_proven + 1),
-                ("expert parallel ranks", topology.ep > 1),
+                ("expert-parallel ranks", topology.ep > 1),
             )
             if is_free
         ]

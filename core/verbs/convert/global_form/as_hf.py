@@ -40,7 +40,7 @@ def form_as_hf(request: FormRequest, step: GlobalStep) -> GlobalForm:
     if request.rules.model_of(first.catalog.tensors).kind.is_legacy:
         raise UnsupportedError(
             "the tensors have megatron.legacy names, which have no Hugging Face equivalents",
-            hint="keep the names with --to safetensors",
+            hint="keep the names: --to safetensors",
         )
     with blaming_options(job, first, "Megatron"):
         catalog = to_hf(
