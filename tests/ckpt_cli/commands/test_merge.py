@@ -86,7 +86,7 @@ def test_the_report_and_the_plan_name_all_sources(
         ("{a} {b} --average --scale 2 -o out", "--scale has no effect: only --add-delta", ""),
         ("{a} --average -o out", "at least two checkpoints, but only one was specified", "A B"),
         ("{a} {a}/none --average -o out", "a/none", ""),
-        ("{a} --lora {b} -o out", "there is no peft adapter_config.json", "save_pretrained"),
+        ("{a} --lora {b} -o out", "it has no peft adapter_config.json", "save_pretrained"),
         ("{a} {b} --average --no-optim -o out", "--no-optim", ""),
     ],
 )

@@ -74,7 +74,7 @@ def test_nothing_is_said_without_a_request(golden: Path) -> None:
         (
             "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
             "tp=4,pp=1",
-            "Megatron loads torch_dist at these sizes as it is",
+            "Megatron can load this torch_dist checkpoint at these sizes",
         ),
         (
             "mcore_torch_dist/dense_gqa/tp2_pp1_dp2_distopt_dpreshardable",

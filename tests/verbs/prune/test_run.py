@@ -390,7 +390,7 @@ def test_a_removal_that_the_system_refuses_is_an_error(root: Path) -> None:
     with pytest.raises(SourceChangedError):
         remove(pruning)
     (root / ".iter_0000020.ckpt-removed").symlink_to("iter_0000050")
-    with pytest.raises(StorageError, match="symbolic link has the name"):
+    with pytest.raises(StorageError, match="symbolic link has a name"):
         core.prune(root, keep_last=1, trust_metadata=True)
 
 
