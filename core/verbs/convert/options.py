@@ -32,7 +32,7 @@ def check_merge(job: Job) -> None:
     if job.optim == "carry":
         raise UsageError(
             "optimizer states cannot be merged",
-            hint="omit the option; training then starts with a fresh optimizer",
+            hint="merge only the weights; training then starts with a fresh optimizer",
         )
     refuse_without_effect(
         job.given_options,

@@ -34,7 +34,8 @@ def compare_copies(source: Checkpoint) -> Checkpoint:
             key, copy = different[0]
             verdict = (
                 f"{len(different):,} of {n:,} differ from the rounded master weights, which are "
-                f"written: {key} in {copy.extent.file} differs (ckpt validate --headers lists all)"
+                f"written instead; one is {key} in {copy.extent.file} (ckpt validate --headers "
+                "lists all)"
             )
         elif n:
             verdict = "a sample of each matches the rounded master weights"
