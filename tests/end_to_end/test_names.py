@@ -270,7 +270,7 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
 @pytest.mark.parametrize(
     ("source", "to", "names", "error", "message"),
     [
-        (f"{GOLD}/tp1_pp1", "safetensors", "gguf", UsageError, "unknown value 'gguf' for --names"),
+        (f"{GOLD}/tp1_pp1", "safetensors", "gguf", UsageError, "--names: unknown value 'gguf'"),
         (f"{GOLD}/tp1_pp1", "safetensors", "megatron:llama", UsageError, "unknown value"),
         (f"{GOLD}/tp1_pp1", "hf", "hf:llama", UnsupportedError, "llama"),
         (
@@ -300,14 +300,14 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
             "megatron",
             "hf",
             UsageError,
-            "--names hf and --to megatron contradict",
+            "--names hf and --to megatron cannot be combined",
         ),
         (
             "hf/llama/safetensors_single",
             "megatron",
             "hf",
             UsageError,
-            "--names hf and --to megatron contradict",
+            "--names hf and --to megatron cannot be combined",
         ),
         (
             "hf/llama/safetensors_single",

@@ -76,7 +76,7 @@ def test_the_report_and_the_plan_name_all_sources(
         ("{a} {b} --average", "no destination", "-o DST"),
         ("{a} {b} --average --ema 0.9 -o out", "--average and --ema cannot be combined", ""),
         ("{a} {b} --weights 1,x -o out", "'1,x' is not a list of numbers", "0.5,0.3,0.2"),
-        ("{a} {b} --weights 1,1 -o out", "--weights sum to 2, not to 1", "0.5,0.5"),
+        ("{a} {b} --weights 1,1 -o out", "--weights add up to 2 instead of 1", "0.5,0.5"),
         ("{a} {b} --ema 2 -o out", "--ema: 2.0 is not a number between 0 and 1", ""),
         (
             "{a} {b} --add-delta {b} -o out",

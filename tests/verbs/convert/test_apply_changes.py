@@ -151,7 +151,7 @@ def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
     ]
     changed = apply_changes(catalog, job(unstack_layers=("v.*",))).catalog
     assert list(changed.tensors) == ["d.layers.a", "v.h.0.b", "v.h.1.b", "v.h.2.b"]
-    with pytest.raises(UsageError, match="contradict"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         apply_changes(catalog, job(unstack_layers=(), stack_layers=True))
 
 

@@ -46,7 +46,7 @@ def test_the_second_has_its_tensors_in_the_result_and_the_first_all_others(
     ("new", "message"),
     [
         ({"c": torch.zeros(2)}, "1 of 1 tensors are not in .*: c"),
-        ({"b": torch.zeros(5)}, r"shapes differ in .*: b is \(4,\) and \(5,\)"),
+        ({"b": torch.zeros(5)}, r"shapes differ between .*: b is \(4,\) and \(5,\)"),
         ({"b": torch.zeros(4), "c": torch.zeros(2)}, "1 of 2 tensors are not in"),
     ],
 )
