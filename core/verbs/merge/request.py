@@ -94,9 +94,9 @@ class Merge:
         if abs(total - 1) > _TOLERANCE:
             scaled = ",".join(f"{weight / total:.6g}" for weight in self.weights) if total else None
             raise UsageError(
-                f"--weights add up to {total:.6g} instead of 1, so the merged weights would be "
+                f"--weights sum to {total:.6g} instead of 1, so the merged weights would be "
                 "scaled by that factor",
-                hint=None if scaled is None else f"to normalize them: --weights {scaled}",
+                hint=None if scaled is None else f"to normalize the weights, pass {scaled}",
             )
 
     def describe(self, paths: Sequence[str]) -> str:

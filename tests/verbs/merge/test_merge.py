@@ -445,7 +445,7 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        ({"method": "weights", "others": 1, "weights": (1.0, 1.0)}, "add up to 2 instead of 1"),
+        ({"method": "weights", "others": 1, "weights": (1.0, 1.0)}, "sum to 2 instead of 1"),
         ({"method": "weights", "others": 2, "weights": (0.5, 0.5)}, "2 numbers for 3"),
         ({"method": "ema", "others": 1, "amount": 1.5}, "between 0 and 1"),
         ({"method": "slerp", "others": 2, "amount": 0.5}, "two checkpoints, but 3"),
