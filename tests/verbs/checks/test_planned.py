@@ -125,7 +125,7 @@ def test_what_it_says_is_what_is_then_written(golden: Path, tmp_path: Path) -> N
         fsync=False,
     )
     report = run(job)
-    size, n_files = re.findall(r"write ([\d.]+) MiB in (\d+) files", how.message)[0]
+    size, n_files = re.findall(r"write ([\d.]+) MiB \(megatron, (\d+) files\)", how.message)[0]
     assert size == f"{report.bytes_written / 2**20:.1f}"
     assert int(n_files) == len(report.files)
 
