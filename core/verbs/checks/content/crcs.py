@@ -46,7 +46,7 @@ def check_crcs(subject: Subject) -> Iterator[Finding]:
         place = f"{stated.name}, {stated.stop - stated.start:,} bytes"
         tensors_are = "the tensor is" if len(keys) == 1 else f"{len(keys)} tensors are"
         yield WRONG_CRC.finding(
-            f"{tensors_are} damaged ({place})" if keys else f"the bytes are damaged ({place})",
+            f"{tensors_are} damaged: {place}" if keys else f"damaged: {place}",
             file=mismatch.file,
             keys=keys,
             span=span,

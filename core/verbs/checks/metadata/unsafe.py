@@ -80,7 +80,9 @@ def _report_unknown_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Fin
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
         (file, key), *more_places = foreign[name]
         message = f"the pickle needs {str(name)[:200]}" + (
-            f" (also needed in {n_text(len(more_places), 'other place')})" if more_places else ""
+            f", which is also needed in {n_text(len(more_places), 'other place')}"
+            if more_places
+            else ""
         )
         if number == _MOST_SHOWN < len(names):
             n_more = n_text(len(names) - number, "other name")
