@@ -232,7 +232,8 @@ CASES: list[tuple[str, Callable[[Path, Path], Any], str]] = [
     (
         "diff HF HF --nan-differs",
         lambda hf, out: core.diff(hf, hf, nan_differs=True),
-        "nan_differs=True has no effect: values are not compared. Add rtol=… or atol",
+        "nan_differs=True has no effect: without a tolerance, bytes are compared instead of "
+        "values. Add rtol=… or atol",
     ),
     (
         "merge HF HF -o NEW --to hf --weights 0.5,0.6",
