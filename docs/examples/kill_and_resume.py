@@ -1,4 +1,4 @@
-"""Shows that training goes on in another layout as if nothing had happened.
+"""Shows that training continues in a different layout as if nothing had happened.
 
     # --async-save, --format zarr: how to save; --layouts 2,1 1,2: fewer ranks
     $ .venv/bin/python docs/examples/kill_and_resume.py
@@ -8,9 +8,9 @@
     the losses of steps 21 to 40 differ by at most 4.4e-16
 
 It runs ``train_tp_pp.py`` three times: once without interruption; once until all its processes are
-killed in the middle of a step, or of a save (SIGKILL, so nobody can tidy up); and once more on what
-that left behind. Losses are compared as float64; layouts sum in different orders, so the last bit
-may differ.
+killed in the middle of a step or a save (with SIGKILL, so no process can clean up); and once from
+what the killed run left behind. Losses are compared as float64. Layouts add up in different orders,
+so the last bit may differ.
 """
 
 from __future__ import annotations

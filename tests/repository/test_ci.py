@@ -297,7 +297,7 @@ def test_the_pytest_recipe_fails_where_a_checkpoint_is_damaged(
     )
     assert done.returncode == 1
     assert "1 failed, 1 passed" in done.stdout
-    assert "is not whole" in done.stdout
+    assert "is not intact" in done.stdout
     assert "__1_0.distcp" in done.stdout
 
 
