@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.errors import UnsupportedError
+from core.hf.config_json.origin import PASS_THIS_MODEL
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
+from core.hf.values import CONFIG
 from core.megatron.model.blocks import TEXT
 from core.megatron.model.hybrid import parse_pattern
 
@@ -142,8 +144,7 @@ def choose_family(
     }
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
-            f"the model was converted from the type {origin[:80]!r}, which is not a supported "
-            "family",
+            f"the model's {CONFIG} has the type {origin[:80]!r}, which is not a supported family",
             hint="describe the family in a file and pass it with --family FILE.toml, or specify a "
             "supported family with --names hf:MODEL_TYPE",
         )
@@ -164,6 +165,29 @@ def choose_family(
             hint=f"specify the family, for example --names hf:{names[0]}",
         )
     return plainest[0]
+
+
+def check_passed_family(
+    origin: str | None, family: Family, fields: Mapping[str, object], features: frozenset[str]
+) -> None:
+    """Raise if a ``config.json`` that the user passed is of a family that the model cannot be of.
+
+    Args:
+        origin: the model type in that ``config.json``.
+        family: the family that was chosen.
+        fields, features: as for ``choose_family``.
+
+    Raises:
+        UnsupportedError: the types differ; the message names the arguments that do not fit.
+    """
+    if origin is None or origin in (family.model_type, *family.aliases):
+        return
+    misfits = _misfits_of(family_called(origin), fields, features)
+    raise UnsupportedError(
+        f"the {CONFIG} passed with --config describes a {origin} model, but in the checkpoint "
+        f"{' and '.join(misfits)}",
+        hint=PASS_THIS_MODEL,
+    )
 
 
 def list_fitting_families(fields: Mapping[str, object], features: frozenset[str]) -> list[Family]:

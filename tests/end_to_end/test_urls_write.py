@@ -167,7 +167,7 @@ REFUSALS = {
     ("https://example.org/x",): "ckpt cannot write to a web server",
     ("s3://runs",): "the destination is a whole bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
-    ("s3://runs/a/../b",): "cannot be the name of an object",
+    ("s3://runs/a/../b",): "is not a valid object name",
 }
 
 

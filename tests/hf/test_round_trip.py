@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
-from core.errors import CorruptError, MissingShardError
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.family import family_of
 from core.hf.names import is_hf, model_types
@@ -61,8 +61,29 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
     folder = saved(name, tmp_path / "model")
     _, source = catalog_of(folder)
     text = (folder / "config.json").read_bytes()
-    source = replace(source, files={"config.json": text})
-    assert to_hf(to_megatron(source, config_of(folder))).documents["config.json"] == text
+    middle = to_megatron(replace(source, files={"config.json": text}), config_of(folder))
+    assert to_hf(middle).documents["config.json"] == text
+    passed = to_hf(_as_megatron_saves_it(middle), config=text)
+    assert passed.documents["config.json"] == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size is 64 there and 32 in the checkpoint"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8 there and 4 in the checkpoint"),
+        ({"model_type": "qwen2"}, "describes a qwen2 model, but in the checkpoint argument"),
+        ({"model_type": "no_such"}, "has the type 'no_such', which is not a supported family"),
+    ],
+)
+def test_the_configuration_of_another_model_is_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = saved("llama", tmp_path / "model")
+    _, source = catalog_of(folder)
+    middle = _as_megatron_saves_it(to_megatron(source, config_of(folder)))
+    with pytest.raises(UnsupportedError, match=message):
+        to_hf(middle, config=json.dumps(config_of(folder) | changes).encode())
 
 
 @pytest.mark.parametrize("name", every_third(FAMILIES, start=1))

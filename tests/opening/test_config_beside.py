@@ -107,7 +107,7 @@ def test_separate_directories_of_a_model_are_one_checkpoint(place: str, runs: Pa
     assert sizes == [2, 2]
     assert (fields["num_layers"], fields["vocab_size"], fields["padded_vocab_size"]) == (2, 30, 32)
     notes = checkpoint.catalog.notes
-    assert "are read as one checkpoint" in notes[0]
+    assert "were read as one checkpoint" in notes[0]
     assert notes[1] == "the training arguments were derived from huggingface/config.json"
     assert not errors_of(runs / place)
 

@@ -34,7 +34,7 @@ INSTEAD = {
     "a page": (PAGE, "a web page"),
     "a message": (BODY, "JSON text, such as a server's error message"),
     "a pointer": (POINTER, "a Git LFS pointer"),
-    "a sentence": (NOTHING, "a text file that begins with 'Entry not found'"),
+    "a sentence": (NOTHING, "text that begins with 'Entry not found'"),
     "a page of XML": (
         b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>',
         "a web page",

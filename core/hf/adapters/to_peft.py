@@ -68,7 +68,9 @@ def adapter_to_peft(
     fields = fields_of(catalog.args)
     n_rows = fields.get("vocab_size") or fields.get("padded_vocab_size")
     model = model_of(fields, n_rows=n_rows if isinstance(n_rows, int) else 1, n_tensors=MAX_LAYERS)
-    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    origin = (
+        origin_of(fields) if config is None else parse_origin(config, file=CONFIG, is_passed=True)
+    )
     family = choose_family(
         fields,
         model.features,

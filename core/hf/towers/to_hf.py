@@ -244,7 +244,7 @@ def separate_towers(
         text,
         text_fields,
         origin,
-        ConfigOrigin(document(config), config),
+        ConfigOrigin(document(config), config, origin.is_passed),
         towers,
         {start: beginnings[start] for start in model.text},
     )

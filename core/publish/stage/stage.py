@@ -343,7 +343,7 @@ class Stage(DestinationStage):
         Raises:
             StorageError: the system does not tell.
         """
-        with translate_os_errors(str(self.stage_dir), doing="check the free space"):
+        with translate_os_errors(str(self.stage_dir), doing="check the free space of"):
             status = os.statvfs(nearest_folder(self.stage_dir))
             present = sum(
                 entry.stat().st_blocks * 512

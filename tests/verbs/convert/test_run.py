@@ -296,7 +296,7 @@ def test_an_optimizer_is_refused_or_left_out_by_request(
     with pytest.raises(UnsupportedError, match="--no-optim"):
         run(Job(src=golden / source, dst=tmp_path / "out", to="hf", optim="carry", fsync=False))
     report = run(Job(src=golden / source, dst=tmp_path / "hf", to="hf", fsync=False))
-    assert report.dropped[0] == "optimizer (Hugging Face checkpoints have none)"
+    assert report.dropped[0] == "optimizer (Hugging Face checkpoints do not include it)"
     report = run(
         Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False)
     )
