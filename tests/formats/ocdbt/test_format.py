@@ -530,7 +530,7 @@ def test_a_chunk_that_the_database_does_not_hold_is_the_fill_value_or_refused(
     database: Path, tmp_path: Path
 ) -> None:
     ts.KvStore.open(kvstore(database)).result().write("params.stack/1.0.1", None).result()
-    with pytest.raises(MissingShardError, match="1 chunk is not stored") as caught:
+    with pytest.raises(MissingShardError, match="1 chunk is missing") as caught:
         run(Job(src=database, dst=tmp_path / "refused", to="safetensors", missing_chunks="error"))
     assert caught.value.key == "params.stack"
     assert caught.value.file == "manifest.ocdbt#params.stack/1.0.1"

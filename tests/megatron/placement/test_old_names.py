@@ -237,7 +237,7 @@ def test_versions_and_heads_that_make_no_sense_are_refused(golden: Path, tmp_pat
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "c", GELU["new"], version=0)
     catalog = megatron.read(LocalStore(tmp_path / "c" / "iter_0000010"))
     wrong = replace(catalog, args=replaced(catalog.args, {"kv_channels": 4}))
-    with pytest.raises(CorruptError, match="16 columns .attention_inner., but there are 32"):
+    with pytest.raises(CorruptError, match="16 columns .attention_inner., but it has 32"):
         unshard(wrong, rules=RULES)
 
 

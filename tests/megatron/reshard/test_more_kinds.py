@@ -410,7 +410,7 @@ def test_groups_of_mamba_limit_the_sizes() -> None:
     mamba = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
     error = refusal(mamba, Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 mamba_num_groups are not divisible by TP 4"
+    assert error.message == "mamba_num_groups is 2, which is not divisible by TP 4"
     assert error.hint == "TP sizes that work: 1, 2"
 
 
@@ -419,7 +419,7 @@ def test_heads_of_linear_attention_limit_the_sizes() -> None:
     kind = MODELS["linear attention by shapes, output gates"]
     error = refusal(replace(kind, args={**kind.args, **sizes}), Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 linear_num_key_heads are not divisible by TP 4"
+    assert error.message == "linear_num_key_heads is 2, which is not divisible by TP 4"
     assert error.hint == "TP sizes that work: 1, 2"
 
 
@@ -434,7 +434,7 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
+        ({**SIZES, "mamba_state_dim": 8}, r"the tensor's 52 rows, but .* = 68; .* = 32"),
         (
             {**SIZES, "mamba_num_heads": 2},
             "mamba_num_heads is 4 according to this tensor, but 2 according to the arguments",

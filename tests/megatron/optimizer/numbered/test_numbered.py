@@ -493,7 +493,7 @@ def test_a_parameter_without_states_is_named(tmp_path: Path) -> None:
     assert isinstance(err, MissingShardError)
     assert err.key is not None
     assert (
-        "has the optimizer states none, but embedding.word_embeddings.weight of mp_rank_00 has"
+        "states are missing, but those of embedding.word_embeddings.weight of mp_rank_00 are"
         in err.message
     )
 
