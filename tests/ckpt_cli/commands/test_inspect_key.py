@@ -190,7 +190,7 @@ def test_statistics_need_a_tensor_and_their_options_need_statistics(
     golden: Path, refused: Run
 ) -> None:
     assert "KEY selects only objects" in refused(golden / RANKS, "args", "--stats")
-    assert "--threads has no effect: no values are read" in refused(golden / RANKS, "-j", "2")
+    assert "--threads has no effect: no tensor data is read" in refused(golden / RANKS, "-j", "2")
 
 
 def test_a_damaged_tensor_ends_the_statistics(

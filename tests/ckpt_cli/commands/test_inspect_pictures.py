@@ -59,7 +59,7 @@ def test_ranks_of_a_checkpoint_without_ranks_are_refused(
     golden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(golden / "hf/llama/safetensors_sharded"), "--ranks"]) == 2
-    assert "--ranks needs a checkpoint that is laid out by" in capsys.readouterr().err
+    assert "--ranks needs a checkpoint with a Megatron rank layout" in capsys.readouterr().err
 
 
 def test_stats_of_a_key_have_a_histogram_for_each_layer(

@@ -73,7 +73,7 @@ def test_the_report_and_the_plan_name_all_sources(
     [
         ("{a} {b} -o out", "no merge method was chosen", "choose one of: --average"),
         ("{a} -o out", "no merge method was chosen", "ckpt reshard SRC DST --tp-new 1"),
-        ("{a} {b} --average", "no destination", "-o DST"),
+        ("{a} {b} --average", "the destination is missing", "-o DST"),
         ("{a} {b} --average --ema 0.9 -o out", "--average and --ema cannot be combined", ""),
         ("{a} {b} --weights 1,x -o out", "'1,x' is not a list of numbers", "0.5,0.3,0.2"),
         ("{a} {b} --weights 1,1 -o out", "--weights sum to 2 instead of 1", "0.5,0.5"),

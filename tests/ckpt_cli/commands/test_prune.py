@@ -55,8 +55,8 @@ def test_without_a_terminal_yes_is_needed(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "error: there is no terminal, and removing iterations needs confirmation",
-        "  hint: look at the plan with --dry-run, then pass --yes",
+        "error: removing iterations requires confirmation, but stdin is not a terminal",
+        "  hint: review the plan with --dry-run, then pass --yes",
     ]
     assert numbers(root) == [1, 2, 3, 4]
     assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
@@ -174,4 +174,4 @@ def test_launch_refuses_it(root: Path, capsys: pytest.CaptureFixture[str]) -> No
         main(["launch", "--", "prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"])
         == 2
     )
-    assert "one process is enough" in capsys.readouterr().err
+    assert "which runs in one process" in capsys.readouterr().err
