@@ -67,8 +67,6 @@ PROSE = frozenset(
         "named",
         "removes",
         "replaces",
-        "supports",
-        "uses",
         "was",
         "would",
     }
