@@ -211,7 +211,7 @@ def test_options_of_object_stores_are_refused_for_web_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["inspect", "https://127.0.0.1:9/a", "--storage-option", "region=eu"]) == 2
-    assert "--storage-option region: no such option for https://" in capsys.readouterr().err
+    assert "--storage-option region is not supported for https:// URLs" in capsys.readouterr().err
 
 
 def test_a_web_server_that_does_not_answer_is_no_store(capsys: pytest.CaptureFixture[str]) -> None:

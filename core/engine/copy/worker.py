@@ -224,7 +224,7 @@ def _mismatch_error(
         ties = (
             "tie_word_embeddings in config.json, or as multi-token prediction heads"
             if has_config
-            else "--tie, the --config file or the model's arguments"
+            else "--tie, the configuration or the model's arguments"
         )
         hint = (
             f"the destination ties the two tensors by {ties}; correct that setting, or leave one "
