@@ -375,7 +375,7 @@ def test_a_save_that_did_not_finish_is_no_checkpoint(tmp_path):
 def test_a_damaged_metadata_file_is_named(tmp_path):
     save({"w": part_of("w", (4,))}, tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": 3')
-    with pytest.raises(CorruptError, match="not a JSON file"):
+    with pytest.raises(CorruptError, match="not valid JSON"):
         load({}, tmp_path)
     (tmp_path / "metadata.json").write_text('{"sharded_backend": "arrow"}')
     with pytest.raises(

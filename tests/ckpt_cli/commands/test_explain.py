@@ -25,7 +25,7 @@ def test_a_code_is_explained_with_its_cause_and_its_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "explain", "ck508", "CK101")
-    assert out.startswith("CK508  a rank's file is a copy of another rank's\n")
+    assert out.startswith("CK508  a rank's file is a copy of another rank's file\n")
     assert "  cause  " in out and "ckpt validate PATH --headers" in out
     assert "\nCK101  a file is missing\n" in out
 

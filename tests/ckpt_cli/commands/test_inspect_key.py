@@ -134,7 +134,7 @@ def test_values_of_config_json_and_of_other_objects_have_paths(
 
 def test_values_without_a_key_need_one(golden: Path, refused: Run, run: Run) -> None:
     message = refused(golden / LLAMA, "--values", "4")
-    assert "error: --values 4 needs the KEY of a tensor" in message
+    assert "error: --values 4 requires a tensor's KEY" in message
     command = message.partition("ckpt inspect ")[2].split()
     assert command[1:] == ["model.embed_tokens.weight", "--values", "4"]
     assert "first 4 values" in run(*command)

@@ -124,7 +124,7 @@ def test_a_map_as_json_lists_all_boxes(shown: Callable[..., Any], golden: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--map needs the KEY of a tensor"),
+        ([], "--map requires a tensor's KEY"),
         (["args.hidden_size"], "--map needs tensors, but KEY selects only objects"),
         ([FC1, "--ranks"], "--map cannot be combined with --ranks"),
         ([FC1, "--values", "4"], "--map cannot be combined with --values"),

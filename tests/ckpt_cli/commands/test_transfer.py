@@ -117,7 +117,7 @@ def test_an_optimizer_is_left_out_of_a_hugging_face_directory_with_one_line(
     code, out, err = run("convert", source, tmp_path / "out", "--to", "hf")
     assert (code, err) == (0, "")
     lines = [line.strip() for line in out.splitlines() if "optimizer (" in line]
-    assert lines == ["not carried  optimizer (Hugging Face checkpoints have none)"]
+    assert lines == ["not carried  optimizer (Hugging Face checkpoints do not include it)"]
 
 
 def test_an_optimizer_is_not_left_out_of_other_formats_silently(
