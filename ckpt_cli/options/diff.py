@@ -64,7 +64,11 @@ class DiffOptions:
     stat_only: bool = CHECKS.flag(
         "--stat-only", "Compare names, shapes, dtypes and entries without reading tensors."
     )
-    read: bool = CHECKS.flag("--read", "Read the tensors even if both manifests have fingerprints.")
+    read: bool = CHECKS.flag(
+        "--read",
+        "Compare the tensors themselves, even if both checkpoints have manifests with "
+        "fingerprints.",
+    )
     # What is compared.
     include: list[str] | None = CONTENT.option(
         "--include GLOB", "Compare only tensors that match; repeatable."

@@ -99,7 +99,9 @@ class TransferOptions:
     )
     force: bool = OUTPUT.flag("-f, --force", "Replace DST after the new checkpoint is complete.")
     resume: bool = OUTPUT.flag(
-        "--resume", "Keep partial output after any failure, so that the same command can continue."
+        "--resume",
+        "Keep partial output if the command fails, and continue from it when the same command is "
+        "rerun.",
     )
     dry_run: bool = OUTPUT.flag(
         "-n, --dry-run",

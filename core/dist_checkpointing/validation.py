@@ -494,7 +494,7 @@ def build_missing_metadata_error(checkpoint_dir: Path) -> CheckpointingException
     # A save that did not finish: with its staging directory, or by Megatron, which has none.
     if (checkpoint_dir / STAGE).is_dir():
         return MissingShardError(
-            f"the save into this directory did not finish: it contains {STAGE}, "
+            f"the save to this directory has not finished: the directory contains {STAGE}, "
             f"but no {CONFIG_FNAME}",
             file=path,
             hint=f"if the save is still running, wait for it to finish; otherwise, {_OLDER}",

@@ -126,7 +126,7 @@ def choose_family(
             raise UnsupportedError(
                 f"the model does not belong to the {family.model_type} family, because "
                 f"{' and '.join(misfits)}",
-                hint=f"supported families: {', '.join(families())}",
+                hint=_hint_to_choose(fields, features),
             )
         return family
 
@@ -154,7 +154,7 @@ def choose_family(
             return family
     if not candidates:
         raise _no_family(fits)
-    # Of the families that are recognised by their arguments, take the plainest.
+    # Of the families that are recognized by their arguments, take the plainest.
     candidates = [family for family in candidates if family.is_detected] or candidates
     fewest = min(len(family.settings) for family in candidates)
     plainest = [family for family in candidates if len(family.settings) == fewest]
@@ -188,6 +188,17 @@ def check_passed_family(
         f"{' and '.join(misfits)}",
         hint=PASS_THIS_MODEL,
     )
+
+
+def _hint_to_choose(fields: Mapping[str, object], features: frozenset[str]) -> str:
+    """Return a hint to the families of a model that does not belong to the requested one."""
+    fitting = [family.model_type for family in list_fitting_families(fields, features)]
+    if fitting:
+        return (
+            f"the arguments fit these families: {', '.join(fitting)}; omit --names hf:TYPE to let "
+            f"ckpt choose, or specify the right one, for example --names hf:{fitting[0]}"
+        )
+    return "describe the model's family in a file, and pass it with --family FILE.toml"
 
 
 def list_fitting_families(fields: Mapping[str, object], features: frozenset[str]) -> list[Family]:

@@ -363,6 +363,7 @@ def parse_family(data: bytes, *, file: str) -> Family:
             hint=did_you_mean(name, sorted(_FIELDS)) or f"fields: {', '.join(sorted(_FIELDS))}",
         )
     try:
+        _check_fields(table)
         rows = _RowsBySection(lambda section: _section_of(table, section))
         if not rows["first"]:
             raise ValueError("the table has neither an embedding ([[first]]) nor rows_of")
@@ -414,6 +415,25 @@ def _parse_family(table: Mapping[str, Any], rows: Mapping[str, tuple[NameRow, ..
         caution=table.get("caution"),
         rows=rows,
     )
+
+
+def _check_fields(table: Mapping[str, Any]) -> None:
+    """Raise ValueError, which names the row or section, for a field that it lacks."""
+    places: list[tuple[str, Any, tuple[str, ...]]] = [
+        (f"row {number} of [[{section}]]", row, ("megatron", "hf", "shape", "source"))
+        for section in SECTIONS
+        for number, row in enumerate(table.get(section, ()), start=1)
+    ]
+    if "fixed" in table:
+        places.append(("[fixed]", table["fixed"], ("args", "config")))
+    places += [
+        (f"[settings.{name}]", setting, ("name", "as"))
+        for name, setting in table.get("settings", {}).items()
+    ]
+    for place, fields, required in places:
+        for name in required:
+            if name not in fields:
+                raise ValueError(f"{place} has no field {name!r}")
 
 
 def _check_values(table: Mapping[str, Any]) -> None:

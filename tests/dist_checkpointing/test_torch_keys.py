@@ -79,15 +79,22 @@ def test_only_main_replicas_are_kept_if_that_is_asked_for() -> None:
 
 
 def test_values_that_are_too_few_are_refused() -> None:
-    with pytest.raises(UsageError, match="1 values for 2 leaves"):
+    with pytest.raises(UsageError, match="1 values were loaded for 2 leaves"):
         _replace_sharded_keys_with_state_dict_keys(
             {"w": [1]}, {"a": ("a",), "b": ("b",)}, {"w": ["a", "b"]}
         )
 
 
-@pytest.mark.parametrize(("nested", "template"), [([], {1: 0}), ({"2": 0}, {1: 0})])
-def test_another_nesting_is_refused(nested: Any, template: Any) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("nested", "template", "message"),
+    [
+        ([], {1: 0}, "has a list at its root, where the template has a dict"),
+        ({"a": [{}, []]}, {"a": [{}, {1: 0}]}, "has a list at a/1, where the template has a dict"),
+        ({"a": {"2": 0}}, {"a": {1: 0}}, "the key a/1 is missing"),
+    ],
+)
+def test_another_nesting_is_refused(nested: Any, template: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         _restore_dict_types(nested, template)
 
 

@@ -277,6 +277,8 @@ def _starship(phi3: Path, folder: Path) -> Path:
         (("rows_of", "rows_off"), "no field 'rows_off'"),
         (('"llama"', '"lama"'), "the table 'lama', which does not exist"),
         (("[config]", "[config"), "not valid TOML"),
+        (("\nhf = ", "\nhg = "), r"row 1 of \[\[layer\]\] has no field 'hf'"),
+        (("[fixed.args]", "[fixed.arg]"), r"\[fixed\] has no field 'args'"),
         (('model_type = "starship"', ""), "the field 'model_type' is missing"),
         (('megatron = "mlp.linear_fc1.weight"', 'megatron = "mlp.fc9"'), "layer has no row"),
         (('fuse = "gated"', ""), "must have one shape per name"),

@@ -239,13 +239,19 @@ def _find_model_file(folder: str, names: Sequence[str]) -> str:
     model_file = choose_model_file(names)
     if model_file is not None:
         return model_file
-    other_file = next((name for name in (NEMO_FILE, OLD_OPTIM_FILE) if name in names), None)
-    if other_file is not None:
-        raise UnsupportedError(
-            f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
-            file=folder,
-            hint="load the checkpoint with a newer Megatron-LM, and save it again",
-        )
+    for other_file, hint in (
+        (
+            NEMO_FILE,
+            f"NeMo wrote these weights; pass one rank's file, for example {folder}/{NEMO_FILE}",
+        ),
+        (OLD_OPTIM_FILE, f"copy {MODEL_FILES[-1]} of every rank, too"),
+    ):
+        if other_file in names:
+            raise UnsupportedError(
+                f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
+                file=folder,
+                hint=hint,
+            )
     raise MissingShardError(
         "the rank's file is missing",
         file=f"{folder}/{MODEL_FILE}",

@@ -246,8 +246,8 @@ def _coding(
         order = tuple(order[axis] for axis in checked_order(axes, len(shape), file=file))
     if not remaining or remaining[0][0] != "bytes":
         raise UnsupportedError(
-            f"the codec chain {_chain(codecs)} is not supported, because 'bytes' must follow the "
-            "transposes",
+            f"the codec chain {_chain(codecs)} is not supported; before 'bytes', ckpt supports "
+            "only 'transpose'",
             file=file,
             key=key,
         )

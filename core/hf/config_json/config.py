@@ -343,9 +343,13 @@ def build_config(
             # Two arguments become one value: Mixtral's intermediate_size, for dense MLPs and
             # experts. If all layers have experts, the size of the dense MLPs does not matter.
             if model.dense is None or model.dense:
+                other_arg = next(
+                    (other for other, written in family.config.items() if names[0] in written[:1]),
+                    names[0],
+                )
                 raise UnsupportedError(
-                    f"two training arguments that both set {names[0]} in config.json have "
-                    "different values"
+                    f"{other_arg} is {config[names[0]]} and {arg} is {value}, but config.json has "
+                    f"only one setting for both, {names[0]}"
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
     for arg, setting in family.settings.items():

@@ -201,9 +201,13 @@ def _describe(settings: Mapping[str, object], version: MegatronVersion) -> Mappi
     if version.sorts_groups == (_USUAL_RATE in settings):
         return settings
     if traits_of(settings).has_own_lr or settings.get("lr_mult", settings.get("pre_lr_mult")) != 1:
+        names = (
+            f"without {_USUAL_RATE}, by which megatron-core {version} finds such groups"
+            if version.sorts_groups
+            else f"in {_USUAL_RATE}, which megatron-core {version} does not read"
+        )
         raise UnsupportedError(
-            "the source describes param groups that have their own learning rate in a form that "
-            f"megatron-core {version} does not use",
+            f"some param groups have their own learning rate, which the source records {names}",
             hint=f"omit {OPTION}, or drop the optimizer with --no-optim",
         )
     if version.sorts_groups:

@@ -305,7 +305,8 @@ def parse_renames(renames: Pairs) -> tuple[tuple[str, str], ...]:
         if match is None:
             raise UsageError(
                 f"--rename: {text!r} is not OLD=NEW",
-                hint="OLD is a regular expression, for example '^module\\.='",
+                hint="write OLD=NEW, where OLD is a regular expression; for example, --rename "
+                "'^module\\.=' removes the prefix",
             )
         return match[1], match[2]
 

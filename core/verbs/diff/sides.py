@@ -155,11 +155,14 @@ def _rank_by_rank(
     Raises:
         UnsupportedError: one of the checkpoints does not consist of rank files.
     """
-    failure = next(form.failure for form in forms if not form.is_global)
     if not all(source.catalog.is_rank_local for source in sources):
-        reason = failure.message if failure else "rank files"
+        # The other one is not rank-local, so it has names that do not depend on a layout.
+        index = next(index for index, form in enumerate(forms) if not form.is_global)
+        failure, path = forms[index].failure, sources[index].path
+        reason = f": {failure.message}" if failure else ""
         raise UnsupportedError(
-            f"only one of the two checkpoints' layouts can be interpreted: {reason}",
+            f"cannot interpret the layout of {path}, so it cannot be compared with "
+            f"{sources[1 - index].path}{reason}",
             key=failure.key if failure else None,
             hint=failure.hint if failure else None,
         )

@@ -211,7 +211,8 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
     if not missing:
         return key_of
     hint = (
-        "merge it with peft, which changes the model's modules: PeftModel.merge_and_unload()"
+        "merge the adapter with peft, which matches it by module instead of by stored tensor name: "
+        "PeftModel.merge_and_unload()"
         if key_of
         else _BASE_HINT.format(_trained_on(adapter))
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -168,14 +169,21 @@ def test_a_truncated_rank_file_is_named(golden: Path, tmp_path: Path) -> None:
     assert caught.value.file == "mp_rank_01/model_optim_rng.pt"
 
 
-@pytest.mark.parametrize("name", ["optim.pt", "model_weights.ckpt"])
-def test_other_kinds_of_rank_files_are_refused(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optim.pt", "copy model_rng.pt of every rank"),
+        ("model_weights.ckpt", "pass one rank's file, .* mp_rank_00_000/model_weights.ckpt"),
+    ],
+)
+def test_other_kinds_of_rank_files_are_refused(tmp_path: Path, name: str, hint: str) -> None:
     (tmp_path / "mp_rank_00_000").mkdir()
     (tmp_path / "mp_rank_00_000" / name).write_bytes(b"x")
     store = LocalStore(tmp_path)
     assert megatron.sniff(store)
-    with pytest.raises(UnsupportedError, match=name):
+    with pytest.raises(UnsupportedError, match=name) as caught:
         megatron.read(store)
+    assert re.search(hint, str(caught.value.hint))
 
 
 @pytest.mark.each_value

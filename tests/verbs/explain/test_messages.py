@@ -62,6 +62,7 @@ def test_every_code_has_one_cause() -> None:
         ("unexpected keys in state dict", "unexpected-keys"),
         ("size mismatch", "size-mismatch"),
         ("failed finding central directory", "zip-directory"),
+        ("PytorchStreamReader failed locating file data.pkl: file not found", "zip-record"),
         ("out of memory", "out-of-memory"),
         ("newly initialized", "newly-initialized"),
     ],

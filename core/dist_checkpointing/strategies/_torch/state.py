@@ -281,7 +281,7 @@ def _replace_sharded_keys_with_state_dict_keys(
     return nested
 
 
-def _restore_dict_types(x: Any, keys_template: Any) -> None:
+def _restore_dict_types(x: Any, keys_template: Any, *, _path: str = "") -> None:
     """Restore the type of dict keys that were converted to strings, in place.
 
     Args:
@@ -294,15 +294,19 @@ def _restore_dict_types(x: Any, keys_template: Any) -> None:
     if type(keys_template) not in (dict, list):
         return
     if not isinstance(x, type(keys_template)):
-        raise UsageError(f"expected a {type(keys_template).__name__}, found a {type(x).__name__}")
+        raise UsageError(
+            f"the loaded state dict has a {type(x).__name__} at {_path or 'its root'}, where the "
+            f"template has a {type(keys_template).__name__}"
+        )
     # The lists may differ in length; the items that both have are restored.
     if isinstance(keys_template, list):
-        for value, template in zip(x, keys_template, strict=False):
-            _restore_dict_types(value, template)
+        for index, (value, template) in enumerate(zip(x, keys_template, strict=False)):
+            _restore_dict_types(value, template, _path=f"{_path}/{index}".lstrip("/"))
         return
     for key, template in keys_template.items():
+        path = f"{_path}/{key}".lstrip("/")
         if not isinstance(key, str):
             if str(key) not in x:
-                raise UsageError(f"the key {key!r} is missing from the loaded state dict")
+                raise UsageError(f"the key {path} is missing from the loaded state dict")
             x[key] = x.pop(str(key))
-        _restore_dict_types(x[key], template)
+        _restore_dict_types(x[key], template, _path=path)

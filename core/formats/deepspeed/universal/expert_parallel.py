@@ -32,7 +32,7 @@ from core.engine.catalog.stored import PlannedArray
 from core.engine.catalog.tensor import Fragment, TargetTensor, Tensor
 from core.errors import CorruptError, UnsupportedError, UsageError
 from core.formats.deepspeed.universal.parameter import CAT_DIM, STEP, split_state_path
-from core.pickle.fields import FieldReader
+from core.pickle.fields import FieldReader, describe_value
 from core.values import dataclass
 
 if TYPE_CHECKING:
@@ -223,25 +223,34 @@ def _check_alike(target: TargetCatalog, key: str, entry: _ExpertEntry) -> None:
         UnsupportedError: the two are unlike each other, or have no axis.
     """
     tensor, other = target.tensors.get(key), target.tensors.get(entry.first)
-    problem = None
     if tensor is None:
         item = target.objects.get(entry.first)
-        if item is None or item.value != target.objects[key].value:
-            problem = "the value"
-    elif other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-        problem = f"the tensor ({tensor.dtype}, shape {tensor.shape})"
-    elif not tensor.shape and not entry.is_step:
+        is_alike = item is not None and item.value == target.objects[key].value
+    else:
+        is_alike = other is not None and (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+    if tensor is not None and is_alike and not tensor.shape and not entry.is_step:
         raise UnsupportedError(
             "a tensor without axes cannot be divided among expert-parallel ranks",
             key=key,
             hint="omit --ep-new, and load the checkpoint with ep_size=1",
         )
-    if problem is not None:
+    if not is_alike:
         raise UnsupportedError(
-            f"{problem} differs from that of {entry.first}, but both would be stored together",
+            f"the entry is {_describe(target, key)}, but {entry.first} is "
+            f"{_describe(target, entry.first)}; with --ep-new, experts are stored together, so "
+            "they must match",
             key=key,
             hint="omit --ep-new, and load the checkpoint with ep_size=1",
         )
+
+
+def _describe(target: TargetCatalog, key: str) -> str:
+    """Describe a tensor by its dtype and shape, and another entry by its value."""
+    tensor = target.tensors.get(key)
+    if tensor is not None:
+        return f"{tensor.dtype} of shape {tensor.shape}"
+    item = target.objects.get(key)
+    return "missing" if item is None else describe_value(item.value)
 
 
 def _stacked(shape: Shape, ep: int) -> Shape:

@@ -182,10 +182,15 @@ def is_big_endian(store: ReadStore, archive: Archive) -> bool:
     record = archive.records.get("byteorder")
     if record is None:
         return False
-    text = read_record(store, archive.file, record) if record.n_bytes <= 16 else b"?"
+    text = read_record(store, archive.file, record) if record.n_bytes <= 16 else None
     if text not in (b"big", b"little"):
+        problem = (
+            f"the record byteorder is {record.n_bytes:,} bytes long"
+            if text is None
+            else f"the byte order is {text.decode('ascii', 'replace')!r}"
+        )
         raise CorruptError(
-            f"the byte order is {text.decode('ascii', 'replace')!r}; expected 'little' or 'big'",
+            f"{problem}; expected 'little' or 'big'",
             file=archive.file,
             span=record.span,
             rule="torch.order",
@@ -218,10 +223,11 @@ def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
     """
     if record.packed_bytes is not None and record.n_bytes > MAX_PICKLE_BYTES:
         raise CapacityError(
-            f"a deflated pickle is {record.n_bytes >> 20:,} MiB long; the limit is "
+            f"a compressed pickle expands to {record.n_bytes >> 20:,} MiB, but ckpt reads at most "
             f"{MAX_PICKLE_BYTES >> 20:,} MiB",
             file=file,
             span=record.span,
+            hint="load the file with torch, and save it again",
         )
     return read_record(store, file, record)
 
