@@ -326,6 +326,19 @@ def test_options_of_other_tools_are_answered_with_ours(
     assert hint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [[], ["--dp-new", "4"], ["--world_size=4"]])
+def test_another_number_of_zero_ranks_is_answered_with_a_command_that_works(
+    options: list[str], golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src, dst = str(golden / "deepspeed/zero1_dp2_bf16"), str(tmp_path / "universal")
+    assert main(["reshard", src, dst, *options]) == 2
+    hint = capsys.readouterr().err
+    match = re.search(r"DeepSpeed ZeRO checkpoint: ckpt (convert SRC DST --to \w+)", hint)
+    assert match is not None
+    words = {"SRC": src, "DST": dst}
+    assert main([words.get(word, word) for word in match[1].split()]) == 0
+
+
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
