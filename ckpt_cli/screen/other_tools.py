@@ -86,7 +86,10 @@ _HINTS = (
     # Optimizer and random states.
     (
         "--only-optim --optim-only --optimizer-only",
-        "use --include 'optim*' for the optimizer alone; ckpt inspect --optim shows its keys",
+        (
+            "use --include 'optim*' --to torch for the optimizer alone; "
+            "ckpt inspect --optim shows its keys"
+        ),
     ),
     (
         "--no-load-optim --no-save-optim",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -337,6 +338,16 @@ def test_another_number_of_zero_ranks_is_answered_with_a_command_that_works(
     assert match is not None
     words = {"SRC": src, "DST": dst}
     assert main([words.get(word, word) for word in match[1].split()]) == 0
+
+
+def test_the_optimizer_alone_is_written_as_the_hint_says(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["convert", str(golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"), str(tmp_path / "o")]
+    assert main([*line, "--optim-only"]) == 2
+    match = re.search(r"use (--include .+) for the optimizer alone", capsys.readouterr().err)
+    assert match is not None
+    assert main([*line, *shlex.split(match[1])]) == 0
 
 
 @pytest.mark.parametrize(
