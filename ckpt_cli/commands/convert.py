@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS
 from core.errors import UsageError
-from core.formats.registry import TARGETS
+from core.formats.registry import TARGETS, explain_other_software
 from core.verbs.convert.job_options import implied_format
 
 if TYPE_CHECKING:
@@ -30,9 +30,10 @@ def convert(options: TransferOptions) -> int:
     to = options.to or implied_format(dst, options.names)
     if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
         unknown = f", and the suffix {dst.suffix} implies no format" if dst and dst.suffix else ""
+        advice = explain_other_software(dst.suffix) if dst else None
         raise UsageError(
             f"no target format: --to is missing{unknown}",
-            hint=f"choose one of: {', '.join(TARGETS)}",
+            hint=advice or f"choose one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.
     return transfer(build_job(replace(options, to=to)), options)

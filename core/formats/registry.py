@@ -188,6 +188,18 @@ _OTHER_WORDS = {
 }
 """Words for formats that are no names or aliases here → name of the format to suggest."""
 
+_OTHER_SOFTWARE = {
+    **dict.fromkeys(
+        ("vllm", "sglang", "trtllm", "trt_llm", "tensorrt_llm", "tgi", "lmdeploy", "mlx"),
+        "use --to hf, as {} loads Hugging Face models",
+    ),
+    **dict.fromkeys(
+        ("gguf", "ggml", "llama.cpp", "llama_cpp", "llamacpp", "ollama"),
+        "GGUF cannot be written: use --to hf, then run llama.cpp's convert_hf_to_gguf.py on DST",
+    ),
+}
+"""Software or its format, which ``ckpt`` does not write → hint; ``{}`` stands for the word."""
+
 
 def formats() -> list[Format]:
     """Return all formats, the built-in ones first.
@@ -276,11 +288,18 @@ def format_called(name: str) -> Format:
     known_names = [name for format in writable for name in (format.name, *format.aliases)]
     word = canonical_name.removeprefix(".")
     guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
+    advice = explain_other_software(name)
+    lead = f"{advice}. " if advice else f"{guess} " if guess else ""
     raise UsageError(
         f"unknown format {name!r}",
-        hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
-        f"{', '.join((*TARGETS, *plug_ins))}",
+        hint=f"{lead}Formats that can be written: {', '.join((*TARGETS, *plug_ins))}",
     )
+
+
+def explain_other_software(name: str) -> str | None:
+    """Return the hint for other software, or its format, named as a format; None if unknown."""
+    hint = _OTHER_SOFTWARE.get(name.lower().replace("-", "_").removeprefix("."))
+    return None if hint is None else hint.format(name)
 
 
 def format_of_suffix(suffix: str) -> str | None:

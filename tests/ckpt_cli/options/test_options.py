@@ -340,6 +340,23 @@ def test_another_number_of_zero_ranks_is_answered_with_a_command_that_works(
     assert main([words.get(word, word) for word in match[1].split()]) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["x", "--to", "vLLM"], "use --to hf, as vLLM loads Hugging Face models. Formats"),
+        (["x", "--to", "tensorrt-llm"], "use --to hf, as tensorrt-llm loads"),
+        (["x", "--to", "transformers"], "did you mean hf?"),
+        (["x", "--to", "gguf"], "GGUF cannot be written: use --to hf, then run llama.cpp's"),
+        (["x.gguf"], "GGUF cannot be written: use --to hf, then run llama.cpp's"),
+    ],
+)
+def test_software_that_is_named_as_a_format_is_answered_with_the_format_it_reads(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "a", *words]) == 2
+    assert f"  hint: {hint}" in capsys.readouterr().err
+
+
 def test_the_optimizer_alone_is_written_as_the_hint_says(
     golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
