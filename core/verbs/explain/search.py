@@ -21,6 +21,9 @@ _HEADING = re.compile(r"(#{1,4}) +(.+)")
 _ANCHOR = re.compile(r'<a id="[^"]+"></a>')
 _WORD = re.compile(r"[a-z0-9]+(?:_[a-z0-9]+)*")
 _ENDING = re.compile(r"(?<=\w{3})(?:ations?|ings?|ions?|ed|es|e|s)$")
+CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
+"""A span of code in a paragraph."""
+_EMPHASIS = re.compile(r"(\*{1,2})(?=[^\s*])(.+?)(?<=[^\s*])\1", re.DOTALL)
 _LIST_ITEM = re.compile(r"^(?=[-*] |\| )", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _STOP_WORDS = frozenset(
@@ -109,10 +112,25 @@ class PageMatch:
 
 
 def plain_text(markdown: str) -> str:
-    """Return a passage without the marks of links, code, emphasis and tables, on one line."""
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
-    text = re.sub(r"^(?:[-*] +|#+ +|\|)|\|$|</?\w+>|&emsp;|[`*]", "", text.strip())
-    return " ".join(unescape(text.replace("|", " · ")).split()).strip("· ")
+    """Return a passage without the marks of links, code, emphasis and tables, on one line.
+
+    What stands in code keeps its characters.
+    """
+    spans: list[str] = []
+
+    def set_aside(match: re.Match[str]) -> str:
+        spans.append(match[2].strip().replace(r"\|", "|"))
+        return f"\0{len(spans) - 1}\0"
+
+    text = CODE_SPAN.sub(set_aside, markdown.strip())
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    if text.startswith("|"):
+        text = text.strip("|").replace("|", " · ")
+    text = re.sub(r"^(?:[-*] +|#+ +)|</?\w+>|&emsp;", "", text)
+    text = _EMPHASIS.sub(r"\2", _EMPHASIS.sub(r"\2", text))
+    text = re.sub(r"\\([*_|])", r"\1", unescape(text))
+    text = re.sub(r"\0(\d+)\0", lambda match: spans[int(match[1])], text)
+    return " ".join(text.split()).strip("· ")
 
 
 def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSection]:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from ckpt_cli.commands.help import find_pages
+from ckpt_cli.commands.help import find_files, find_pages, link_commands, name_command
+from core.verbs.explain.messages import read_messages
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
@@ -128,13 +129,48 @@ def test_help_lists_the_topics_below_the_commands(capsys: pytest.CaptureFixture[
 def test_every_topic_is_shown_as_it_stands_without_its_comments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stems = [name.rpartition("/")[2] for name in find_pages()]
-    assert len(set(stems)) == len(stems) > 30
+    assert len(find_pages()) > 30
     for name, path in find_pages().items():
         out = shown(capsys, "help", name)
         assert out.splitlines()[0] == path.read_text("utf-8").splitlines()[0]
         assert "<!--" not in out
+        # The short name, unless it is also a command's or another page's.
+        assert out == shown(capsys, *name_command(name).split()[1:])
+    assert name_command("guide/prune") == "ckpt help guide/prune"
+    assert name_command("guide/prune", "what-is-kept") == "ckpt help prune#what-is-kept"
+    assert name_command("reference/formats") == "ckpt help formats"
+    assert name_command("facts/formats") == "ckpt help facts/formats"
     assert shown(capsys, "help", "merge-lora") == shown(capsys, "help", "tasks/merge-lora")
+
+
+def test_every_command_that_stands_for_a_link_shows_its_page_or_section(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = (
+        link_commands(path.read_text("utf-8"), name)
+        for name, path in find_files().items()
+        if path.suffix == ".md" and name != "index.md"
+    )
+    commands = {
+        command for text in texts for command in re.findall(r"\(`ckpt ((?:help|ex)[^`]+)`\)", text)
+    }
+    assert len(commands) > 100
+    assert all(shown(capsys, *command.split()) for command in commands)
+    assert "explain CK601" in commands
+    topics = [topic for message in read_messages().values() for topic in message.topics]
+    assert all(shown(capsys, "help", topic).startswith("# ") for topic in topics)
+
+
+def test_examples_are_printed_by_their_path_or_their_name(
+    repo_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (repo_dir / "docs/examples").rglob("*.*"):
+        if path.suffix != ".pyc":
+            text = path.read_text("utf-8")
+            assert shown(capsys, "help", path.relative_to(repo_dir)) == text
+            assert shown(capsys, "help", path.name) == text
+            assert f"{path.name}" in shown(capsys, "help")
+    assert "FROM " in shown(capsys, "help", "docs/examples/Dockerfile")
 
 
 def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +207,7 @@ def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFix
         ("how to prove the conversion is right", "ckpt help torch-dist-to-hf"),
         ("out of memory when converting", "ckpt explain out-of-memory"),
         ("which is the newest good checkpoint", "ckpt help newest-good-checkpoint"),
-        ("remove old checkpoints", "ckpt help prune"),
+        ("remove old checkpoints", "ckpt help guide/prune"),
         ("tokenizer missing after conversion", "ckpt explain no-tokenizer"),
         ("dequantize fp8 deepseek weights", "ckpt help huggingface-megatron#float8"),
         (
@@ -230,6 +266,19 @@ def test_a_topic_is_drawn_on_a_terminal(
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "Merge a LoRA adapter into its base" in out
     assert "```" not in out and max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert "(ckpt help lora-adapters)" in words and ".md" not in words
+
+
+def test_links_in_code_and_to_the_web_stay_as_they_are() -> None:
+    text = (
+        "[`a` b](../guide/merge.md#merge-methods) `[c](d.md)` [e](https://f.org/) ![g](h.svg)\n\n"
+        "[here](#x)\n\n```python\na[0](b)\n```\n"
+    )
+    assert link_commands(text, "howto/ci.md") == (
+        "`a` b (`ckpt help merge#merge-methods`) `[c](d.md)` [e](https://f.org/) ![g](h.svg)\n\n"
+        "here (`ckpt help ci#x`)\n\n```python\na[0](b)\n```\n"
+    )
 
 
 def test_a_path_is_text_in_commands_and_cannot_control_the_terminal(

@@ -60,3 +60,12 @@ def test_synonyms_are_found_and_count_less_than_the_word() -> None:
 def test_marks_of_markdown_are_removed_from_passages() -> None:
     assert plain_text("- `--to` [hf](x.md#y), **now**") == "--to hf, now"
     assert plain_text("| `a` | b &#124; c |") == "a · b | c"
+
+
+def test_code_in_passages_keeps_its_characters() -> None:
+    assert plain_text("`--dtype '*.exp_avg*=bf16'` and **all `*.bin` files**") == (
+        "--dtype '*.exp_avg*=bf16' and all *.bin files"
+    )
+    assert plain_text("equal if `|A-B| ≤ ATOL`") == "equal if |A-B| ≤ ATOL"
+    assert plain_text(r"| `a\|b` | *c* |") == "a|b · c"
+    assert plain_text("`<RANK>` of 2 * 3 and a*b") == "<RANK> of 2 * 3 and a*b"
