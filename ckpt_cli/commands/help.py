@@ -109,7 +109,7 @@ def show_topic(topic: str) -> int:
     names = _name_files()
     path = names.get("-".join(name.lower().split()).removeprefix("docs/").removesuffix(".md"))
     if path is None:
-        blocks = list(answer_blocks(topic))
+        blocks = list(answer_blocks(topic, is_nearest_enough=True))
         if not blocks:
             hint = did_you_mean(topic, names) or "ckpt help lists commands and topics"
             raise UsageError(f"no such command or topic: {topic}", hint=hint)
@@ -128,12 +128,16 @@ def show_topic(topic: str) -> int:
     return 0
 
 
-def answer_blocks(question: str) -> Iterator[Block]:
+def answer_blocks(question: str, *, is_nearest_enough: bool = False) -> Iterator[Block]:
     """Yield the sections of pages that share most words with a question; nothing if none does.
 
     Each has its page, its heading, the passage, and the command that shows all of it.
+
+    Args:
+        is_nearest_enough: a few shared words are enough if no section has most of them.
     """
-    for number, match in enumerate(find_answers(question)[:_MOST_ANSWERS]):
+    matches = find_answers(question, is_nearest_enough=is_nearest_enough)
+    for number, match in enumerate(matches[:_MOST_ANSWERS]):
         section = match.section
         yield from [""] if number else []
         heading = "" if section.heading == section.title else f": {section.heading}"
@@ -145,13 +149,13 @@ def answer_blocks(question: str) -> Iterator[Block]:
         )
 
 
-def find_answers(question: str) -> list[PageMatch]:
+def find_answers(question: str, *, is_nearest_enough: bool = False) -> list[PageMatch]:
     """Return the sections of all pages that share most words with a question, the best first."""
     sections: list[PageSection] = []
     for name, path in find_pages().items():
         weight = _WEIGHTS.get(path.stem, _WEIGHTS.get(path.parent.name, 1.0))
         sections += split_sections(_shorten_name(name), _read_page(path), weight=weight)
-    return rank_sections(sections, question)
+    return rank_sections(sections, question, is_nearest_enough=is_nearest_enough)
 
 
 def _name_command(section: PageSection) -> str:

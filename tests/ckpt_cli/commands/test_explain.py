@@ -93,6 +93,14 @@ def test_the_findings_of_a_checkpoint_are_explained_with_its_path(
     out = shown(capsys, "explain", tmp_path / "run")
     assert "error CK160" in out and "\nCK160  a rank's files are missing\n" in out
     assert f"ckpt validate {iteration} --headers" in out
+    # What the finding says of its own cause is not denied.
+    assert "  usually  " in out and "  cause  " not in out
+    for path in (tmp_path / "run", iteration):
+        out = shown(capsys, "explain", path)
+        assert f"ckpt validate --newest-valid {tmp_path / 'run'}\n" in out
+    shutil.copytree(iteration, tmp_path / "alone")
+    out = shown(capsys, "explain", tmp_path / "alone")
+    assert "CK160" in out and "--newest-valid" not in out and "ROOT" not in out
     assert "to see what can be read: ckpt inspect" in out
 
 
@@ -216,6 +224,16 @@ def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFix
         ),
         ("convert orbax jax to pytorch", "ckpt help orbax"),
         ("average checkpoints", "ckpt help merge#merge-methods"),
+        ("CPU out of memory merging checkpoint", "ckpt help convert#memory"),
+        ("loss spike after resuming from checkpoint", "ckpt help loss-jumps-after-resume"),
+        (
+            "pytorch_model.bin to safetensors split into shards max_shard_size",
+            "ckpt help convert#change-the-content",
+        ),
+        ("delete old checkpoints keep last 3", "ckpt help guide/prune"),
+        ("NaN in weights", "ckpt help validate#levels"),
+        ("torch.compile _orig_mod. in names", "ckpt help convert#change-the-content"),
+        ("load S3 checkpoint", "ckpt help stores"),
         ("dataloader state at other DP", "ckpt help formats#what-is-kept"),
     ],
 )
@@ -228,6 +246,14 @@ def test_a_question_is_answered_by_one_of_the_five_sections(
     # What is proposed opens.
     section = shown(capsys, *answer.split()[1:])
     assert len(section.splitlines()) > 3
+
+
+def test_a_question_that_no_section_has_most_words_of_is_answered_by_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ("zebra", "stripes", "giraffes", "merge", "lora")
+    assert "ckpt help merge-lora" in shown(capsys, "help", *question)
+    assert shown(capsys, "explain", *question, code=1).startswith("ckpt knows nothing")
 
 
 def test_explain_searches_the_pages_if_no_message_has_the_text(
