@@ -49,7 +49,7 @@ from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.values import dataclass
 
-_FOLD = "fold it into its base instead: ckpt merge BASE --lora ADAPTER"
+_FOLD = "merge the adapter into its base model instead: ckpt merge BASE --lora ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def adapter_to_megatron(
     adaptations, replacements = sorted_tensors(catalog, peft)
     if replacements:
         raise UnsupportedError(
-            f"the adapter replaces {len(replacements)} tensors of the base model "
-            f"({list_some(replacements)}), which Megatron's adapters cannot do",
+            "the adapter replaces tensors of the base model, which Megatron's adapters cannot do: "
+            f"{list_some(replacements)}",
             key=next(iter(replacements.values())),
             hint=_FOLD,
         )
@@ -145,11 +145,12 @@ def adapter_to_megatron(
     }
     if unknown:
         raise UnsupportedError(
-            f"Megatron has no adapters for {len(unknown)} of the layers: {list_some(unknown)}",
+            f"Megatron has no adapters for these layers: {list_some(unknown)}",
             key=adaptations[min(unknown)].a,
-            hint=f"embeddings, output layers and experts have none; {_FOLD}"
+            hint="Megatron does not support adapters for embeddings, output layers and experts; "
+            f"{_FOLD}"
             if key_of
-            else f"make sure that {CONFIG} is that of the adapter's base model",
+            else f"make sure that {CONFIG} belongs to the adapter's base model",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
     tensors: dict[str, Tensor] = {}
@@ -172,8 +173,8 @@ def adapter_to_megatron(
     form = "CanonicalLoRA" if is_canonical else "LoRA"
     targets = sorted({target for layer in layers for target in _targets(layer, is_canonical)})
     note = (
-        f"adapters for Megatron-Bridge's {form}(target_modules={targets}, dim={rank}, "
-        f"alpha={scaling * rank:g})"
+        f"to load these adapters, configure Megatron-Bridge with {form}(target_modules={targets}, "
+        f"dim={rank}, alpha={scaling * rank:g})"
     )
 
     return Catalog(
@@ -184,7 +185,7 @@ def adapter_to_megatron(
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
         notes=(*catalog.notes, note),
-        dropped=(*catalog.dropped, *dropped_unlisted(copies, "equal to that of another module")),
+        dropped=(*catalog.dropped, *dropped_unlisted(copies, "identical to another module's")),
         facets={
             MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
             Topology: Topology(),
@@ -207,8 +208,8 @@ def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
     if len(kinds) > 1:
         ranks = ", ".join(f"rank {rank} × {scaling:g}" for rank, scaling in sorted(kinds))
         raise UnsupportedError(
-            f"the layers have different ranks or scalings ({ranks}), but all adapters of a "
-            "Megatron-Bridge model share one",
+            f"the layers have different ranks or scaling factors ({ranks}), but all adapters in a "
+            "Megatron-Bridge model share one rank and one scaling factor",
             key=list(kinds.values())[1],
             hint=_FOLD,
         )
@@ -261,10 +262,10 @@ def _check_shapes(catalog: Catalog, item: Adaptation, weight: Shape) -> None:
     for key, shape in shapes.items():
         if catalog.tensors[key].shape != shape:
             raise CorruptError(
-                f"shape {catalog.tensors[key].shape}, but {CONFIG} and {ADAPTER_CONFIG} imply "
-                f"{shape} (elements)",
+                f"the tensor has shape {catalog.tensors[key].shape}, but {CONFIG} and "
+                f"{ADAPTER_CONFIG} imply {shape}",
                 key=key,
-                hint="is this the configuration of the adapter's base model?",
+                hint="check that this is the configuration of the adapter's base model",
             )
 
 
@@ -285,7 +286,8 @@ def _tensors_of(
     if not layer.is_shared:
         modules = ", ".join(module_of(tensor.names[0]) for tensor in layer.pair.tensors)
         raise UnsupportedError(
-            f"Megatron fuses {modules}, whose adapters must then have the same lora_A",
+            f"Megatron fuses {modules} into one layer, but their adapters have different lora_A "
+            "matrices",
             key=next(item.a for _, _, item in layer.parts),
             hint=_FOLD,
         )

@@ -157,11 +157,11 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
     [
         (_configured("use_dora", True), UnsupportedError, "use_dora"),
         (_configured("alpha_pattern", {"q_proj": 3}), UnsupportedError, "different ranks"),
-        (_configured("r", 5), CorruptError, "gives rank 5"),
+        (_configured("r", 5), CorruptError, "specifies rank 5"),
         (
             _with_tensors(**{"base_model/model/lm_head/weight": (128, 32)}),
             UnsupportedError,
-            "replaces 1 tensors",
+            "replaces tensors of the base model",
         ),
         (
             _with_tensors(
@@ -171,7 +171,7 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
                 }
             ),
             UnsupportedError,
-            "no adapters for 1 of the layers: lm_head.weight",
+            "no adapters for these layers: lm_head.weight",
         ),
         (
             _with_tensors(**{"base_model/model/model/layers/1/mlp/up_proj/lora_B/weight": (40, 4)}),
