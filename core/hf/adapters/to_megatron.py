@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.arrays.box import Shape, full_box
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.decoded import DecodedStore
-from core.engine.catalog.dropped import ADAPTER_CONFIG, dropped_unlisted
+from core.engine.catalog.dropped import ADAPTER_CONFIG, Dropped, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.source import source_of
@@ -49,7 +49,7 @@ from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.values import dataclass
 
-_FOLD = "fold it into its base instead: ckpt merge BASE --lora ADAPTER"
+_FOLD = "fold it into its base instead: ckpt merge BASE -o DST --lora ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,13 +183,41 @@ def adapter_to_megatron(
         iteration=1,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
-        notes=(*catalog.notes, note),
-        dropped=(*catalog.dropped, *dropped_unlisted(copies, "equal to that of another module")),
+        notes=(*catalog.notes, note, *_list_partial_notes(layers)),
+        dropped=(
+            *catalog.dropped,
+            *dropped_unlisted(copies, "equal to that of another module"),
+            Dropped((ADAPTER_CONFIG,), "its text is in the arguments", is_listed=False),
+        ),
         facets={
             MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
             Topology: Topology(),
         },
     )
+
+
+def _list_partial_notes(layers: Iterable[_Layer]) -> tuple[str, ...]:
+    """Return a note if CanonicalLoRA would have adapters for only some parts of a layer.
+
+    Megatron-Bridge 067f987d sets the missing ones to None, which ``forward`` of
+    ``LoRALinearSplitQKV`` and ``LoRALinearSplitFC1UpGate`` calls nevertheless
+    (``peft/canonical_lora.py``).
+    """
+    missing = {
+        module_of(tensor.names[0]): None
+        for layer in layers
+        if _has_canonical_form(layer)
+        for tensor, item in zip(layer.pair.tensors, layer.items, strict=True)
+        if item is None
+    }
+    if not missing:
+        return ()
+    parts = " and ".join(missing)
+    note = (
+        f"Megatron-Bridge 067f987d cannot run or load this CanonicalLoRA, because {parts} "
+        f"{'has' if len(missing) == 1 else 'have'} no adapter; to use it with Megatron, {_FOLD}"
+    )
+    return (note,)
 
 
 def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:

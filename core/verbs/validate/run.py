@@ -283,8 +283,12 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     form = subject.canonical
     unread: tuple[str, ...] = ()
     if subject.n_unopened:
-        count = "one rank file" if subject.n_unopened == 1 else f"{subject.n_unopened:,} rank files"
-        unread = (f"content of {count} with the same stage and size as one that was (--headers)",)
+        files_that_match = (
+            "1 rank file that matches"
+            if subject.n_unopened == 1
+            else f"{subject.n_unopened:,} rank files that match"
+        )
+        unread = (f"contents of {files_that_match} a checked file in stage and size (--headers)",)
     reference = subject.against
     return Validation(
         path=str(subject.path),
