@@ -58,7 +58,7 @@ def explain(options: ExplainOptions) -> int:
         from ckpt_cli.commands.help import answer_blocks
 
         blocks = list(answer_blocks(text))
-        blocks[:0] = ["no known message has this text, but these pages may help:", ""] * bool(
+        blocks[:0] = ["this text matches no known message, but these pages may help:", ""] * bool(
             blocks
         )
     exit_code = 0
@@ -80,7 +80,7 @@ def _text_blocks(text: str) -> Iterator[Block]:
     unknown = [name for name in names if name not in codes()]
     if unknown:
         raise UsageError(
-            f"there is no code {unknown[0]}", hint="list them with: ckpt validate --list-checks"
+            f"there is no code {unknown[0]}", hint="list all codes: ckpt validate --list-checks"
         )
     for number, name in enumerate(names):
         yield from [""] if number else []
@@ -100,10 +100,10 @@ def _text_blocks(text: str) -> Iterator[Block]:
 
 def _unknown_blocks() -> Iterator[Block]:
     """Yield what to do about a text of which nothing is known."""
-    yield "ckpt knows nothing about this text"
+    yield "this text matches no known message"
     yield Facts(
         [
-            ("do", "paste the line that names the error, or a few words of it"),
+            ("do", "paste the line that names the error, or a few words from it"),
             ("", "or examine the checkpoint itself"),
             ("run", Cell("ckpt explain PATH", ("cyan",))),
             ("", Cell("ckpt inspect PATH", ("cyan",))),
@@ -168,5 +168,5 @@ def _capability_blocks(path: Path) -> Iterator[Block]:
     finally:
         checkpoint.store.close()
     command = f"ckpt validate {shlex.quote(str(path))} --deep"
-    yield escaped(f"it opens; to read every byte: {command}")
+    yield escaped(f"the checkpoint opens; to read every byte: {command}")
     yield Facts(list(capability_facts(summary)), indent=2)

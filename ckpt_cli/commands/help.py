@@ -69,7 +69,7 @@ def show_topic(topic: str) -> int:
     if path is None:
         blocks = list(answer_blocks(topic))
         if not blocks:
-            hint = did_you_mean(topic, _name_pages()) or "ckpt help lists commands and topics"
+            hint = did_you_mean(topic, _name_pages()) or "list commands and topics: ckpt help"
             raise UsageError(f"no such command or topic: {topic}", hint=hint)
         print_page(draw_text(screen_of(sys.stdout), blocks), pager_of(sys.stdout))
         return 0
@@ -130,7 +130,7 @@ def _cut_section(page: str, text: str, anchor: str) -> str:
     sections = split_sections(page, text)
     anchors = [section.anchor for section in sections]
     if anchor not in anchors:
-        hint = did_you_mean(anchor, anchors) or f"show all of it: ckpt help {page}"
+        hint = did_you_mean(anchor, anchors) or f"show the complete page: ckpt help {page}"
         raise UsageError(f"the page {page} has no section {anchor}", hint=hint)
     first, *others = sections[anchors.index(anchor) :]
     below = takewhile(lambda section: section.level > first.level, others)

@@ -220,7 +220,8 @@ def _without_homonyms(all_formats: list[Format]) -> list[Format]:
         for name in (format.name, *format.aliases):
             if name in names:
                 raise UnsupportedError(
-                    f"two formats are named {name!r}", hint="uninstall one of the plug-ins"
+                    f"two formats are named {name!r}",
+                    hint="uninstall one of the plug-ins that provide this name",
                 )
             names.add(name)
     return all_formats
@@ -278,8 +279,7 @@ def format_called(name: str) -> Format:
     guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
     raise UsageError(
         f"unknown format {name!r}",
-        hint=f"{f'{guess} ' if guess else ''}Formats that can be written: "
-        f"{', '.join((*TARGETS, *plug_ins))}",
+        hint=guess or f"the formats that ckpt can write are {', '.join((*TARGETS, *plug_ins))}",
     )
 
 

@@ -60,8 +60,8 @@ def block_configs(fields: Mapping[str, object]) -> list[object]:
             size, hidden = block.n_inner, count_of(fields, "hidden_size")
             if size is not None and size % INNER_MULTIPLE:
                 raise UnsupportedError(
-                    f"layer {number} has an MLP of {size} inner channels; {NAME} of {CONFIG} "
-                    f"states the size as a factor, which allows only multiples of {INNER_MULTIPLE}"
+                    f"layer {number} has an MLP with {size} inner channels, but {NAME} in {CONFIG} "
+                    f"stores the size as a factor, which allows only multiples of {INNER_MULTIPLE}"
                 )
             factor = None if size is None else 3 * size / (2 * hidden)
             mlp = {**mlp, "ffn_mult": factor}
@@ -86,14 +86,14 @@ def check_blocks(name: str, value: object) -> None:
         UnsupportedError: a layer has something that Megatron does not build.
     """
     if not isinstance(value, list) or not value:
-        raise IN_CONFIG.build_error(value, name, "a list of descriptions of layers")
+        raise IN_CONFIG.build_error(value, name, "a list of layer descriptions")
     for number, layer in enumerate(value):
         for part, names in _BLOCKS.items():
             entries = mapping_or_empty(mapping_or_empty(layer).get(part))
             for entry_name, entry in entries.items():
                 if entry_name not in names and entry and (entry_name, entry) not in _USUAL_ENTRIES:
                     raise UnsupportedError(
-                        f"{entry_name} of layer {number} is {describe_value(entry)}, which no "
-                        "Megatron layer has",
+                        f"{entry_name} of layer {number} is {describe_value(entry)}, which "
+                        "Megatron layers do not support",
                         file=CONFIG,
                     )

@@ -22,8 +22,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.errors import UnsupportedError
+from core.hf.config_json.origin import PASS_THIS_MODEL
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
+from core.hf.values import CONFIG
 from core.megatron.model.blocks import TEXT
 from core.megatron.model.hybrid import parse_pattern
 
@@ -122,7 +124,8 @@ def choose_family(
         misfits = _misfits_of(family, fields, features)
         if misfits:
             raise UnsupportedError(
-                f"the model is not of family {family.model_type}: {', '.join(misfits)}",
+                f"the model does not belong to the {family.model_type} family, because "
+                f"{' and '.join(misfits)}",
                 hint=f"supported families: {', '.join(families())}",
             )
         return family
@@ -141,9 +144,9 @@ def choose_family(
     }
     if origin is not None and origin not in type_names:
         raise UnsupportedError(
-            f"the model was converted from type {origin[:80]!r}, which is not a supported family",
-            hint="describe it in a file and pass it with --family FILE.toml, or name a supported "
-            "family with --names hf:MODEL_TYPE",
+            f"the model's {CONFIG} has the type {origin[:80]!r}, which is not a supported family",
+            hint="describe the family in a file and pass it with --family FILE.toml, or specify a "
+            "supported family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
@@ -158,10 +161,33 @@ def choose_family(
     if len(plainest) > 1:
         names = [family.model_type for family in plainest]
         raise UnsupportedError(
-            f"the arguments fit models of {len(names)} families: {', '.join(names)}",
-            hint=f"name the family, for example --names hf:{names[0]}",
+            f"the arguments fit {len(names)} model families: {', '.join(names)}",
+            hint=f"specify the family, for example --names hf:{names[0]}",
         )
     return plainest[0]
+
+
+def check_passed_family(
+    origin: str | None, family: Family, fields: Mapping[str, object], features: frozenset[str]
+) -> None:
+    """Raise if a ``config.json`` that the user passed is of a family that the model cannot be of.
+
+    Args:
+        origin: the model type in that ``config.json``.
+        family: the family that was chosen.
+        fields, features: as for ``choose_family``.
+
+    Raises:
+        UnsupportedError: the types differ; the message names the arguments that do not fit.
+    """
+    if origin is None or origin in (family.model_type, *family.aliases):
+        return
+    misfits = _misfits_of(family_called(origin), fields, features)
+    raise UnsupportedError(
+        f"the {CONFIG} passed with --config describes a {origin} model, but in the checkpoint "
+        f"{' and '.join(misfits)}",
+        hint=PASS_THIS_MODEL,
+    )
 
 
 def list_fitting_families(fields: Mapping[str, object], features: frozenset[str]) -> list[Family]:
@@ -193,8 +219,8 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
     alike = [family.model_type for family, other in fits if other == misfits]
     if len(alike) > 1:
         return UnsupportedError(
-            f"no Hugging Face model family fits: {', '.join(misfits)}",
-            hint=f"nearest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
+            f"no Hugging Face model family fits, because {' and '.join(misfits)}",
+            hint=f"closest families: {', '.join(alike[:_N_NEAREST])}; describe the model's family "
             "in a file and pass it with --family FILE.toml",
         )
     others = [
@@ -202,9 +228,10 @@ def _no_family(fits: Sequence[tuple[Family, list[str]]]) -> UnsupportedError:
         for family, other in fits[1:_N_NEAREST]
     ]
     return UnsupportedError(
-        f"the model is not of family {nearest.model_type}: {', '.join(misfits)}",
-        hint=f"other families do not fit either: {', '.join(others)}; describe its family in a "
-        "file and pass it with --family FILE.toml",
+        f"the model does not belong to the {nearest.model_type} family, because "
+        f"{' and '.join(misfits)}",
+        hint=f"other families do not fit either: {', '.join(others)}; describe the model's family "
+        "in a file and pass it with --family FILE.toml",
     )
 
 

@@ -47,13 +47,13 @@ def detect_family(
     if not isinstance(model_type, str):
         raise UnsupportedError(
             f"models of type {text!r} are not supported",
-            hint=f"supported: {', '.join(families())}",
+            hint=f"supported types: {', '.join(families())}",
         )
     reason = refused_types().get(text)
     if reason is not None:
         raise UnsupportedError(
             f"models of type {text!r} are not supported: {reason}",
-            hint="if your own Megatron version builds such layers, describe their tensors and "
+            hint="if your version of Megatron builds such layers, describe their tensors and "
             "settings in a file and pass it with --family FILE.toml",
         )
 
@@ -69,15 +69,15 @@ def detect_family(
     plain = [family for family in built if _ignored_window(config, family) is None]
     if plain:
         note = (
-            f"model type {text!r} is unknown; its tensors are exactly those of a "
-            f"{plain[0].model_type} model, so it is converted as one: "
+            f"model type {text!r} is unknown, but its tensors are exactly those of a "
+            f"{plain[0].model_type} model, so ckpt converts it like a {plain[0].model_type} model; "
             "check that it computes the same results"
         )
         return plain[0], note
     if built:
         raise UnsupportedError(
-            f"models of type {text!r} are not supported: their tensors are those of a "
-            f"{built[0].model_type} model, whose layers have no windows, but "
+            f"models of type {text!r} are not supported, because their tensors are those of a "
+            f"{built[0].model_type} model, whose layers have no sliding window, but "
             f"{_ignored_window(config, built[0])} is set",
             file=CONFIG,
             hint="describe the family in a file and pass it with --family FILE.toml",
@@ -85,9 +85,9 @@ def detect_family(
     raise UnsupportedError(
         f"models of type {text!r} are not supported, and their tensors are not those of a "
         "supported family",
-        hint="nearest: "
+        hint="closest families: "
         + "; ".join(starmap(_difference_text, differences[:_N_NEAREST]))
-        + ". Describe the family in a file and pass it with --family FILE.toml"
+        + "; describe the family in a file and pass it with --family FILE.toml"
         if differences
         else f"{CONFIG} lacks the sizes that the supported families have; "
         "describe the family in a file and pass it with --family FILE.toml",
@@ -203,5 +203,5 @@ def _misfits(tensors: Mapping[str, Tensor], family: Family, model: Model) -> Ite
 
 def _difference_text(family: Family, keys: Sequence[str]) -> str:
     """Describe what does not fit a family."""
-    more = f" and {len(keys) - _N_NAMED:,} others" if keys[_N_NAMED:] else ""
-    return f"{family.model_type} (not {', '.join(keys[:_N_NAMED])}{more})"
+    more = f" and {len(keys) - _N_NAMED:,} more" if keys[_N_NAMED:] else ""
+    return f"{family.model_type} (differs in {', '.join(keys[:_N_NAMED])}{more})"

@@ -277,7 +277,7 @@ def _text_of(name: str) -> str:
     """Return the content of a file of ``hf/tables``."""
     path = _TABLES / f"{name}.toml"
     if not path.is_file():
-        raise ValueError(f"there is no table {name!r} whose rows it could have (rows_of)")
+        raise ValueError(f"rows_of refers to the table {name!r}, which does not exist")
     return path.read_text(encoding="utf-8")
 
 
@@ -311,7 +311,7 @@ def family_of(model_type: object) -> Family:
         return family
     raise UnsupportedError(
         f"models of type {str(model_type)[:80]!r} are not supported",
-        hint=f"supported: {', '.join(families())}",
+        hint=f"supported types: {', '.join(families())}",
     )
 
 
@@ -355,7 +355,7 @@ def parse_family(data: bytes, *, file: str) -> Family:
     try:
         table = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
-        raise UsageError(f"--family: not a TOML file: {err}", file=file) from None
+        raise UsageError(f"--family: the file is not valid TOML: {err}", file=file) from None
     for name in sorted(set(table) - _FIELDS):
         raise UsageError(
             f"--family: a family table has no field {name!r}",
@@ -365,7 +365,7 @@ def parse_family(data: bytes, *, file: str) -> Family:
     try:
         rows = _RowsBySection(lambda section: _section_of(table, section))
         if not rows["first"]:
-            raise ValueError("the table has no embedding ([[first]]) and no rows_of")
+            raise ValueError("the table has neither an embedding ([[first]]) nor rows_of")
         return _parse_family(table, {**rows})
     except KeyError as err:
         raise UsageError(f"--family: the field {err} is missing", file=file) from None
@@ -429,8 +429,8 @@ def _check_values(table: Mapping[str, Any]) -> None:
     for name, value in table["config"].items():
         if not _texts(value) and name not in _OPTIONAL_NAMES:
             raise ValueError(
-                f"{name} in [config] is an empty list; only "
-                f"{' and '.join(_OPTIONAL_NAMES)} may be one"
+                f"{name} in [config] is an empty list; only {' and '.join(_OPTIONAL_NAMES)} may be "
+                "empty"
             )
 
 
@@ -474,7 +474,7 @@ def _section_of(table: Mapping[str, Any], section: str) -> list[Mapping[str, Any
         place = row.get("after", row["megatron"])
         places = [index for index, other in enumerate(result) if other["megatron"] == place]
         if not places:
-            raise ValueError(f"no row of {section} is called {place}")
+            raise ValueError(f"{section} has no row named {place}")
         if "after" in row:
             added = {name: value for name, value in row.items() if name != "after"}
             result.insert(places[-1] + 1, added)
@@ -491,7 +491,7 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
     """
     unknown = set(row) - set(NameRow.__slots__)
     if unknown:
-        raise ValueError(f"a row of hf/tables has unknown fields: {sorted(unknown)}")
+        raise ValueError(f"a row has unknown fields: {', '.join(sorted(unknown))}")
     result = NameRow(
         megatron=row["megatron"],
         fused=row.get("fused"),
@@ -514,7 +514,10 @@ def _parse_row(row: Mapping[str, Any]) -> NameRow:
         source=row["source"],
     )
     if len(result.hf) != len(result.shape) or (result.fuse is None) != (len(result.hf) == 1):
-        raise ValueError(f"the row of {result.megatron} does not match its parts")
+        raise ValueError(
+            f"the row of {result.megatron} must have one shape per name, and `fuse` if it has "
+            "several names"
+        )
     return result
 
 

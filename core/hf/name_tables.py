@@ -213,9 +213,9 @@ def pairs_of(family: Family, model: Model) -> Iterator[Pair]:
         """Return a size of a rule's tensor, which only the table of a user may lack."""
         if size not in sizes:
             raise UnsupportedError(
-                f"the {family.model_type} table gives {name} the size {size!r}, "
-                "but the model has no size of that name",
-                hint=f"sizes: {', '.join(sorted(sizes))}",
+                f"the {family.model_type} table uses the size {size!r} for {name}, but the model "
+                "has no size with that name",
+                hint=f"available sizes: {', '.join(sorted(sizes))}",
             )
         return sizes[size]
 

@@ -29,7 +29,7 @@ from core.hf.tensors.global_tensor import GlobalTensor
 from core.hf.traits import Model
 from core.hf.values import CONFIG, count_of
 
-_BRIDGE = "Megatron-Bridge's GPTModelProvider takes it"
+_BRIDGE = "Megatron-Bridge's GPTModelProvider supports it"
 _USUAL_FACTOR = 8
 """The factor of the scaling of Llama 3 that every version of Megatron's script computes with."""
 _ENGINE_ONLY = frozenset({"hybrid", "parallel_mamba", "linear_attention", "latent"})
@@ -66,12 +66,12 @@ def list_megatron_notes(
     declared_mtp = config.get(family.mtp_names.count, n_mtp) if "mtp" in family.allows else n_mtp
     if (declared_mtp or 0) != n_mtp:
         yield (
-            f"{CONFIG} declares {declared_mtp or 0} multi-token prediction layers, "
-            f"but {n_mtp} have tensors and are used"
+            f"{CONFIG} declares {declared_mtp or 0} multi-token prediction layers, but ckpt uses "
+            f"the {n_mtp} that have tensors"
         )
     copies = [key for tensor in tensors.values() for key in tensor.copies]
     if copies:
-        yield f"{list_some(copies, 3)}: copies of other tensors, not stored twice"
+        yield f"copies of other tensors are not stored again: {list_some(copies, 3)}"
     shifted = [tensor.used[0] for tensor in tensors.values() if tensor.is_shifted]
     if shifted:
         from core.hf.tensors.shifted import SHIFT_NOTE
@@ -94,7 +94,7 @@ def list_model_notes(family: Family, fields: Mapping[str, object]) -> Iterator[s
     yield from family.notes()
     ranking = describe_ranking(fields, family)
     if ranking is not None:
-        yield f"Megatron computes this model differently: {ranking}"
+        yield f"Megatron computes this model differently, because {ranking}"
     if family.builder is None and not fields.get("multi_latent_attention"):
         yield from _scaling_notes(fields)
     yield from gelu_notes(family.settings, fields)
@@ -104,23 +104,23 @@ def _building_notes(family: Family, config: Mapping[str, object], model: Model) 
     """Yield notes about what a Megatron run needs besides the arguments to be the same model."""
     if family.builder is not None:
         yield (
-            f"Megatron's training script cannot build {family.model_type} models: {family.builder}"
+            f"Megatron's training script cannot build {family.model_type} models, but "
+            f"{family.builder}"
         )
     elif model.n_mtp and family.mtp_names.dense and "moe" in model.kinds_of(model.n_layers - 1):
         yield (
             "Megatron's training script gives multi-token prediction layers experts, like the "
-            f"decoder's last layer, but those of {family.model_type} models have none: "
-            "Megatron-Bridge builds them"
+            f"decoder's last layer, but those of {family.model_type} models have no experts; use "
+            "Megatron-Bridge to build them"
         )
     if model.unindexed:
         yield (
-            f"{len(model.unindexed)} layers use the choice of an earlier layer's indexer: Megatron "
-            "builds them since megatron-core 0.19, and every pipeline stage must begin with a "
-            "layer that has an indexer"
+            "some layers reuse an earlier layer's indexer, which requires megatron-core 0.19 or "
+            "later, and every pipeline stage must begin with a layer that has its own indexer"
         )
     unsaid = unsaid_rope(config, family)
     if unsaid is not None:
-        yield f"Megatron's arguments cannot express {unsaid}; {CONFIG} is kept in the checkpoint"
+        yield f"Megatron's arguments cannot express {unsaid}, so {CONFIG} is kept in the checkpoint"
 
 
 def _names_notes(
@@ -143,14 +143,21 @@ def _names_notes(
     )
     if requested == "local" and not has_local:
         yield (
-            "module names are for --transformer-impl local, with which Megatron cannot build "
-            f"{family.model_type} models: omit it for Transformer Engine's names"
+            "module names are for --transformer-impl local, but Megatron cannot build "
+            f"{family.model_type} models with it; omit the option to get Transformer Engine's names"
         )
     elif requested is None and model.is_local:
         yield "module names are for --transformer-impl local"
     elif requested is None:
         note = "module names are for Transformer Engine, Megatron's default"
-        yield f"{note}; for --transformer-impl local, add that option" if has_local else note
+        yield (
+            (
+                f"{note}; pass --transformer-impl local to get the names of Megatron's local "
+                "implementation"
+            )
+            if has_local
+            else note
+        )
 
 
 def _scaling_notes(fields: Mapping[str, object]) -> Iterator[str]:
@@ -159,18 +166,17 @@ def _scaling_notes(fields: Mapping[str, object]) -> Iterator[str]:
     factor = fields.get("rope_scaling_factor")
     if fields.get("position_embedding_type") == "yarn":
         yield (
-            "YaRN scaling of the rotary embeddings: Megatron's training script builds such models "
-            f"since megatron-core 0.19, and older versions fail; {_BRIDGE}"
+            "the model uses YaRN scaling, which Megatron's training script supports only in "
+            f"megatron-core 0.19 and later; {_BRIDGE}"
         )
     elif fields.get("use_rope_scaling") and factor not in (None, _USUAL_FACTOR):
         yield (
-            f"rope_scaling_factor is {factor}: Megatron's training script (up to megatron-core "
+            f"rope_scaling_factor is {factor}, but Megatron's training script (up to megatron-core "
             f"0.19 and d98e8a64) does not pass it to the model and computes with {_USUAL_FACTOR}, "
             f"which gives different logits; {_BRIDGE}"
         )
     elif linear not in (None, 1):
         yield (
-            f"rotary_seq_len_interpolation_factor is {linear}: Megatron's training script passes "
-            "it to the model since megatron-core 0.19, and older versions rotate without it, which "
-            f"gives other logits; {_BRIDGE}"
+            f"rotary_seq_len_interpolation_factor is {linear}, but Megatron's training script "
+            f"ignores it before megatron-core 0.19, which gives different logits; {_BRIDGE}"
         )

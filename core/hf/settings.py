@@ -100,9 +100,9 @@ class Setting:
     def __post_init__(self) -> None:
         """Raise ValueError unless the way exists and has what it needs."""
         if self.way not in WAYS:
-            raise ValueError(f"a setting has the unknown way {self.way!r}")
+            raise ValueError(f"the setting {self.name!r} has the unknown way {self.way!r}")
         if self.way == "gelu" and not _GELUS.get(str(self.written)):
-            raise ValueError(f"the setting {self.name!r} has no tanh GELU that is `written`")
+            raise ValueError(f"the setting {self.name!r} must name a tanh GELU in `written`")
 
 
 def gelu_notes(settings: Mapping[str, Setting], fields: Mapping[str, object]) -> list[str]:
@@ -121,13 +121,13 @@ def gelu_notes(settings: Mapping[str, Setting], fields: Mapping[str, object]) ->
     name = setting_value(setting, fields.get(_GELU_ARGUMENT), fields, n_layers=1)
     if _GELUS[str(name)]:
         note = (
-            "the model uses the tanh approximation of GELU, as Megatron's fused bias-GELU does: "
+            "the model uses the tanh approximation of GELU, as Megatron's fused bias-GELU does, so "
             "run Megatron without --no-bias-gelu-fusion"
         )
     else:
         note = (
             "the model uses exact GELU, but Megatron's fused bias-GELU uses the tanh "
-            "approximation: run Megatron with --no-bias-gelu-fusion"
+            "approximation, so run Megatron with --no-bias-gelu-fusion"
         )
     return [note]
 
@@ -171,8 +171,8 @@ def setting_argument(setting: Setting, config: Mapping[str, object], *, n_layers
     if setting.way == "gelu":
         if value not in _GELUS:
             raise UnsupportedError(
-                f"{setting.name} is {describe_value(value)}; such models are only supported with "
-                f"{' or '.join(map(repr, _GELUS))}",
+                f"{setting.name} is {describe_value(value)}, but only "
+                f"{' and '.join(map(repr, _GELUS))} are supported",
                 file=CONFIG,
             )
         return _GELUS[str(value)]
@@ -231,8 +231,8 @@ def setting_value(
         groups = count_of(fields, "num_query_groups", default=heads)
         if groups not in (1, heads) and fields.get("group_query_attention"):
             raise UnsupportedError(
-                f"num_query_groups is {groups}; transformers supports only 1, or one "
-                f"for each of the {heads} query heads"
+                f"num_query_groups is {groups}, but transformers supports only 1 or {heads} (one "
+                "for each query head)"
             )
         return bool(fields.get("group_query_attention")) and groups == 1
     if setting.way in ("indexers", "first_indexers"):
@@ -249,8 +249,8 @@ def setting_value(
         before, after = argument if isinstance(argument, (tuple, list)) else (argument, None)
         if type(before) is not int or before < 0 or after != 0:
             raise UnsupportedError(
-                f"window_size is {describe_value(argument)}; transformers supports only "
-                "windows that end at the query: (keys, 0)"
+                f"window_size is {describe_value(argument)}, but transformers supports only "
+                "windows that end at the query, (keys, 0)"
             )
         return before + 1
     if setting.way == "text":
@@ -359,8 +359,8 @@ def _indexer_frequency(
     unindexed = find_layers_without_indexer(fields, n_layers)
     if n_first == 0 or full != [layer not in unindexed for layer in range(n_layers)]:
         raise UnsupportedError(
-            f"the layers with an indexer of their own ({setting.name}) are neither the first ones "
-            "nor at regular intervals from there, as Megatron's are",
+            f"the layers with their own indexer ({setting.name}) must be the first layers and then "
+            "layers at regular intervals, as in Megatron",
             file=CONFIG,
         )
     return every, n_first

@@ -131,7 +131,7 @@ def text_model_of(
         UnsupportedError: the text model is of no supported family, or its names are unknown.
     """
     if config is None or not is_composite(config):
-        kind = "" if config is None else f": its type is {str(config.get('model_type'))[:80]!r}"
+        kind = "" if config is None else f" (its type is {str(config.get('model_type'))[:80]!r})"
         raise UsageError(
             f"--text-model: SRC is not a vision-language model with a {CONFIG}{kind}",
             hint="omit --text-model, which extracts the text model from a vision-language model",
@@ -186,10 +186,10 @@ def _text_names(catalog: Catalog, config: Mapping[str, object]) -> dict[str, str
                 if key.startswith(old)
             }
     raise UnsupportedError(
-        f"the text model of this {str(config.get('model_type'))[:80]} model has names that ckpt "
-        "does not know",
+        "ckpt does not recognize the names of the text model in this "
+        f"{str(config.get('model_type'))[:80]} model",
         key=next(iter(catalog.tensors), None),
-        hint="names that ckpt knows begin with: "
+        hint="names that ckpt recognizes begin with "
         f"{', '.join(next(iter(layout)) + 'layers.' for layout in _LAYOUTS)}",
     )
 
@@ -269,10 +269,10 @@ def _transposed_stacks(text: Catalog, config: Mapping[str, object]) -> Iterator[
         shape, plain = tensor.shape[1:], shapes[match[2]]
         if len(shape) != 2 or shape not in (plain, plain[::-1]):
             raise CorruptError(
-                f"shape {tensor.shape}, but {CONFIG} implies experts of shape {plain}, or "
-                "transposed (elements)",
+                f"the tensor has shape {tensor.shape}, but {CONFIG} implies experts of shape "
+                f"{plain}, possibly transposed",
                 key=key,
-                hint="is this the right configuration for these weights?",
+                hint=f"check that this is the right {CONFIG} for these weights",
             )
         stacks.setdefault(match[1], {})[key] = shape != plain
     for layer in stacks.values():

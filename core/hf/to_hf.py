@@ -14,11 +14,11 @@ from dataclasses import replace
 from core.engine.catalog.catalog import Catalog, StoredObject
 from core.engine.catalog.dropped import Dropped, dropped_each, dropped_unlisted
 from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
-from core.engine.catalog.key_patterns import natural_order
+from core.engine.catalog.key_patterns import natural_order, some_of
 from core.engine.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
 from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.hf.choice import choose_family, list_fitting_families
+from core.hf.choice import check_passed_family, choose_family, list_fitting_families
 from core.hf.config_json.config import build_config, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.config_json.rope import list_unsaid_rope
@@ -70,7 +70,9 @@ def to_hf(
         CorruptError: shapes and arguments contradict each other, or an argument is invalid.
     """
     fields: Mapping[str, object] = fields_of(catalog.args)
-    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    origin = (
+        origin_of(fields) if config is None else parse_origin(config, file=CONFIG, is_passed=True)
+    )
     towers = separate_towers(catalog, fields, origin)
     if towers is not None:
         catalog, fields, origin = towers.text, towers.fields, towers.origin
@@ -85,6 +87,8 @@ def to_hf(
         requested=requested,
         origin=None if origin is None else origin.model_type,
     )
+    if requested is None and origin is not None and origin.is_passed:
+        check_passed_family(origin.model_type, family, fields, model.features)
     classified = family
     if towers is not None:  # no class of transformers has towers and such a head
         classified = replace(family, model_type=towers.model.model_type, classifiers=())
@@ -102,8 +106,8 @@ def to_hf(
         names = [other.model_type for other in fitting]
         if names:
             err.hint = (
-                f"families that fit the arguments and tensors: {', '.join(names)}; name the right "
-                f"one, for example --names hf:{names[0]}"
+                f"the arguments and tensors fit these families: {', '.join(names)}; specify the "
+                f"right family, for example --names hf:{names[0]}"
             )
         raise
     padding = list_padding(catalog.tensors, pairs)
@@ -123,7 +127,7 @@ def to_hf(
     if has_config:
         values = build_config(fields, family, model, dtype=weights[_EMBEDDING].dtype)
         if head is not None:
-            notes.append(f"the value head is {head.weight} of a {head.architecture}")
+            notes.append(f"the value head is written as {head.weight} of a {head.architecture}")
         files[CONFIG], note = _config_document(
             origin, values, fields=fields, family=family, model=model, head=head
         )
@@ -134,8 +138,8 @@ def to_hf(
             unsaid = list_unsaid_rope([family, *fitting])
             if unsaid:
                 notes.append(
-                    f"the arguments cannot say whether the model has {' or '.join(unsaid)}: if it "
-                    f"has, pass its {CONFIG} with --config"
+                    f"the arguments do not record whether the model has {' or '.join(unsaid)}; if "
+                    f"it does, pass its {CONFIG} with --config"
                 )
 
     result = Catalog(
@@ -250,11 +254,17 @@ def _config_document(
     if head is not None:
         tie = {name: origin.config[name] for name in (TIE,) if name in origin.config}
         values = head.edit_config({**values, **tie})
-    note = f"{CONFIG} is the one that the model was converted from"
+    source = "the one passed with --config" if origin.is_passed else "the model's original file"
+    note = f"{CONFIG} is {source}"
     if values == origin.config:
         return origin.text, note
-    changes = "that the training arguments have changed" if restored else "of a value head"
-    return document(values), f"{note}, with the values {changes}"
+    changed = [
+        name
+        for name in sorted(values.keys() | origin.config.keys())
+        if values.get(name) != origin.config.get(name)
+    ]
+    cause = "training arguments" if restored else "value head"
+    return document(values), f"{note}, except for values from the {cause}: {some_of(changed)}"
 
 
 def _true_vocab_size(catalog: Catalog) -> int:
@@ -268,8 +278,8 @@ def _true_vocab_size(catalog: Catalog) -> int:
         return model.vocab_size
     stored = catalog.tensors[_EMBEDDING].shape[:1] if _EMBEDDING in catalog.tensors else ()
     raise UnsupportedError(
-        "unknown vocabulary size: some of the "
-        f"{stored[0] if stored else 'stored'} rows may be padding",
+        f"the vocabulary size is unknown, so some of the {stored[0] if stored else 'stored'} rows "
+        "may be padding",
         key=_EMBEDDING,
         hint="pass the true vocabulary size with --vocab-size, "
         "or --keep-padded-vocab to keep every row",

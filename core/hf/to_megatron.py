@@ -103,7 +103,7 @@ def to_megatron(
     """
     if transformer_impl not in (None, *_EXPERTS_BY_IMPL):
         raise UsageError(
-            f"transformer_impl is {transformer_impl!r}, neither 'local' nor 'transformer_engine'"
+            f"transformer_impl is {transformer_impl!r}; expected 'local' or 'transformer_engine'"
         )
     _refuse_quantized(catalog, config)
     text = choose_config_text(config, catalog.documents.get(CONFIG))
@@ -268,7 +268,9 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
         *dropped_together(files, FILES_BESIDE),
         *dropped_each(sorted(ignored), f"follows from {CONFIG}", catalog.tensors),
         *settings,
-        *dropped_unlisted({key: catalog.tensors[key] for key in computed}, "in other entries"),
+        *dropped_unlisted(
+            {key: catalog.tensors[key] for key in computed}, "stored in other entries"
+        ),
     )
 
 
@@ -295,8 +297,8 @@ def _refuse_quantized(catalog: Catalog, config: Mapping[str, object]) -> None:
             raise UnsupportedError(
                 "this is a quantized weight's scale, which Megatron cannot store",
                 key=key,
-                hint="apply the scales with --dequantize bf16; "
-                "drop those of activations with --exclude",
+                hint="apply the scales with --dequantize bf16; drop activation scales with "
+                "--exclude",
             )
 
 
@@ -325,15 +327,16 @@ def _refuse_leftover(keys: Sequence[str], family: Family) -> None:
     if is_optimizer_key(keys[0]):
         carrying = carrying_option(keys)
         raise UnsupportedError(
-            f"optimizer state under Hugging Face names ({len(keys)} tensors) is not carried: it "
-            "belongs to no weight of the model, or this operation does not support it",
+            f"optimizer state under Hugging Face names ({len(keys)} tensors) cannot be converted, "
+            "because it belongs to no weight of the model or because this operation does not "
+            "support it",
             key=keys[0],
             hint="drop the optimizer with --no-optim"
-            + ("" if carrying is None else f", or carry it with {carrying}"),
+            + ("" if carrying is None else f", or keep it with {carrying}"),
         )
     suffix = f" (and {len(keys) - 1} more like it)" if len(keys) > 1 else ""
     raise UnknownTensorError(
-        f"the {family.model_type} table has no such tensor{suffix}",
+        f"ckpt's table of {family.model_type} models has no such tensor{suffix}",
         key=keys[0],
         hint=UNUSED_WEIGHT_HINT,
     )

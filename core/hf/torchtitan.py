@@ -79,14 +79,14 @@ _BUFFER = re.compile(r"moe\.(expert_bias|tokens_per_expert)(_E)?")
 _FUSED = "attention.qkv_linear."
 _ATTENTION = re.compile(r"attention\.(qkv_linear\.)?(wq|wk|wqkv)\.weight")
 _HINT = (
-    "have torchtitan write Hugging Face's names (checkpoint.last_save_in_hf, or its "
-    "convert_to_hf.py), or keep the names: --to safetensors, dcp or torch"
+    "save the model with Hugging Face's names in torchtitan (checkpoint.last_save_in_hf or "
+    "convert_to_hf.py), or keep torchtitan's names with --to safetensors, --to dcp or --to torch"
 )
 _IS_ROTATED_BY_NEIGHBOURS = {"llama": True, "qwen3": False, "qwen3_moe": False}
 """``model_type`` → whether torchtitan rotates neighbouring channels."""
 _TRAINING_STATE = ("train_state.", "lr_scheduler.", "dataloader.")
 _NOT_WEIGHTS = "torchtitan's training state"
-_NOT_IN_MODEL = "transformers' model has no such tensor"
+_NOT_IN_MODEL = "the model in transformers has no such tensor"
 _STATE = re.compile(r"(?P<head>optimizer\.state\.)(?P<name>.+)(?P<tail>\.[^.]+)")
 _SETTING = re.compile(r"(?P<head>optimizer\.param_groups\.)(?P<name>.+)(?P<tail>\.[^.]+)")
 
@@ -134,8 +134,8 @@ def from_torchtitan(
     model_type = config.get("model_type")
     if model_type not in _IS_ROTATED_BY_NEIGHBOURS:
         raise UnsupportedError(
-            f"torchtitan models with model_type {str(model_type)[:40]!r} are not converted; "
-            f"known: {', '.join(_IS_ROTATED_BY_NEIGHBOURS)}",
+            f"ckpt does not convert torchtitan models with model_type {str(model_type)[:40]!r}; "
+            f"supported: {', '.join(_IS_ROTATED_BY_NEIGHBOURS)}",
             hint=_HINT,
         )
     is_permuted = _IS_ROTATED_BY_NEIGHBOURS[str(model_type)]
@@ -186,7 +186,9 @@ def from_torchtitan(
 
     note = f"torchtitan's names were converted to those of {model_type}"
     if is_permuted:
-        note += ", and the rows of the query and key weights to the order of its rotary embedding"
+        note += (
+            ", and the rows of the query and key weights were reordered for its rotary embedding"
+        )
     return replace(
         catalog,
         tensors=tensors,
@@ -228,7 +230,8 @@ def _shape_of_parameter(
     raise UnsupportedError(
         f"the optimizer state has shape {tensor.shape}, but its parameter {text}",
         key=key,
-        hint="leave the optimizer out with --no-optim, or keep the names: --to dcp or torch",
+        hint="drop the optimizer with --no-optim, or keep torchtitan's names with --to dcp or --to "
+        "torch",
     )
 
 
@@ -325,9 +328,9 @@ def _rows_per_head(name: str, shape: Shape, n_heads: int, *, is_permuted: bool) 
     if n_rows == 0 or n_rows % unit:
         even = " with an even number of rows" if is_permuted else ""
         raise CorruptError(
-            f"shape {shape}, but config.json implies {n_heads} heads{even} (elements)",
+            f"the tensor has shape {shape}, but config.json implies {n_heads} heads{even}",
             key=name,
-            hint="is this the right configuration for these weights?",
+            hint="check that this is the right config.json for these weights",
         )
     return n_rows // n_heads
 

@@ -200,8 +200,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if fields.get("noop_layers"):
         raise UnsupportedError(
             f"layers {describe_value(fields['noop_layers'])} are empty (MindSpeed's argument "
-            "noop_layers), and transformers models have no such layers",
-            hint="keep Megatron's names: --to safetensors, dcp or torch",
+            "noop_layers), but models in transformers have no empty layers",
+            hint="keep Megatron's names with --to safetensors, --to dcp or --to torch",
         )
 
     # Count heads, layers and experts. The limit on layers bounds the work that a damaged argument
@@ -227,8 +227,8 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if pattern is not None and (n_mtp := n_mtp or pattern.n_predictions):
         if not pattern.prediction:
             raise UnsupportedError(
-                f"the kinds of the {n_mtp} multi-token prediction layers are unknown: the argument "
-                "mtp_hybrid_override_pattern is missing"
+                f"the kinds of the {n_mtp} multi-token prediction layers are unknown, because the "
+                "argument mtp_hybrid_override_pattern is missing"
             )
         prediction = kinds_of(pattern.prediction)
         n_mtp = 1 if fields.get("mtp_use_repeated_layer") else n_mtp
@@ -285,9 +285,9 @@ def model_of(fields: Mapping[str, object], *, n_rows: int, n_tensors: int) -> Mo
     if window is not None:
         if (window.n_groups, window.head_dim) != (groups, head):
             raise UnsupportedError(
-                f"layers with a window have {window.n_groups} query groups of {window.head_dim} "
-                f"channels, and the other layers {groups} of {head}; only the number of heads may "
-                "differ"
+                f"sliding-window layers have {window.n_groups} query groups of {window.head_dim} "
+                f"channels, but the other layers have {groups} of {head}; only the number of heads "
+                "may differ"
             )
         sizes |= {"window_heads": window.n_heads, "window_q": window.n_heads * head}
 
@@ -331,7 +331,7 @@ def kinds_of(pattern: str) -> tuple[str, ...]:
         if symbol not in _KINDS:
             raise UnsupportedError(
                 f"layers of kind {symbol!r} in a hybrid model have no Hugging Face names",
-                hint=f"kinds that have such names: {' '.join(_KINDS)}",
+                hint=f"kinds that have Hugging Face names: {' '.join(_KINDS)}",
             )
     return tuple(_KINDS[symbol] for symbol in pattern)
 

@@ -34,7 +34,7 @@ _BIAS = "output_layer.bias"
 _HEADS = ("score.weight", "classifier.weight", "reward_head.weight")
 NOTE = (
     "the output layer is a one-row value head, which reinforcement learning frameworks use in "
-    "place of Megatron's"
+    "place of Megatron's output layer"
 )
 _WITHOUT_BIAS: Mapping[str, object] = {"token_classification_bias": False}
 
@@ -108,7 +108,7 @@ def choose_value_head(
             "the model is a critic or reward model: its one-row output layer is a value head"
             f"{bias}, and transformers has no {family.model_type} model with such a head",
             key=GPT.output,
-            hint="keep Megatron's names: --to safetensors, dcp or torch",
+            hint="keep Megatron's names with --to safetensors, --to dcp or --to torch",
         )
     stated = None if origin is None else read_architecture(origin)
     return heads.get(str(stated), next(iter(heads.values())))
@@ -129,10 +129,10 @@ def find_value_head(tensors: Mapping[str, Tensor], family: Family) -> ValueHead 
         return None
     if shape[:1] != (1,):
         raise UnsupportedError(
-            f"the head has {shape[0] if shape else 0} rows; Megatron's output layer has a row for "
-            "each vocabulary entry, or is a one-row value head",
+            f"the head has {shape[0] if shape else 0} rows, but Megatron's output layer has either "
+            "one row per vocabulary entry or a single row (a value head)",
             key=name,
-            hint="keep Hugging Face's names: --to safetensors, dcp or torch",
+            hint="keep Hugging Face's names with --to safetensors, --to dcp or --to torch",
         )
     bias = name.removesuffix("weight") + "bias"
     return ValueHead(name, bias if bias in tensors else None, family.architecture)

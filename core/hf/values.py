@@ -14,8 +14,8 @@ LAYERS = "decoder.layers."
 ARGUMENT = "huggingface_config"
 """Name of the training argument that contains the text of the ``config.json`` that a model had."""
 UNUSED_WEIGHT_HINT = (
-    "describe a family whose models have this weight with --family FILE.toml, or drop it with"
-    " --exclude, which changes the model unless this is a buffer that is never read"
+    "describe a family whose models have this weight with --family FILE.toml, or drop the weight "
+    "with --exclude, which changes the model unless the weight is a buffer that is never read"
 )
 """The next step where a family's table lacks a weight."""
 

@@ -88,7 +88,7 @@ def test_python_m_is_the_same_program() -> None:
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number ≥ 1",
         ),
-        (["convert", "a", "b"], "choose one of: megatron, "),
+        (["convert", "a", "b"], "pass --to with one of: megatron, "),
         (
             ["convert", "a", "b", "--to"],
             "option '--to' requires an argument\n  hint: see ckpt convert --help",

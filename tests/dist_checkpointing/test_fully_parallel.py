@@ -336,7 +336,7 @@ def test_a_cached_distribution_is_used_again_until_a_rank_changes_its_structure(
 
 
 def _foreign_distribution(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="needs a distribution"):
+    with pytest.raises(ValueError, match="requires precomputed_distribution"):
         distribute_main_replicas_with_precomputed_distribution(state(rank, world), None, None)
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
     state_dict = state(rank, world)

@@ -64,7 +64,7 @@ def test_a_registered_strategy_is_found_under_its_action_backend_and_version(reg
         CheckpointingException, match="backend 'mine', version 4.*versions of mine: 3"
     ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 4)
-    with pytest.raises(CheckpointingException, match="load_sharded of backend 'mine'"):
+    with pytest.raises(CheckpointingException, match="load_sharded with backend 'mine'"):
         get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 3)
 
 
@@ -81,7 +81,8 @@ def test_an_unknown_backend_is_refused_with_the_names_that_exist(registry):
 def test_a_package_that_is_not_installed_is_named(registry, monkeypatch, backend, module, package):
     monkeypatch.setitem(sys.modules, f"core.dist_checkpointing.strategies.{module}", None)
     with pytest.raises(
-        CheckpointingException, match=f"save_sharded of backend '{backend}'.*Install.*`{package}>="
+        CheckpointingException,
+        match=f"save_sharded with backend '{backend}'.*Install.*`{package}>=",
     ):
         get_default_strategy(StrategyAction.SAVE_SHARDED, backend, 1)
 

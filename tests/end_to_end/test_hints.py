@@ -41,6 +41,13 @@ PROSE = frozenset(
     {
         "wrote",
         "runs",
+        "read",
+        "ignores",
+        "converts",
+        "uses",
+        "recognizes",
+        "supports",
+        "found",
         "is",
         "writes",
         "reads",
@@ -53,6 +60,15 @@ PROSE = frozenset(
         "can",
         "cannot",
         "checkpoint",
+        "also",
+        "carries",
+        "could",
+        "has",
+        "named",
+        "removes",
+        "replaces",
+        "was",
+        "would",
     }
 )
 """Words that follow the program's name in sentences about it."""
@@ -247,7 +263,7 @@ TAKES_WORDS = frozenset(
     {*CHECKED_VALUES, "rng", "on-replica-mismatch", "unknown", "names", "device", "backend", "bind"}
 )
 SENTENCES = re.compile(
-    r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with"
+    r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with|would"
 )
 """Words that follow an option in a sentence, and are no value of it."""
 
@@ -468,7 +484,7 @@ def test_an_object_that_contains_itself_is_left_out_by_its_name(
     assert main(line) == (4 if words else 0)
     output = "".join(capsys.readouterr())
     assert "--exclude cfg" in output
-    assert "--weights-only sets them aside" not in output
+    assert "use --weights-only to set them aside" not in output
     assert main([*line, "--weights-only", "--exclude", "cfg", "--force"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("weights_only=True)")
     assert torch.load(tmp_path / "b.pt", weights_only=True).keys() == {"w"}

@@ -115,7 +115,7 @@ def test_a_server_without_ranges_is_named(
 ) -> None:
     server.set_rules(Rule("whole", times=None))
     assert main(["inspect", f"{server.url}/files/{SAFETENSORS}/model.safetensors"]) == 6
-    assert "send parts of files" in capsys.readouterr().err
+    assert "does not support HTTP range requests" in capsys.readouterr().err
 
 
 def test_an_object_that_changes_meanwhile_is_an_error(
@@ -205,7 +205,7 @@ def test_a_bucket_is_listed_like_a_directory(
             2,
             "a local path is needed",
         ),
-        (["inspect", "hdfs://runs/x"], 2, "cannot be read"),
+        (["inspect", "hdfs://runs/x"], 2, "ckpt cannot read"),
     ],
 )
 def test_requests_that_cannot_be_met_say_why(

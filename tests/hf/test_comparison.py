@@ -478,7 +478,7 @@ def test_scales_of_cached_keys_and_values_are_no_problem(
             lambda t: changed(
                 t, x=meta_of("model.layers.1.mlp.up_proj.weight_scale_inv", "float32", 3, 1)
             ),
-            r"scales of shape \(3, 1\) for a weight of shape \(48, 32\)",
+            r"scales have shape \(3, 1\), which does not fit a weight of shape \(48, 32\)",
         ),
     ],
 )
@@ -578,7 +578,7 @@ def test_what_a_framework_puts_before_all_names_is_refused_for_every_family(
     )
     with pytest.raises(UnknownTensorError, match=f"all names begin with '{wrapper}'") as refusal:
         run(job)
-    assert refusal.value.hint == f"remove it with --strip-prefix {wrapper}"
+    assert refusal.value.hint == f"remove the prefix with --strip-prefix {wrapper}"
     run(replace(job, strip_prefix=(wrapper,)))
 
 

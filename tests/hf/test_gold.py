@@ -198,7 +198,7 @@ def test_rank_files_of_the_first_gpt_become_a_gpt2_that_transformers_loads(
 def test_another_family_than_the_models_is_refused(golden: Path, family: str) -> None:
     _, middle = global_form(golden, "dense_gqa", "tp1_pp1")
     with pytest.raises(
-        UnsupportedError, match=f"not of family {family}: .*argument add_qkv_bias is True"
+        UnsupportedError, match=f"not belong to the {family} family.*argument add_qkv_bias is True"
     ):
         to_hf(middle, model_type=family)
 

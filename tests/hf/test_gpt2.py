@@ -153,7 +153,7 @@ def test_the_gelu_is_megatrons_fused_one_or_the_exact_one(
 def test_what_megatron_has_no_layers_for_is_refused_with_the_reason(tmp_path: Path) -> None:
     neox, gpt2 = saved("gpt_neox", tmp_path / "neox"), saved("gpt2", tmp_path / "gpt2")
     config = {**config_of(neox), "use_parallel_residual": True}
-    with pytest.raises(UnsupportedError, match="see the same input"):
+    with pytest.raises(UnsupportedError, match="read the same input"):
         to_megatron(catalog_of(neox)[1], config)
     for name in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         with pytest.raises(UnsupportedError, match=f"{name} is True"):

@@ -101,7 +101,11 @@ def test_a_run_of_mamba_alone_may_have_any_arguments_of_attention_and_mlp(
         ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings is True"),
         ("nemotron_h", {"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon is 1e-06"),
         ("nemotron_h_moe", {"layers_block_type": ["moe"] * 6}, "shape|not in the checkpoint"),
-        ("mamba2", {"time_step_limit": [0.01, 0.1]}, "Megatron's Mamba layers have no limits"),
+        (
+            "mamba2",
+            {"time_step_limit": [0.01, 0.1]},
+            "Megatron's Mamba layers have no time-step limits",
+        ),
         ("mamba2", {"conv_kernel": 3}, "conv_kernel is 3"),
         ("mamba2", {"num_hidden_layers": 1 << 39}, "the checkpoint has only"),
         ("mamba2", {"n_groups": 2}, "config.json implies"),

@@ -135,10 +135,10 @@ def test_models_of_both_implementations_are_compared_and_merged_with_the_origina
 def test_no_local_model_is_offered_where_megatron_builds_none(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     catalog, config = catalog_of(folder)[1], config_of(folder)
-    assert "for --transformer-impl local, add" not in " ".join(to_megatron(catalog, config).notes)
+    assert "pass --transformer-impl local" not in " ".join(to_megatron(catalog, config).notes)
     local = " ".join(to_megatron(catalog, config, transformer_impl="local").notes)
-    assert "omit it for Transformer Engine's names" in local
+    assert "omit the option to get Transformer Engine's names" in local
     for other in ("llama", "nemotron"):  # nemotron: LayerNorm minus one, which Apex has
         folder = saved(other, tmp_path / other)
         notes = to_megatron(catalog_of(folder)[1], config_of(folder)).notes
-        assert "for --transformer-impl local, add" in " ".join(notes)
+        assert "pass --transformer-impl local" in " ".join(notes)

@@ -240,7 +240,7 @@ def test_the_prediction_of_k_exaone_has_no_experts(tmp_path: Path) -> None:
     names = [name for name in middle.tensors if name.startswith("mtp.")]
     assert "mtp.layers.0.transformer_layer.mlp.linear_fc1.weight" in names
     assert not any("experts" in name or "router" in name for name in names)
-    assert any("Megatron-Bridge builds them" in note for note in middle.notes)
+    assert any("use Megatron-Bridge to build them" in note for note in middle.notes)
     for to, ranks in (("megatron", tmp_path / "ranks"), ("torch_dist", tmp_path / "dist")):
         back = tmp_path / f"back {to}"
         topology = TopologyChange(tp=2, pp=3, ep=2)

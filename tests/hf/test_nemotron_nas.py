@@ -267,7 +267,7 @@ def test_megatrons_own_names_of_the_sizes_become_those_of_decilm(
     # Of these no ffn_mult gives the size.
     layers[0]["mlp"]["ffn_hidden_size"] = 300
     changed |= {TEXT: json.dumps(described)}
-    with pytest.raises(UnsupportedError, match="layer 0 has an MLP of 300 inner channels"):
+    with pytest.raises(UnsupportedError, match="layer 0 has an MLP with 300 inner channels"):
         block_configs(changed)
 
 

@@ -19,11 +19,11 @@ from tests.hf.models import LLAMA3, catalog_of, config_of, saved
         (
             "llama_rope_scaling",
             {**LLAMA3, "factor": 32.0},
-            "rope_scaling_factor is 32.0: .* with 8",
+            "rope_scaling_factor is 32.0, .* with 8",
         ),
-        ("cwm", {**LLAMA3, "factor": 16.0}, "rope_scaling_factor is 16.0: .* with 8"),
-        ("llama_linear_scaling", None, "interpolation_factor is 2.5: .* since megatron-core 0.19"),
-        ("qwen3_yarn", None, "YaRN .* since megatron-core 0.19, and older versions fail"),
+        ("cwm", {**LLAMA3, "factor": 16.0}, "rope_scaling_factor is 16.0, .* with 8"),
+        ("llama_linear_scaling", None, "interpolation_factor is 2.5, .* before megatron-core 0.19"),
+        ("qwen3_yarn", None, "YaRN .* only in megatron-core 0.19 and later"),
     ],
 )
 def test_scaling_that_not_every_version_applies_is_noted_both_ways(
@@ -45,4 +45,4 @@ def test_scaling_that_not_every_version_applies_is_noted_both_ways(
 def test_scaling_that_every_version_applies_is_not_noted(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "model")
     middle = to_megatron(catalog_of(folder)[1], config_of(folder))
-    assert "GPTModelProvider takes it" not in " ".join(middle.notes)
+    assert "GPTModelProvider supports it" not in " ".join(middle.notes)

@@ -103,7 +103,7 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         fields = arguments(middle)
         assert (fields["position_embedding_type"], fields["rotary_base"]) == ("rope", 500000)
         assert fields["window_attn_skip_freq"] == [1, 1, 1]
-        assert "yarn scaling" in " ".join(middle.notes)
+        assert "yarn RoPE scaling" in " ".join(middle.notes)
         assert "computes different logits" in " ".join(middle.notes)
         back = to_hf(middle)
         assert json.loads(back.documents["config.json"]) == config
@@ -117,10 +117,10 @@ def test_olmo3s_published_configuration_keeps_its_yarn_and_a_note_tells_of_it(
         assert arguments(to_megatron(source, filled))["rotary_base"] == 500000
     # What Megatron cannot express without changing other layers is refused.
     scaled = {**rope, "sliding_attention": rope["full_attention"]}
-    with pytest.raises(UnsupportedError, match="'yarn' in layers with a window"):
+    with pytest.raises(UnsupportedError, match="'yarn' in sliding-window layers"):
         to_megatron(source, {**new, "rope_parameters": scaled})
     other_base = {**rope, "full_attention": {**rope["full_attention"], "rope_theta": 1e6}}
-    with pytest.raises(UnsupportedError, match="one rotary_base for all"):
+    with pytest.raises(UnsupportedError, match="single rotary_base for all"):
         to_megatron(source, {**new, "rope_parameters": other_base})
 
 
@@ -344,7 +344,9 @@ def test_groups_that_megatron_ranks_by_another_number_of_experts_are_converted_w
     assert (fields["moe_router_num_groups"], fields["moe_router_group_topk"]) == (4, 1)
     back = to_hf(replace(middle, notes=()))
     for result in (middle, back):
-        assert "a group by its 1 best, Megatron by its 2 best" in " ".join(result.notes)
+        assert "a group by its 1 best experts, but Megatron ranks it by its 2 best" in " ".join(
+            result.notes
+        )
     assert_same(contents(back, store), tensors(folder))
     assert json.loads(back.documents["config.json"])["topk_group"] == 1
     for same in ({}, {"topk_group": 1, "topk_method": "greedy"}):

@@ -101,7 +101,7 @@ BROKEN: dict[str, tuple[str, Callable[[Catalog], Catalog], type[CheckpointingExc
         "llama",
         lambda c: with_tensor(c, "model.layers.0.self_attn.q_proj.bias"),
         UnknownTensorError,
-        r"the llama table has no such tensor .*q_proj\.bias",
+        r"ckpt's table of llama models has no such tensor .*q_proj\.bias",
     ),
     "several tensors are left over": (
         "llama",
@@ -187,7 +187,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"model_type": "cohere"},
         UnsupportedError,
-        "'cohere' are not supported: its attention and MLP see the same input",
+        "'cohere' are not supported: attention and MLP read the same input",
     ),
     "no family": (
         "llama",
@@ -285,7 +285,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "qwen3",
         {"rope_parameters": {**YARN, "rope_theta": 1e4, "attention_factor": 3.0}},
         UnsupportedError,
-        "attention_factor of 3.0; Megatron always uses 1 ",
+        "attention_factor of 3.0 is not supported, because Megatron always uses 1 ",
     ),
     "YaRN with an unknown number": (
         "qwen3",
@@ -303,7 +303,7 @@ CONFIGS: dict[str, tuple[str, dict[str, object], type[CheckpointingException], s
         "llama",
         {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 4096}},
         UnsupportedError,
-        "original_max_position_embeddings .* 4096; Megatron always uses 8192",
+        "original_max_position_embeddings .* 4096, but Megatron always uses 8192",
     ),
     "Llama 3 without a factor": (
         "llama",
@@ -389,7 +389,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "mistral",
         {"window_size": (127, 1)},
         UnsupportedError,
-        r"window_size is \(127, 1\); transformers supports only windows",
+        r"window_size is \(127, 1\), but transformers supports only windows",
     ),
     "interleaved rotation": (
         "qwen3",
@@ -402,19 +402,19 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
         UnsupportedError,
-        "rotary_seq_len_interpolation_factor and use_rope_scaling are both set",
+        "rotary_seq_len_interpolation_factor and use_rope_scaling cannot both be set",
     ),
     "a scaling of layers with a window": (
         "olmo3",
         {"use_rope_scaling": True, "rope_scaling_factor": 8.0},
         UnsupportedError,
-        r"scale the rotary embeddings of all layers \(llama3\)",
+        "apply llama3 RoPE scaling to all layers",
     ),
     "an interpolation of layers with a window": (
         "olmo3",
         {"rotary_seq_len_interpolation_factor": 2},
         UnsupportedError,
-        r"scale the rotary embeddings of all layers \(linear\)",
+        "apply linear RoPE scaling to all layers",
     ),
     "biases with norms of queries": (
         "qwen3",
@@ -446,7 +446,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         CorruptError,
         "moe_layer_freq is .1., not 3 times 0 or 1",
     ),
-    "dense layers after others": (
+    "dense layers after MoE layers": (
         "deepseek_v3",
         {"moe_layer_freq": [0, 1, 0]},
         CheckpointingException,
@@ -475,7 +475,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "llama",
         {"layernorm_epsilon": None, "norm_epsilon": None},
         UnsupportedError,
-        "argument layernorm_epsilon is missing, which rms_norm_eps in config.json needs",
+        "argument layernorm_epsilon, which sets rms_norm_eps in config.json, is missing",
     ),
 }
 
@@ -553,7 +553,10 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
 @pytest.mark.parametrize(
     ("types", "message"),
     [
-        (["shared", "full", "full"], "neither the first ones nor at regular intervals"),
+        (
+            ["shared", "full", "full"],
+            "must be the first layers and then layers at regular intervals",
+        ),
         (["full", "shared"], "not 3 times full or shared"),
         (["full", "shared", "some"], "not 3 times full or shared"),
     ],
@@ -573,8 +576,8 @@ def test_layers_without_an_indexer_that_megatron_does_not_have_are_refused(
             {"mamba_norm_before_gate": True, "mamba_rms_norm": True},
             "mamba_norm_before_gate is True",
         ),
-        ({"time_step_limit": [0.0, 0.5]}, "no limits"),
-        ({"time_step_limit": [0.0, 3.4e38]}, "no limits"),
+        ({"time_step_limit": [0.0, 0.5]}, "no time-step limits"),
+        ({"time_step_limit": [0.0, 3.4e38]}, "no time-step limits"),
         ({"ssm_multipliers": 2.0}, "not a list of numbers"),
         ({"mamba_d_conv": 2}, "mamba_d_conv is 2"),
     ],

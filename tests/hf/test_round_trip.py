@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import HuggingFaceModel, MegatronModel
-from core.errors import CorruptError, MissingShardError
+from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.hf.config_json.rope import unsaid_rope
 from core.hf.family import family_of
 from core.hf.names import is_hf, model_types
@@ -61,8 +61,29 @@ def test_the_configuration_comes_back_byte_for_byte(name: str, tmp_path: Path) -
     folder = saved(name, tmp_path / "model")
     _, source = catalog_of(folder)
     text = (folder / "config.json").read_bytes()
-    source = replace(source, files={"config.json": text})
-    assert to_hf(to_megatron(source, config_of(folder))).documents["config.json"] == text
+    middle = to_megatron(replace(source, files={"config.json": text}), config_of(folder))
+    assert to_hf(middle).documents["config.json"] == text
+    passed = to_hf(_as_megatron_saves_it(middle), config=text)
+    assert passed.documents["config.json"] == text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 64}, "hidden_size is 64 there and 32 in the checkpoint"),
+        ({"num_key_value_heads": 8}, "num_key_value_heads is 8 there and 4 in the checkpoint"),
+        ({"model_type": "qwen2"}, "describes a qwen2 model, but in the checkpoint argument"),
+        ({"model_type": "no_such"}, "has the type 'no_such', which is not a supported family"),
+    ],
+)
+def test_the_configuration_of_another_model_is_refused(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    folder = saved("llama", tmp_path / "model")
+    _, source = catalog_of(folder)
+    middle = _as_megatron_saves_it(to_megatron(source, config_of(folder)))
+    with pytest.raises(UnsupportedError, match=message):
+        to_hf(middle, config=json.dumps(config_of(folder) | changes).encode())
 
 
 @pytest.mark.parametrize("name", every_third(FAMILIES, start=1))
@@ -93,7 +114,7 @@ def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
         or name == "ministral3_plain"
     ):
         untold |= {"rope_parameters"}
-        assert any(note.startswith("the arguments cannot say") for note in model.notes)
+        assert any(note.startswith("the arguments do not record") for note in model.notes)
     if name == "qwen3_moe_sparse":
         untold |= {"decoder_sparse_step", "mlp_only_layers"}  # the same in other words
     if name == "ernie4_5_moe_sparse":  # the same in other words
@@ -129,8 +150,8 @@ def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chos
     tmp_path: Path,
 ) -> None:
     for name, text in (
-        ("phi3_longrope", "longrope scaling of the rotary embeddings (phi3)"),
-        ("olmo3_yarn", "in layers without a window (olmo3)"),
+        ("phi3_longrope", "longrope RoPE scaling (phi3)"),
+        ("olmo3_yarn", "RoPE scaling in layers without a sliding window (olmo3)"),
         ("ministral3", "llama_4_scaling_beta (ministral3)"),
         ("qwen3", None),
     ):
@@ -138,7 +159,7 @@ def test_a_scaling_that_no_argument_expresses_is_told_of_whatever_family_is_chos
         _, source = catalog_of(folder)
         middle = to_megatron(source, config_of(folder))
         notes = to_hf(_as_megatron_saves_it(middle)).notes
-        unsaid = [note for note in notes if note.startswith("the arguments cannot say")]
+        unsaid = [note for note in notes if note.startswith("the arguments do not record")]
         assert [text in note for note in unsaid if text] == ([True] if text else [])
         assert all("--config" in note for note in unsaid)
         assert not any(note in unsaid for note in to_hf(middle).notes)
@@ -157,8 +178,8 @@ def test_tensors_of_another_family_than_the_arguments_suggest_name_those_that_fi
     with pytest.raises((CorruptError, MissingShardError)) as refusal:
         to_hf(middle)
     assert refusal.value.hint == (
-        f"families that fit the arguments and tensors: {families}; name the right one, for "
-        f"example --names hf:{name}"
+        f"the arguments and tensors fit these families: {families}; specify the right family, "
+        f"for example --names hf:{name}"
     )
     assert to_hf(middle, model_type=name).tensors.keys() == source.tensors.keys()
 

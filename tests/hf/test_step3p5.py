@@ -338,7 +338,7 @@ def test_rank_files_and_other_heads_are_refused_before_anything_is_written(
 ) -> None:
     for source in (folder, dist):
         assert main(["convert", str(source), str(tmp_path / "ranks"), "--to", "megatron"]) != 0
-        assert "only torch_dist distinguishes its rows from the others" in capsys.readouterr().err
+        assert "only torch_dist distinguishes the gate rows" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     source = catalog_of(folder)[1]
     for changed, kind, text in (
@@ -437,7 +437,7 @@ def test_a_head_of_its_own_is_refused_with_the_option_that_leaves_it_out(
     target = tmp_path / "dist"
     assert main(["convert", str(source), str(target), "--to", "torch_dist"]) != 0
     message = " ".join(capsys.readouterr().err.split())
-    assert "heads of multi-token prediction" in message and "out with --exclude" in message
+    assert "multi-token prediction heads" in message and "out with --exclude" in message
     assert not target.exists()
     convert(source, target, "--to", "torch_dist", "--exclude", "*.shared_head.output.weight")
     convert(target, tmp_path / "back", "--to", "hf")
@@ -447,5 +447,5 @@ def test_a_head_of_its_own_is_refused_with_the_option_that_leaves_it_out(
 def test_scaling_that_megatron_does_not_apply_is_noted(folder: Path) -> None:
     scaling = {"rope_type": "llama3", "factor": 2.0}
     middle = to_megatron(catalog_of(folder)[1], {**CONFIG, "rope_scaling": scaling})
-    assert any("llama3 scaling" in note for note in middle.notes)
+    assert any("llama3 RoPE scaling" in note for note in middle.notes)
     assert to_hf(middle).documents["config.json"]

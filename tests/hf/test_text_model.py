@@ -244,7 +244,7 @@ def test_a_trained_text_model_is_put_back_into_the_complete_one(name: str, tmp_p
     run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
     replace = Merge(method="replace", others=(ranks,))
     report = run(Job(src=model, dst=complete, merge=replace, is_reshard=True, fsync=False))
-    assert any("tensors are those of" in note for note in report.notes)
+    assert any("tensors come from" in note for note in report.notes)
     assert (complete / "config.json").read_bytes() == (model / "config.json").read_bytes()
     assert tensors(complete).keys() == tensors(model).keys()
     if "moe" in name:
@@ -278,7 +278,9 @@ def test_without_the_option_the_parts_are_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = _saved("qwen3_vl", tmp_path / "model")
-    with pytest.raises(UnsupportedError, match="the model has towers beside its text") as err:
+    with pytest.raises(
+        UnsupportedError, match="the model has towers in addition to its text"
+    ) as err:
         run(Job(src=model, dst=tmp_path / "ranks", to="megatron"))
     assert "--text-model" in str(err.value.hint)
     assert not (tmp_path / "ranks").exists()
@@ -306,12 +308,14 @@ def test_files_of_transformers_4_mean_the_same(tmp_path: Path) -> None:
 def test_what_has_no_text_model_that_megatron_knows_is_refused(tmp_path: Path) -> None:
     plain = saved("llama", tmp_path / "plain")
     with pytest.raises(
-        UsageError, match="not a vision-language model with a config.json: its type"
+        UsageError, match=r"not a vision-language model with a config.json \(its type"
     ):
         run(Job(src=plain, dst=tmp_path / "x", to="megatron", text_model=True))
     model = _saved("qwen3_vl", tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     towers = {key: value for key, value in weights.items() if "visual" in key}
     save_file(towers, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedError, match="has names that ckpt does not know"):
+    with pytest.raises(
+        UnsupportedError, match="ckpt does not recognize the names of the text model"
+    ):
         run(Job(src=model, dst=tmp_path / "x", to="megatron", text_model=True))

@@ -91,7 +91,10 @@ def test_what_transformers_has_no_place_for_is_listed(torchtitan: Path, tmp_path
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"model_type": "deepseek_v3"}, "'deepseek_v3' are not converted"),
+        (
+            {"model_type": "deepseek_v3"},
+            "does not convert torchtitan models with model_type 'deepseek_v3'",
+        ),
         ({"num_key_value_heads": 5}, "implies 5 heads"),
         ({"hidden_size": 64}, "config.json"),
     ],

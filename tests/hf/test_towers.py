@@ -195,8 +195,8 @@ def test_rank_files_and_unknown_towers_are_refused(bridge: Path, tmp_path: Path)
     other.mkdir()
     (other / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
     for model_type, reason in (
-        ("qwen2_vl", r"\(visual\), and Megatron-Bridge has no such model"),
-        ("unheard_of", "ckpt does not know their names in Megatron"),
+        ("qwen2_vl", r"\(visual\), and Megatron-Bridge does not build such models"),
+        ("unheard_of", "ckpt does not know the names of these parts in Megatron"),
     ):
         config = {**config_of(model), "model_type": model_type}
         (other / "config.json").write_text(json.dumps(config))
@@ -281,7 +281,7 @@ def test_a_refused_text_model_is_named_without_advice_that_does_not_help() -> No
         with pytest.raises(UnsupportedError) as caught:
             to_megatron(source, config)
         assert parts in caught.value.message
-        assert "Nor is its text model, a gemma4_text: " in caught.value.message
+        assert "its text model (gemma4_text) is not supported either: " in caught.value.message
         assert caught.value.hint is None
 
 
@@ -294,7 +294,7 @@ def test_ernie_vl_is_refused_for_its_two_sets_of_experts(bridge: Path, tmp_path:
     (model / "config.json").write_text(
         json.dumps({"model_type": "ernie4_5_vl_moe", "text_config": text})
     )
-    with pytest.raises(UnsupportedError, match="two sets of experts") as err:
+    with pytest.raises(UnsupportedError, match="separate experts for text and images") as err:
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
     assert err.value.hint is None  # --text-model has no family for it
 
@@ -326,8 +326,8 @@ def _with_transposed_experts(model: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("key", "shape", "problem"),
     [
-        ("blocks.1.attn.qkv.bias", (35,), "they are one tensor in Megatron"),
-        ("blocks.1.mlp.linear_fc2.weight", (12, 19), "they are one tensor in Megatron"),
+        ("blocks.1.attn.qkv.bias", (35,), "Megatron stores both in one tensor"),
+        ("blocks.1.mlp.linear_fc2.weight", (12, 19), "Megatron stores both in one tensor"),
     ],
 )
 def test_layers_of_other_shapes_are_refused(
@@ -341,7 +341,7 @@ def test_layers_of_other_shapes_are_refused(
 def test_rows_that_do_not_divide_into_heads_are_refused(bridge: Path, tmp_path: Path) -> None:
     shapes = {f"blocks.{number}.attn.qkv.bias": (35,) for number in range(3)}
     model = _edited(bridge / "qwen3_vl/hf", tmp_path / "model", shapes)
-    with pytest.raises(CorruptError, match="35 rows cannot be divided evenly into queries"):
+    with pytest.raises(CorruptError, match="35 rows cannot be divided evenly into the queries"):
         run(Job(src=model, dst=tmp_path / "x", to="torch_dist"))
 
 

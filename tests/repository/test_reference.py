@@ -102,14 +102,15 @@ def test_the_waits_of_workers_are_the_usual_ones_of_the_options(repo_dir: Path) 
         for row in re.findall(r"^\| ([^|]+)\|([^|]+)\|", page, re.MULTILINE)
     }
     worker, launch = WorkerOptions(), LaunchOptions()
-    assert limits["a worker or host that gives no sign"] == f"{worker.timeout_s:g} s"
+    assert limits["a heartbeat from a worker or host"] == f"{worker.timeout_s:g} s"
     assert (
-        limits["workers of another launcher that meet (`python -m ckpt_cli.worker`)"]
+        limits["workers to join, with a different launcher (`python -m ckpt_cli.worker`)"]
         == f"{worker.join_timeout_s:g} s"
     )
-    assert limits["workers that are to end"] == f"{launch.shutdown_timeout} s"
-    assert limits["workers of a dead run that still write into the stage"] == f"{WAIT_SECONDS:g} s"
-    assert f"`--max-restarts` times ({launch.max_restarts})" in page
+    assert limits["workers to exit when they are stopped"] == f"{launch.shutdown_timeout} s"
+    dead_run = "workers of a dead run that are still writing to the stage"
+    assert limits[dead_run] == f"{WAIT_SECONDS:g} s"
+    assert f"`--max-restarts` times ({launch.max_restarts} by default)" in page
 
 
 def test_an_error_has_the_fields_of_the_page(

@@ -107,7 +107,7 @@ def _name_globs(keys: Iterable[str]) -> str:
     for part, others in (("model", "optimizer"), ("optimizer", "model")):
         prefix = find_shared_prefix(members[part])
         if prefix and not any(key.startswith(prefix) for key in members[others]):
-            globs.append(f"the {part} is {shlex.quote(f'{prefix}*')}")
+            globs.append(f"{shlex.quote(f'{prefix}*')} matches the {part}")
     return "; ".join([*globs, LIST_THEM])
 
 
@@ -123,7 +123,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     removed = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
     remaining = remove_entries(catalog, removed.keys())
     if not remaining.tensors:
-        raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
+        raise UsageError("the globs leave no tensors", hint=LIST_THEM)
     # The optimizer's facts remain only as far as their tensors do, and hidden tensors as far as
     # something refers to them.
     if not any(map(split_state_key, remaining.tensors)):
@@ -210,8 +210,9 @@ def build_dtype_rule(
     ]
     if any(matches is None and dtype_called(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
-            "--dtype: casting a whole model to 8 bits needs scales",
-            hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
+            "--dtype: casting an entire model to 8 bits needs scales",
+            hint="use --quantize block or --quantize tensor; to cast without scales, use "
+            "--dtype GLOB=DTYPE",
         )
 
     def scales_of(key: str, tensor: Tensor) -> str | None:
@@ -236,7 +237,7 @@ def build_dtype_rule(
                     f"--dtype: {tensor.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=key,
                     hint="apply the scales with --dequantize DTYPE, "
-                    "or cast the other tensors with GLOB=DTYPE",
+                    "or cast only the other tensors with --dtype GLOB=DTYPE",
                 )
             is_weight = facts.kind == "float" and facts.itemsize >= 2 and key not in quantized
             if is_weight and not is_optimizer_key(key) and not _KEPT_PRECISION.search(key):

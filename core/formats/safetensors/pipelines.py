@@ -76,7 +76,9 @@ def component_folders(store: ReadStore) -> tuple[str, ...]:
         if is_component and isinstance(place, list) and isinstance(place[1], str):
             if "/" in check_name(name, found_in=INDEX):
                 raise UnsafeError(
-                    f"the component name {name!r} is not a directory name", file=INDEX
+                    f"the component name {name!r} contains a slash, so it does not name a "
+                    "subdirectory",
+                    file=INDEX,
                 )
             names.append(name)
     return tuple(names)
@@ -121,7 +123,7 @@ def read_pipeline(
 
 
 _COPY = "copy the pipeline again, with all its directories"
-_NOT_A_TENSOR = "not a tensor; only tensors are read from a pipeline's models"
+_NOT_A_TENSOR = "not a tensor; ckpt reads only tensors from a pipeline's models"
 
 
 def _raise_or_report(error: CheckpointingException, report: Report | None) -> None:
@@ -171,8 +173,8 @@ def _joined(parts: Mapping[str, Catalog], root: Catalog) -> Catalog:
     facts = {name: part.facet(WeightFileFacts) for name, part in parts.items() if part.tensors}
     models = {name: fact or WeightFileFacts() for name, fact in facts.items()}
     others = [name for name, part in parts.items() if not part.tensors]
-    note = f"a diffusers pipeline of {', '.join(models)}" + (
-        f"; without weights: {', '.join(others)}" if others else ""
+    note = f"this is a Diffusers pipeline with weights in {', '.join(models)}" + (
+        f"; components without weights: {', '.join(others)}" if others else ""
     )
     return Catalog(
         "safetensors",
@@ -198,9 +200,9 @@ def _below(part: Catalog, component: str) -> Catalog:
     def moved(array: StoredArray) -> StoredArray:
         if array.extent.encoding is not None:
             raise UnsupportedError(
-                "the file is compressed, which is not supported inside a pipeline",
+                "ckpt does not read compressed weight files inside a pipeline",
                 file=f"{component}/{array.extent.file}",
-                hint=f"convert the directory {component} alone",
+                hint=f"convert the directory {component} by itself",
             )
         extent = replace(array.extent, file=f"{component}/{array.extent.file}")
         return replace(array, name=f"{component}.{array.name}", extent=extent)

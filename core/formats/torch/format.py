@@ -99,7 +99,7 @@ def read(store: ReadStore) -> Catalog:
         raise UnsupportedError(
             f"the directory does not contain {FILE_NAME}",
             file=store.label,
-            hint="pass the file itself",
+            hint="pass the checkpoint file itself",
         )
     catalog = read_file_catalog(store, name)
     # A shard is read, but the user may have wanted all of them.
@@ -211,14 +211,14 @@ def refuse_unsupported(catalog: AnyCatalog) -> None:
         if kind == ENDLESS:
             raise endless_error(key)
         raise UnsupportedError(
-            f"a {kind} cannot be copied",
+            f"ckpt cannot copy a {kind}",
             key=key,
             hint="drop it with --exclude, or save a plain tensor instead",
         )
     for item in catalog.objects.values():
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
-                "the object holds a bare storage, which cannot be copied",
+                "the object contains a bare torch storage, which ckpt cannot copy",
                 key=item.key,
                 hint="drop it with --exclude",
             )

@@ -188,16 +188,16 @@ def _check_tensor(form: _ItemForm, array: StoredArray, shape: Shape, n_bytes: in
     location = form.location
     if location.dtype != array.dtype or location.shape != shape:
         raise CorruptError(
-            f"the item holds a {location.dtype} tensor of shape {location.shape}, but the "
-            f"metadata lists {array.dtype} and {shape}"
+            f"the item contains a {location.dtype} tensor of shape {location.shape}, but the "
+            f"metadata specifies {array.dtype} and shape {shape}"
         )
     if array.extent.part_of is not None and location.strides not in (None, c_strides(shape)):
         raise UnsupportedError(
-            "only a part of the item's tensor is needed, but the tensor is not dense"
+            "ckpt cannot read a part of the item's tensor, because the tensor is not contiguous"
         )
     if form.data_offset + location.storage_bytes > n_bytes:
         raise CorruptError(
-            f"the item has {n_bytes} bytes, too few for its storage of "
+            f"the item is {n_bytes} bytes long, too short for its storage of "
             f"{location.storage_bytes} bytes"
         )
 
@@ -243,8 +243,8 @@ def _find_form(
     refuse_encoded(store, archive, record)
     if location.storage_bytes > record.n_bytes:
         raise CorruptError(
-            f"the tensor's storage has {location.storage_bytes} bytes, but its record has only "
-            f"{record.n_bytes}",
+            f"the tensor's storage should be {location.storage_bytes} bytes long, but its record "
+            f"has only {record.n_bytes} bytes",
             file=file,
         )
     # Keep the form, so that other items can be compared with it.
@@ -327,16 +327,16 @@ def _load_tensor(pickle: bytes, file: str) -> Location:
     )
     if dangerous is not None:
         raise UnsafeError(
-            f"the item names {dangerous.name}, which would run code when it is loaded",
+            f"the item refers to {dangerous.name}, which would run code when the item is loaded",
             file=file,
-            hint="do not load it with any other program, and find out who wrote this checkpoint",
+            hint="do not load the checkpoint with any other program, and find out who wrote it",
         )
     if isinstance(value, TensorLeaf):
         return reader.locations[value.key]
     kind = unsupported_kind(value)
     if kind is not None:
         raise UnsupportedError(
-            f"the item holds a {kind}, which is not supported",
-            hint="load the checkpoint with torch and save plain tensors",
+            f"the item contains a {kind}, which is not supported",
+            hint="load the checkpoint with torch and save plain tensors instead",
         )
-    raise CorruptError(f"the item holds a {type(value).__name__} instead of a tensor")
+    raise CorruptError(f"the item contains a {type(value).__name__} instead of a tensor")

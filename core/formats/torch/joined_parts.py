@@ -70,9 +70,9 @@ def joined_parts(
     (_, first_tree) = chunks[0]
     settings = _settings(first_tree)
     if any(_settings(tree) != settings for _, tree in chunks):
-        return "chunks of torchao tensors whose classes or settings differ"
+        return "torchao tensor with chunks of different classes or settings"
     if len(chunks) > 1 and settings.get("class") not in _STATES:
-        return f"torchao {settings.get('class')} in several chunks"
+        return f"torchao {settings.get('class')} that is split into several chunks"
     # Together the chunks must be rows of the tensor, one after the other.
     start = 0
     for box, _ in chunks:
@@ -93,7 +93,7 @@ def joined_parts(
                 # Elements of the part for each element of the tensor.
                 n_all, n_chunk = array.shape[0] * prod(shape), prod(box.shape)
                 if n_all % n_chunk or (array.shape[0] * box.offset[0] * n_of_row) % n_chunk:
-                    return f"torchao {settings.get('class')} with a block in two chunks"
+                    return f"torchao {settings.get('class')} with a block that spans two chunks"
                 begin = array.shape[0] * box.offset[0] * n_of_row // n_chunk
                 extents = (n_all // n_chunk, *array.shape[1:])
                 offset = (begin, *offset[1:])

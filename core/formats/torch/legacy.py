@@ -90,8 +90,8 @@ def read_legacy(
     version, system = read_next(), read_next()
     if version != VERSION:
         raise UnsupportedError(
-            f"version {describe_value(version)} of the legacy torch format is not supported, only "
-            f"{VERSION}",
+            f"version {describe_value(version)} of the legacy torch format is not supported; only "
+            f"version {VERSION} is",
             file=file,
         )
     is_little = not (isinstance(system, dict) and system.get("little_endian") is False)
@@ -138,19 +138,19 @@ class _StorageTable:
             if isinstance(pid[1], Global):
                 return pid[1]
         if not isinstance(pid, tuple) or len(pid) != 6:
-            raise CorruptError(f"malformed persistent id {describe_value(pid)}")
+            raise CorruptError(f"the pickle has a malformed persistent ID: {describe_value(pid)}")
         # Several ids may refer to one storage; the first determines its length.
         view = pid[5]
         plain = Persistent(pid[:5])
         kind, key, n = storage_of(plain)
         itemsize = storage_itemsize(kind)
         if itemsize is None:
-            raise UnsupportedError(f"unknown storage type {kind}")
+            raise UnsupportedError(f"the storage type {kind} is not supported")
         first = self._roots.setdefault(key, _LegacyStorage(kind, n, itemsize))
         if first.n_bytes != n * itemsize:
             raise CorruptError(
-                f"the object refers to storage {key!r:.80} with {first.n_bytes} bytes, and again "
-                f"with {n * itemsize} bytes"
+                f"the length of storage {key!r:.80} is {first.n_bytes} bytes in one place of the "
+                f"pickle and {n * itemsize} bytes in another"
             )
         return plain if view is None else self._resolve_view(kind, key, itemsize, view)
 
@@ -162,18 +162,20 @@ class _StorageTable:
                 one with its key.
         """
         if not isinstance(view, tuple) or len(view) != 3 or type(view[0]) is not str:
-            raise CorruptError(f"malformed view of a storage: {describe_value(view)}")
+            raise CorruptError(
+                f"the pickle has a malformed view of a storage: {describe_value(view)}"
+            )
         key, offset, n = view
         storage_bytes = self._roots[root].n_bytes
         is_valid = all(type(number) is int and number >= 0 for number in (offset, n))
         if not is_valid or (offset + n) * itemsize > storage_bytes:
             raise CorruptError(
-                f"the view {describe_value(view)}, in elements of {itemsize} bytes, is not inside "
-                f"its storage of {storage_bytes} bytes"
+                f"the view {describe_value(view)} of {itemsize}-byte elements does not fit in its "
+                f"storage of {storage_bytes} bytes"
             )
         part = (root, offset * itemsize, n * itemsize)
         if self._views.setdefault(key, part) != part:
-            raise CorruptError(f"the view {key!r:.80} is defined in two ways")
+            raise CorruptError(f"the view {key!r:.80} has two contradictory definitions")
         return Persistent(("storage", kind, key, "cpu", n))
 
     def records(self, keys: list[str], cursor: _StorageCursor) -> dict[str, Record]:
@@ -196,18 +198,19 @@ class _StorageTable:
             storage = self._roots.get(key)
             if storage is None:
                 raise CorruptError(
-                    f"nothing refers to the listed storage {key!r:.80}, so its length is unknown",
+                    f"the file lists storage {key!r:.80}, but nothing refers to it, so its length "
+                    "is unknown",
                     file=cursor.file,
                 )
             if name in records:
-                raise CorruptError(f"storage {key!r:.80} is listed twice", file=cursor.file)
+                raise CorruptError(f"the file lists storage {key!r:.80} twice", file=cursor.file)
             records[name] = cursor.take(key, storage)
         cursor.finish()
         # Every used storage must be listed.
         for key in self._roots:
             if f"data/{key}" not in records:
                 raise CorruptError(
-                    f"the object refers to storage {key!r:.80}, which is not listed",
+                    f"the object refers to storage {key!r:.80}, which the file does not list",
                     file=cursor.file,
                 )
         # Parts of storages have no data of their own; their positions are inside other records.
@@ -215,7 +218,8 @@ class _StorageTable:
             part = Record(records[f"data/{root}"].offset + offset, n_bytes)
             if records.setdefault(f"data/{key}", part) != part:
                 raise CorruptError(
-                    f"{key!r:.80} is both a storage and a part of another one", file=cursor.file
+                    f"{key!r:.80} is both a storage and a part of a different storage",
+                    file=cursor.file,
                 )
         return records
 
@@ -257,8 +261,8 @@ class _StorageCursor:
         n_recorded = int.from_bytes(self._store.read(self.file, self._at, 8), "little", signed=True)
         if n_recorded != storage.n:
             raise CorruptError(
-                f"storage {key!r:.80} has {n_recorded} elements, but the object refers to "
-                f"{storage.n}",
+                f"storage {key!r:.80} has {n_recorded} elements according to its header, but "
+                f"{storage.n} according to the pickle",
                 file=self.file,
                 span=(self._at, data_start),
                 hint=_HINT,
@@ -267,8 +271,8 @@ class _StorageCursor:
         self._at = data_start + storage.n_bytes
         if self._at > self._stop:
             raise TruncatedError(
-                f"storage {key!r:.80} has {storage.n_bytes} bytes, of which the file contains only "
-                f"{self._stop - data_start}",
+                f"storage {key!r:.80} should be {storage.n_bytes} bytes long, but the file "
+                f"contains only {self._stop - data_start} of its bytes",
                 file=self.file,
                 span=(data_start, self._at),
                 hint=_HINT,
@@ -291,10 +295,10 @@ class _StorageCursor:
                 file=self.file,
                 span=(self._at, self._stop),
                 hint="open the file, call torch.load on it once per object, and save each object "
-                "to a file of its own",
+                "to a separate file",
             )
         raise CorruptError(
-            f"{self._stop - self._at} bytes follow the last storage",
+            f"the file has {self._stop - self._at} unexpected bytes after the last storage",
             file=self.file,
             span=(self._at, self._stop),
         )
@@ -340,8 +344,10 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
         """Return the next bytes of the file, from ``at`` on."""
         if at >= limit:
             if limit < stop:
-                message = f"a pickle is longer than {MAX_PICKLE_BYTES >> 30} GiB, the limit"
-                hint = "ask whoever wrote it to save its data as tensors, not inside the pickle"
+                message = f"a pickle is longer than the limit of {MAX_PICKLE_BYTES >> 30} GiB"
+                hint = (
+                    "ask whoever wrote the file to save its data as tensors, not inside the pickle"
+                )
                 raise CapacityError(message, file=file, span=(start, limit), hint=hint)
             raise TruncatedError(
                 "the file ends inside a pickle", file=file, span=(start, stop), hint=_HINT
@@ -360,7 +366,8 @@ def pickle_end(store: ReadStore, file: str, start: int, stop: int) -> int:
         n_argument = _ARGUMENT_BYTES.get(op)
         if n_argument is None:
             raise CorruptError(
-                f"malformed pickle at byte {base + position - 1 - start}: opcode {op:#04x}",
+                f"the pickle has the invalid opcode {op:#04x} at byte "
+                f"{base + position - 1 - start}",
                 file=file,
             )
         if op == _STOP:

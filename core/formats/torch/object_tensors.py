@@ -187,7 +187,7 @@ def with_array_tensors(catalog: Catalog, store: ReadStore) -> Catalog:
         tensors={**catalog.tensors, **tensors_of(arrays)},
         objects={key: item for key, item in catalog.objects.items() if key not in arrays},
         skeleton=skeleton,
-    ).noted([f"numpy arrays become tensors: {list_some(arrays)}"])
+    ).noted([f"these NumPy arrays become tensors: {list_some(arrays)}"])
 
 
 def _read_array(key: str, value: object) -> StoredArray | None:

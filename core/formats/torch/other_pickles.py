@@ -143,7 +143,7 @@ def _read_content(
     """
     head = store.read(file, 0, min(n_bytes, _HEAD_BYTES))
     if depth > _MAX_DEPTH:
-        return PickledContent(unread=(f"{name} is nested in more than {_MAX_DEPTH} archives",))
+        return PickledContent(unread=(f"{name} is nested more than {_MAX_DEPTH} archives deep",))
     # Containers that are recognised by their first bytes: NumPy's, zips, compressed data.
     if head.startswith(_NPY):
         start = _start_of_objects(head)
@@ -263,7 +263,7 @@ class _InlineArray(Inert):
 
 _WRAPPER = Global("joblib.numpy_pickle", "NumpyArrayWrapper")
 _JOBLIB = {(_WRAPPER.module, _WRAPPER.name): lambda *args: _InlineArray("newobj", _WRAPPER, args)}
-_UNCLEAR_SIZE = "a joblib array whose size is unclear"
+_UNCLEAR_SIZE = "it contains a joblib array of unknown size"
 
 
 def _item_bytes(dtype: object) -> int:
@@ -473,7 +473,7 @@ def _read_zip(store: ReadStore, file: str, n_bytes: int, *, depth: int) -> Pickl
     with _open_zip(store, file, n_bytes) as archive:
         infos = archive.infolist()
         if len(infos) > _MAX_MEMBERS:
-            unread.append(f"only the first {_MAX_MEMBERS} of its {len(infos)} members were read")
+            unread.append(f"ckpt read only the first {_MAX_MEMBERS} of its {len(infos)} members")
         for info in infos[:_MAX_MEMBERS]:
             name = info.filename
             # Members that cannot be read matter only if their names are those of pickles.
@@ -504,7 +504,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> bytes:
         UnsupportedError: the member is encrypted, or compressed by a method other than deflate.
     """
     if info.compress_type not in _METHODS:
-        raise UnsupportedError("compressed with an unsupported method")
+        raise UnsupportedError("it is compressed with an unsupported method")
     try:
         with archive.open(info) as member:
             head = member.read(_HEAD_BYTES)

@@ -91,7 +91,7 @@ def objects_image(target: TargetCatalog) -> FileImage | None:
             )
         if any(isinstance(node, Persistent) for node in walk(item.value)):
             raise UnsupportedError(
-                "the object holds a bare storage, which cannot be copied",
+                "the object contains a bare torch storage, which ckpt cannot copy",
                 key=item.key,
                 hint="drop it with --exclude",
             )
@@ -154,14 +154,15 @@ def read_objects(store: ReadStore) -> ObjectsBeside | None:
     root, hidden = load_object(store, stream, key=path)
     if not isinstance(root, dict) or not isinstance(root.get("objects"), dict):
         raise CorruptError(
-            "not an objects file written by ckpt",
+            "this is not an objects file that ckpt wrote",
             file=path,
             hint="remove it if you do not need its contents",
         )
     version = root.get("ckpt_objects")
     if version != _VERSION:
         raise UnsupportedError(
-            f"version {describe_value(version)} of this file is not supported, only {_VERSION}",
+            f"version {describe_value(version)} of this file is not supported; only version "
+            f"{_VERSION} is",
             file=path,
             hint="update ckpt-toolkit",
         )
@@ -194,7 +195,7 @@ def _parse_skeleton(plain_tree: object, *, file: str) -> object:
             return ObjectLeaf(key)
         if kind not in _KINDS:
             raise CorruptError(
-                f"the skeleton has an entry of unknown kind {kind[:40]!r}", file=file
+                f"the skeleton has an entry of the unknown kind {kind[:40]!r}", file=file
             )
         return TensorLeaf(key, *_KINDS[kind])
 
@@ -223,9 +224,9 @@ def with_objects_beside(catalog: Catalog, contents: ObjectsBeside | None) -> Cat
     mismatch = _find_mismatch(contents, catalog.tensors)
     if mismatch is None:
         return replace(result, skeleton=contents.skeleton)
-    difference = f"{mismatch} is in only one of them"
+    difference = f"{mismatch} is in only one of the two"
     return result.noted(
-        [f"{OBJECTS_FILE} does not match the tensors ({difference}), so its nesting is ignored"]
+        [f"{OBJECTS_FILE} does not match the tensors ({difference}), so its nesting is not used"]
     )
 
 

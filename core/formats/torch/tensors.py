@@ -296,7 +296,8 @@ def locate(
         or len(size) != len(stride)
     ):
         raise CorruptError(
-            f"a tensor has shape {describe_value(size)} but strides {describe_value(stride)}"
+            f"a tensor's shape {describe_value(size)} does not match its strides "
+            f"{describe_value(stride)}"
         )
     for value in (offset, *size, *stride):
         if type(value) is not int or not 0 <= value < 1 << 63:
@@ -323,14 +324,14 @@ def locate(
         stop = (first + byte_span(shape, 1, strides)) * itemsize
         if stop > storage_bytes:
             raise CorruptError(
-                f"a tensor of shape {shape!r:.200} and strides {strides!r:.200} reaches byte "
-                f"{stop} of a storage of {storage_bytes} bytes",
+                f"a tensor of shape {shape!r:.200} with strides {strides!r:.200} needs {stop} "
+                f"bytes, but its storage is only {storage_bytes} bytes long",
                 rule="torch.storage",
             )
     # torch's own element counts have 63 bits, too.
     if prod(shape) >= 1 << 63:
         raise CorruptError(
-            f"a tensor of shape {shape!r:.200} has more elements than 63 bits can count",
+            f"a tensor of shape {shape!r:.200} has too many elements to count in 63 bits",
             rule="torch.storage",
         )
     location = Location(
@@ -412,11 +413,11 @@ _KINDS = {
     "_rebuild_sparse_csr_tensor": "sparse tensor",
     "_rebuild_nested_tensor": "nested tensor",
     "_rebuild_njt": "nested tensor",
-    "_rebuild_meta_tensor_no_storage": "meta tensor, which has no data",
+    "_rebuild_meta_tensor_no_storage": "meta tensor without data",
     "_rebuild_wrapper_subclass": "tensor subclass",
-    "_rebuild_device_tensor_from_numpy": "tensor of another device",
-    "_rebuild_device_tensor_from_cpu_tensor": "tensor of another device",
-    "_rebuild_xla_tensor": "tensor of another device",
+    "_rebuild_device_tensor_from_numpy": "tensor on an unsupported device",
+    "_rebuild_device_tensor_from_cpu_tensor": "tensor on an unsupported device",
+    "_rebuild_xla_tensor": "tensor on an unsupported device",
 }
 """Name of a rebuild function in torch → kind of tensor, for kinds that are not supported."""
 
@@ -441,8 +442,8 @@ def unsupported_kind(value: object) -> str | None:
         if isinstance(dtype, Global) and dtype.name not in DTYPES:
             return f"tensor of dtype {dtype.name}"
         if kind is not None and kind.name not in _STORAGES:
-            return f"tensor of {kind.name}"
-        return f"expanded view of more than {MAX_EXPANDED_BYTES >> 30} GiB"
+            return f"tensor with a {kind.name}"
+        return f"view expanded to more than {MAX_EXPANDED_BYTES >> 30} GiB"
     # A parameter is unsupported because of the tensor that it wraps.
     if name in ("_rebuild_parameter", "_rebuild_parameter_with_state"):
         return unsupported_kind(args[0]) if args else "malformed parameter"

@@ -200,7 +200,8 @@ def _read_zip(
     content = _Content(file, value, archive.records, is_big_endian(store, archive), text or None)
     if archive.n_trailing:
         note = (
-            f"{archive.n_trailing:,} bytes follow the end of the zip; they are ignored, as by torch"
+            f"the file has {archive.n_trailing:,} bytes after the end of the zip, which ckpt "
+            "ignores, as torch does"
         )
         content = replace(content, notes=(note,))
     return content
@@ -292,7 +293,7 @@ def load_object(
         if endless:
             paths = list_some([name.removeprefix(prefix) for name in endless])
             raise UnsupportedError(
-                f"a container in the object contains itself, at {paths}",
+                f"the object has a container that contains itself, at {paths}",
                 hint="save the object again without these entries",
             )
         return tree.inline_objects(), {**tree.arrays, **tree.hidden}
@@ -351,14 +352,14 @@ def refuse_other_streams(store: ReadStore, file: str, start: int, n_bytes: int) 
         return None
     if kind == "tar":
         raise UnsupportedError(
-            "written in the tar format of torch 0.1, which torch can only load by running its "
+            "the file is in the tar format of torch 0.1, which can only be loaded by running its "
             "pickles",
             file=file,
-            hint="if you trust its author, load it with torch 1 in a sandbox and save its state "
-            "dict again",
+            hint="if you trust the file's author, load it with torch 1 in a sandbox and save its "
+            "state dict again",
         )
     raise UnsupportedError(
-        "a bare pickle, not a torch.save file",
+        "the file is a bare pickle, not a torch.save file",
         file=file,
         hint="load it with the program that wrote it, and save it with torch.save",
     )
@@ -477,8 +478,8 @@ class _TreeBuilder:
             )
         if location.storage_bytes > record.n_bytes:
             raise CorruptError(
-                f"the tensor's storage has {location.storage_bytes} bytes, but its record "
-                f"{location.record!r} has only {record.n_bytes}",
+                f"the tensor's storage should be {location.storage_bytes} bytes long, but its "
+                f"record {location.record!r} has only {record.n_bytes} bytes",
                 key=key,
                 span=record.span,
                 rule="torch.storage",
@@ -595,8 +596,8 @@ def _part_notes(taken_apart: Mapping[str, int]) -> tuple[str, ...]:
         return ()
     counts = ", ".join(f"{n} × {name}" for name, n in sorted(taken_apart.items()))
     note = (
-        f"torchao tensors are split into their parts ({counts}): values, scales and settings "
-        "become separate entries"
+        f"torchao tensors ({counts}) are split into separate entries for their values, scales and "
+        "settings"
     )
     return (note,)
 
@@ -606,11 +607,16 @@ def _module_notes(classes: Sequence[str]) -> tuple[str, ...]:
     if not classes:
         return ()
     names = list_some(dict.fromkeys(classes))
-    subject = f"{len(classes)} pickled modules" if len(classes) > 1 else "a pickled module"
-    note = (
-        f"{subject} ({names}): read as the state dict of its parameters and buffers; its class and "
-        "its other attributes are not kept"
-    )
+    if len(classes) == 1:
+        note = (
+            f"a pickled module ({names}) was read as a state dict of its parameters and buffers, "
+            "without its class and its other attributes"
+        )
+    else:
+        note = (
+            f"{len(classes)} pickled modules ({names}) were read as state dicts of their "
+            "parameters and buffers, without their classes and their other attributes"
+        )
     return (note,)
 
 
@@ -674,7 +680,8 @@ def _check_unfolded_size(root: object) -> bool:
         )
         if n_paths > 16 * n_entries:
             raise UnsafeError(
-                f"containers are shared so often that they unfold to {n_paths:,} entries"
+                f"shared containers would expand to {n_paths:,} entries, far more than the file "
+                "contains"
             )
     return False
 

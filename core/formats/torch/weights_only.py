@@ -372,7 +372,7 @@ def _parse_note(note: object) -> _RestorePoint:
         CorruptError: the reserved entry is not one that ``set_aside`` writes.
     """
     if not isinstance(note, dict) or note.get("version") != _VERSION or "entries" not in note:
-        raise CorruptError(f"the reserved entry {ASIDE_KEY!r} has an unknown form")
+        raise CorruptError(f"the reserved entry {ASIDE_KEY!r} has an unknown format")
     records = from_plain(note["entries"])
     root = _RestorePoint()
     guard = KeyGuard()
@@ -407,14 +407,14 @@ def _restore(node: object, point: _RestorePoint) -> object:
         return _restore_mapping(node, mapping, point)
     if not isinstance(node, (list, tuple)) or point.is_shell:
         raise CorruptError(
-            f"the reserved entry {ASIDE_KEY!r} names a container that does not exist"
+            f"the reserved entry {ASIDE_KEY!r} refers to a container that does not exist"
         )
     # In a list or tuple, the objects replace the Nones that were left in their places.
     items = list(node)
     for index, below in point.below.items():
         if type(index) is not int or not 0 <= index < len(items):
             raise CorruptError(
-                f"the reserved entry {ASIDE_KEY!r} names an element that does not exist"
+                f"the reserved entry {ASIDE_KEY!r} refers to an element that does not exist"
             )
         items[index] = below.value if below.is_object else _restore(items[index], below)
     return tuple(items) if isinstance(node, tuple) else items
@@ -469,16 +469,16 @@ def refusal_notes(target: TargetCatalog) -> list[str]:
     if not objects:
         return []
     names = _listed(objects)
-    refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     if target.write.weights_only:
-        return [f"set aside under {ASIDE_KEY!r}, because {refusal}"]
+        note = "torch.load's weights_only mode refuses these objects, so they are set aside under"
+        return [f"{note} {ASIDE_KEY!r}: {names}"]
+    refusal = f"torch.load's weights_only mode refuses these objects: {names}"
     endless = list_endless_keys(target.skeleton)
     if endless:
         options = " ".join(f"--exclude {shlex.quote(key)}" for key in endless[:_MAX_SHOWN])
-        return [
-            f"{refusal}; --weights-only cannot set aside those that contain themselves: {options}"
-        ]
-    return [f"{refusal}; --weights-only sets them aside"]
+        limit = "--weights-only cannot set aside objects that contain themselves"
+        return [f"{refusal}; {limit}, so drop them with {options}"]
+    return [f"{refusal}; use --weights-only to set them aside"]
 
 
 def loadable(value: object, *, key: str | None = None, packages: Set[str] = frozenset()) -> object:
@@ -513,8 +513,8 @@ def aside_notes(target: TargetCatalog, *, packages: Set[str] = frozenset()) -> l
         return []
     packages_named = {name.module.partition(".")[0] for name in globals_of(list(objects.values()))}
     needed = ", ".join(sorted(packages_named - _IMPORTABLE - packages))
-    reason = f"because loading these objects needs {needed}: {_listed(objects)}"
-    return [f"set aside under {ASIDE_KEY!r}, {reason}"]
+    note = f"loading these objects needs {needed}, so they are set aside under {ASIDE_KEY!r}"
+    return [f"{note}: {_listed(objects)}"]
 
 
 def names_importable(value: object, *, packages: Set[str] = frozenset()) -> bool:

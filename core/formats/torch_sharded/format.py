@@ -113,16 +113,17 @@ def read(store: ReadStore) -> Catalog:
     notes = list(catalog.notes)
     if n_files == 1 and missing:
         notes.append(
-            f"this is the file of rank {contents[0][1][0].rank}; those of {len(missing)} other "
+            f"this is the file of rank {contents[0][1][0].rank}; the "
+            f"file{'s' if len(missing) > 1 else ''} of {len(missing)} other "
             f"rank{'s are' if len(missing) > 1 else ' is'} missing"
         )
     elif missing:
         names = list(missing)
         listed = list_some(names, 4)
         verb = "is" if len(names) == 1 else "are"
-        notes.append(f"{listed} {verb} missing; there are {len(ranks)} ranks")
+        notes.append(f"{listed} {verb} missing; the job had {len(ranks)} ranks")
     if store.entry is not None and n_files > 1:
-        notes.append(f"read together with the other ranks' files, {n_files} in all")
+        notes.append(f"ckpt read this file together with the other ranks' files, {n_files} in all")
     facts = TorchShardedFacts(tuple(ranks), missing)
     return replace(catalog, iteration=iteration, notes=tuple(notes)).with_facet(facts)
 
@@ -142,7 +143,7 @@ def _families(store: ReadStore) -> list[FileFamily]:
     sharded = [family for family in families if _is_sharded(store, family)]
     refuse_several_saves(sharded, folder=store.label)
     if not sharded:
-        raise UnsupportedError("no file has distributed tensors", file=store.label)
+        raise UnsupportedError("no file contains distributed tensors", file=store.label)
     # Files without distributed tensors belong to them if they are of the same ranks.
     numbers = {number for family in sharded for number in family.files.values()}
     others = [
@@ -165,10 +166,10 @@ def _by_rank(files: Sequence[TensorFile]) -> list[TensorFile]:
     for before, file in pairwise(ordered):
         if before.rank == file.rank:
             raise CorruptError(
-                f"{before.file} is also of rank {file.rank}",
+                f"this file and {before.file} are both from rank {file.rank}",
                 file=file.file,
                 rank=str(file.rank),
-                hint="files from two saves may be mixed; pass any one file of the save you want",
+                hint="files from two saves may be mixed; pass any file of the save you want",
             )
     return ordered
 

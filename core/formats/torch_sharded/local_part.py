@@ -149,8 +149,8 @@ def plain_array(value: object, arrays: Mapping[str, StoredArray], kind: str) -> 
     """
     local = unwrapped(value)
     if not isinstance(local, TensorLeaf):
-        inner = unsupported_kind(local) or "value of another class"
-        raise UnsupportedError(f"{kind} whose local part is a {inner}")
+        inner = unsupported_kind(local) or "value of an unsupported class"
+        raise UnsupportedError(f"{kind} with a local part that is a {inner}")
     return arrays[local.key]
 
 
@@ -265,7 +265,9 @@ def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray])
     local_shape, boxes = local_boxes(shape, cuts)
     if stored_shape == local_shape and parts is not None:
         if len(boxes) > 1:
-            raise UnsupportedError(f"DTensor of torchao {parts['class']} in strided shards")
+            raise UnsupportedError(
+                f"DTensor that splits a torchao {parts['class']} into strided shards"
+            )
         return replace(base, quantized=QuantizedPart(boxes[0].box, parts)) if boxes else base
     if stored_shape == local_shape:
         return replace(base, arrays=(HeldArray(array, tuple(boxes)),) if boxes else ())
@@ -274,7 +276,7 @@ def dtensor_part(state: object, shape: Shape, arrays: Mapping[str, StoredArray])
         return base
     raise CorruptError(
         f"a DTensor of shape {shape} has a local part of shape {stored_shape}, but its placements "
-        f"({base.cuts}) give {local_shape}"
+        f"({base.cuts}) imply a local shape of {local_shape}"
     )
 
 
@@ -287,7 +289,9 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
     """
     placements = spec.get("placements")
     if not isinstance(placements, (tuple, list)) or len(placements) != len(mesh.shape):
-        raise CorruptError(f"a DTensor's placements do not fit its mesh of shape {mesh.shape}")
+        raise CorruptError(
+            f"a DTensor's placements do not match its device mesh of shape {mesh.shape}"
+        )
     coordinate = mesh.coordinate or (0,) * len(mesh.shape)
     reader = FieldReader()
     cuts: dict[int, MeshCut] = {}
@@ -298,7 +302,7 @@ def _cuts(spec: Mapping[str, object], shape: Shape, mesh: MeshPlace) -> list[Mes
         fields = attributes(placement) or {}
         axis, split_factor = fields.get("dim"), fields.get("split_factor", 1)
         if name not in ("Shard", "_StridedShard"):
-            summands = ", whose ranks hold partial sums" if "Partial" in name else ""
+            summands = ", where every rank has a partial sum" if "Partial" in name else ""
             raise UnsupportedError(f"DTensor with the placement {name}{summands}")
         n = len(shape)
         axis = reader.read_int(
@@ -386,15 +390,13 @@ def mesh_place(value: object, arrays: Mapping[str, StoredArray]) -> MeshPlace:
     elif layout is not None:
         shape = _layout_shape(layout)
     else:
-        raise UnsupportedError(
-            "DTensor on a device mesh that an unknown version of torch describes"
-        )
+        raise UnsupportedError("DTensor with a device mesh in an unknown format")
     coordinate = fields.get("_coordinate_on_dim")
     place = None if coordinate is None else shape_of(coordinate, "the coordinate in the mesh")
     if place is not None and (
         len(place) != len(shape) or any(i >= n for i, n in zip(place, shape, strict=True))
     ):
-        raise CorruptError(f"coordinate {place} is not in a device mesh of shape {shape}")
+        raise CorruptError(f"coordinate {place} is outside its device mesh of shape {shape}")
     # Torch 2.10 and later record the ranks of the mesh that this one was sliced from.
     listed = fields.get("_flatten_rank_map", fields.get("_flatten_mesh_list", ()))
     if not isinstance(listed, (tuple, list)) or not all(is_rank(rank) for rank in listed):

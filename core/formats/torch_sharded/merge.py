@@ -169,7 +169,9 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
     """
     own_entries = entries_of_ranks(files)
     top = f"{label}." if label else ""
-    notes = [f"{top}{name} differs between ranks; each rank's is kept" for name in own_entries]
+    notes = [
+        f"{top}{name} differs between ranks, so every rank's value is kept" for name in own_entries
+    ]
     files = [nested_by_rank(file, own_entries) if own_entries else file for file in files]
     if label is not None:
         files = [rekey_by_skeleton(file, {label: file.skeleton}) for file in files]
@@ -208,8 +210,8 @@ def merge_files(files: Sequence[TensorFile], *, label: str | None = None) -> Mer
     flat = [key for key in tensors if key.rpartition(".")[2] == FLAT_PARAMETER]
     if flat:
         notes.append(
-            f"{some_of(flat)}: flat FSDP parameters (a local state dict) with one axis; the files "
-            "do not record the shapes of the original parameters"
+            "flat FSDP parameters have one axis, because a local state dict does not record the "
+            f"original parameters' shapes: {some_of(flat)}"
         )
     return MergedFiles(
         tensors=_tied(tensors),
@@ -305,7 +307,7 @@ class _Merger:
         """
         joined: dict[str, JoinedParts] = {}
         for key, parts in self._quantized.items():
-            result: JoinedParts | str = "tensor that is a torchao tensor on some ranks only"
+            result: JoinedParts | str = "tensor that is a torchao tensor on only some ranks"
             if not self._fragments[key]:
                 result = join_quantized(key, self._tensors[key].shape, parts)
             if isinstance(result, str):
@@ -329,7 +331,7 @@ class _Merger:
         return tuple(
             Dropped(
                 (f"{key} of {_ranks_text(ranks)}",),
-                f"differs from that of rank {self._first[key][1].rank}",
+                f"differs from the value on rank {self._first[key][1].rank}",
             )
             for key, ranks in self._differing.items()
             if key not in self._unsupported

@@ -65,7 +65,7 @@ def local_boxes(shape: Shape, cuts: Iterable[MeshCut]) -> tuple[Shape, list[Shar
             raise UnsupportedError(f"DTensor with a split factor of {cut.split_factor}")
         ranges[cut.axis] = _taken(ranges[cut.axis], cut)
     if prod(map(len, ranges)) > _MOST_BOXES:
-        raise UnsupportedError("DTensor of which a rank holds very many boxes")
+        raise UnsupportedError("DTensor that is split into too many boxes per rank")
     local_shape = tuple(sum(stop - start for start, stop in of_axis) for of_axis in ranges)
     return local_shape, [_held_box(parts) for parts in product(*map(_with_positions, ranges))]
 

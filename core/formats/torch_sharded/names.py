@@ -172,9 +172,9 @@ def refuse_several_saves(families: Sequence[FileFamily], *, folder: str) -> None
         other = first_of.setdefault(_NUMBER.sub("0", family.pattern), family)
         if other is not family:
             raise UnsupportedError(
-                f"files from several saves are in one directory: {other.pattern.replace('#', '*')} "
-                f"and {family.pattern.replace('#', '*')}",
+                "the directory contains files from several saves: "
+                f"{other.pattern.replace('#', '*')} and {family.pattern.replace('#', '*')}",
                 file=folder,
-                hint="pass any one file of the save you want; the other ranks' files are read with "
+                hint="pass any file of the save you want; ckpt reads the other ranks' files with "
                 "it",
             )

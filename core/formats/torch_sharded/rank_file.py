@@ -140,14 +140,17 @@ def read_tensor_file(store: ReadStore, file: str, number: int) -> TensorFile:
                 err.file, err.key = err.file or file, err.key or key
                 raise
         elif key not in unsupported and holds_distributed(value):
-            unsupported[key] = "value that holds distributed tensors"
+            unsupported[key] = "value that contains distributed tensors"
         values[key] = value
         return ObjectLeaf(key)
 
     skeleton = map_leaves(tree.value, leaf_of)
     ranks = {part.rank for part in parts.values() if part.rank is not None}
     if len(ranks) > 1:
-        raise CorruptError(f"the file's tensors are from several ranks: {sorted(ranks)}", file=file)
+        raise CorruptError(
+            f"the file contains tensors from several ranks: {', '.join(map(str, sorted(ranks)))}",
+            file=file,
+        )
     return TensorFile(
         file=file,
         number=number,
@@ -237,9 +240,11 @@ def parse_distributed(value: object, arrays: Mapping[str, StoredArray]) -> Local
     # The dtype is that of the local parts; a rank may have none.
     dtype = args[1].name
     if args[1].module != "torch" or part.dtype not in ("", dtype):
-        raise CorruptError(f"a {part.kind} of {dtype} has local parts of {part.dtype}")
+        raise CorruptError(
+            f"a {part.kind} with dtype {dtype} has local parts with dtype {part.dtype}"
+        )
     if dtype not in DTYPES:
-        raise UnsupportedError(f"{part.kind} of dtype {dtype}")
+        raise UnsupportedError(f"{part.kind} with the unsupported dtype {dtype}")
     # torch.nn.Parameter(dtensor) stays a DTensor, with a mark in its __dict__.
     marks = state[0] if isinstance(state, tuple) and state and isinstance(state[0], dict) else {}
     is_parameter = tensor is not value or marks.get("_is_param") is True
@@ -259,7 +264,7 @@ def sharded_tensor_part(
         raise CorruptError("a ShardedTensor is malformed")
     shards, metadata, group = state[0], attributes(state[1]), attributes(state[2]) or {}
     if metadata is None or shape_of(metadata.get("size"), "its size") != shape:
-        raise CorruptError("a ShardedTensor has metadata for a different shape")
+        raise CorruptError(f"a ShardedTensor's metadata does not match its shape {shape}")
     rank, world_size = group.get("global_rank"), group.get("global_world_size")
     arrays_of_rank: list[HeldArray] = []
     for shard in shards:
@@ -270,12 +275,13 @@ def sharded_tensor_part(
         sizes = shape_of(place.get("shard_sizes"), "the size of a shard")
         if not len(offset) == len(sizes) == len(shape) or array.shape != sizes:
             raise CorruptError(
-                f"the shard of shape {sizes} at {offset} of a ShardedTensor has data of shape "
-                f"{array.shape}"
+                f"a ShardedTensor of shape {shape} has a shard of shape {sizes} at offset "
+                f"{offset}, but the shard's data has shape {array.shape}"
             )
         if any(o + n > extent for o, n, extent in zip(offset, sizes, shape, strict=True)):
             raise CorruptError(
-                f"the shard at {offset} of shape {sizes} is not in a ShardedTensor of shape {shape}"
+                f"a shard of shape {sizes} at offset {offset} does not fit in its ShardedTensor of "
+                f"shape {shape}"
             )
         if 0 not in sizes:
             box = ShardPiece(Box(offset, sizes), (0,) * len(sizes))

@@ -131,9 +131,11 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
     # Names, as FSDP saves them, stay.
     if not flat or not all(type(number) is int for number in flat):
         return NamedOptimizer(value)
-    unnamed = "numbers its parameters, whose names are uncertain ({}); the numbers are kept"
+    unnamed = "numbers its parameters, and their names are uncertain ({}), so the numbers are kept"
     if len({*flat}) < len(flat) or not states.keys() <= {*flat}:
-        return NamedOptimizer(value, unnamed.format("the groups do not list each number once"))
+        return NamedOptimizer(
+            value, unnamed.format("the groups do not list each number exactly once")
+        )
 
     # The shape of a parameter is that of its moments.
     shapes = [[_shape_of(states.get(number), shape_of) for number in group] for group in numbers]
@@ -156,18 +158,21 @@ def named(value: object, shape_of: Mapping[str, Shape], weights: Weights) -> Nam
         elif not is_shown or not states:
             reason = _hidden_shapes(flat, states, shapes)
         elif len(flat) > len(weights.shapes):
-            reason = f"it has {len(flat)}, but the model has {len(weights.shapes)}"
+            reason = (
+                f"the optimizer has {len(flat)} parameters, but the model has only "
+                f"{len(weights.shapes)}"
+            )
         else:
             reason = (
-                "several orders of the model's parameters fit the shapes, or none; a torch file of "
+                "the shapes fit several orders of the model's parameters, or none; a torch file of "
                 "the weights records the order"
             )
         return NamedOptimizer(value, unnamed.format(reason))
 
     return NamedOptimizer(
         with_names(value, result.groups),
-        f"numbers its parameters; they are named in the order of {result.source}, and all shapes "
-        "agree",
+        f"numbers its parameters; they were named in the order of {result.source}, and all shapes "
+        "match",
     )
 
 
@@ -290,8 +295,8 @@ def _hidden_shapes(
     for number, shape in zip(numbers, flat, strict=True):
         names = [str(name) for name in as_mapping(states.get(number)) or {}]
         if shape is None and names:
-            return f"{', '.join(names[:4])} of number {number} do not show the shape of a parameter"
-    return "it has no states, which would show the shapes of its parameters"
+            return f"{', '.join(names[:4])} of parameter {number} do not show the parameter's shape"
+    return "the optimizer has no states to show the shapes of its parameters"
 
 
 _LEAVES = ("weight", "bias")
@@ -340,7 +345,7 @@ def named_numbers(
         model_type: the family of transformers, or None if it is unknown.
     """
     if is_ordered:
-        return _only_fit([tuple(shapes)], shapes, groups, source="the weights' file")
+        return _only_fit([tuple(shapes)], shapes, groups, source="the weights file")
     # The family's own order; or those of all families that have such modules.
     table = read_module_orders()
     own_tree = table.get(model_type or "")

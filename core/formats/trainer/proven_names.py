@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 OPTION = "--param-order"
 MODEL = "model"
 """The order of the checkpoint's own model."""
-_HINT = f"name each number in a file: {OPTION} FILE, one name per line"
+_HINT = (
+    "list the parameters' names in a file, one per line, in the order of the numbers, and pass it "
+    f"with {OPTION} FILE"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +94,13 @@ def parse_order(data: bytes, *, label: str) -> ParameterOrder:
     for key, items in lists.items():
         if not (isinstance(items, list) and items and all(isinstance(i, str) for i in items)):
             where = "" if key is None else f" under {key!r}"
-            raise UsageError(f"{OPTION}: no list of names{where}", file=label, hint=_HINT)
+            raise UsageError(
+                f"{OPTION}: the file has no list of names{where}", file=label, hint=_HINT
+            )
         names[key] = tuple(map(str, items))
         repeated = next((name for name in items if items.count(name) > 1), None)
         if repeated is not None:
-            raise UsageError(f"{OPTION}: {repeated!r} is listed twice", file=label)
+            raise UsageError(f"{OPTION}: the file lists {repeated!r} twice", file=label)
     return ParameterOrder(label, names)
 
 
@@ -108,14 +113,16 @@ def check_named_optimizers(order: ParameterOrder, optimizers: Sequence[NumberedO
     keys = [optimizer.key for optimizer in optimizers]
     if order.names.keys() == {None} and len(keys) > 1:
         raise UsageError(
-            f"{OPTION}: the checkpoint has {len(keys)} optimizers, but the file has one list",
+            f"{OPTION}: the checkpoint has {len(keys)} optimizers, but the file has only one list "
+            "of names",
             file=order.label,
-            hint=f"write a JSON object with a list for each of: {', '.join(keys)}",
+            hint="write a JSON object with one list of names for each optimizer: "
+            f"{', '.join(keys)}",
         )
     if None not in order.names and order.names.keys() != {*keys}:
         raise UsageError(
             f"{OPTION}: the file has names for {', '.join(map(str, order.names))}, but the "
-            f"optimizers are: {', '.join(keys)}",
+            f"checkpoint's optimizers are {', '.join(keys)}",
             file=order.label,
         )
 
@@ -163,7 +170,7 @@ def names_of_model(
         return results.pop()
     if results:
         raise UsageError(
-            f"{OPTION} {MODEL}: several models of the checkpoint fit this optimizer",
+            f"{OPTION} {MODEL}: several of the checkpoint's models fit this optimizer",
             key=optimizer.key,
             hint=_HINT,
         )
@@ -171,28 +178,28 @@ def names_of_model(
     # Nothing fits: name the first parameter that shows it, in the largest model.
     shapes = _state_shapes(optimizer, catalog)
     if not models or not shapes:
-        reason = "model with parameters" if not models else "state of a parameter"
+        reason = "model with parameters" if not models else "optimizer states"
         raise UsageError(f"{OPTION} {MODEL}: the checkpoint has no {reason}", hint=_HINT)
     model = max(models.values(), key=len)
     flat = [number for group in numbers for number in group]
     if len(flat) > len(model):
         raise UsageError(
-            f"{OPTION} {MODEL}: the optimizer has {len(flat)} parameters, the model {len(model)}",
+            f"{OPTION} {MODEL}: the optimizer has {len(flat)} parameters, but the model has only "
+            f"{len(model)}",
             key=optimizer.key,
             hint=_HINT,
         )
     for number, (name, shape) in zip(flat, model.items(), strict=False):
         if shapes.get(number) not in (None, shape):
             raise UsageError(
-                f"{OPTION} {MODEL}: the model's parameters do not fit the optimizer's: the "
-                f"states of parameter {number} have shape {_text(shapes[number])}, but "
-                f"{name} has {_text(shape)}",
+                f"{OPTION} {MODEL}: the model's parameters do not match the optimizer's, because "
+                f"the states of parameter {number} have shape {_text(shapes[number])}, but {name} "
+                f"has shape {_text(shape)}",
                 key=optimizer.key,
                 hint=_HINT,
             )
     raise UsageError(
-        f"{OPTION} {MODEL}: several divisions of the model's parameters among the groups fit the "
-        "shapes",
+        f"{OPTION} {MODEL}: the model's parameters fit the optimizer's groups in more than one way",
         key=optimizer.key,
         hint=_HINT,
     )
@@ -254,10 +261,10 @@ def _state_shapes(optimizer: NumberedOptimizer, catalog: Catalog) -> dict[object
     hidden = next((number for number, shape in shapes.items() if shape is None), None)
     if hidden is not None:
         raise UnsupportedError(
-            f"{OPTION}: the states of parameter {hidden} do not show its shape, so no order can "
-            "be proven",
+            f"{OPTION}: the states of parameter {hidden} do not show its shape, so ckpt cannot "
+            "prove any order",
             key=optimizer.key,
-            hint="convert without the option; the states keep their numbers",
+            hint=f"convert without {OPTION}; the states then keep their numbers",
         )
     return shapes
 
@@ -299,7 +306,7 @@ def check_masters(
             if not are_masters(store, pairs):
                 raise UsageError(
                     f"{OPTION}: parameter {number} would be {name}, but its master weights do not "
-                    "round to these weights",
+                    "round to that parameter's weights",
                     key=optimizer.key,
                     hint=_HINT,
                 )

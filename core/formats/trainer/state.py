@@ -138,7 +138,7 @@ def with_training_state(catalog: Catalog, store: ReadStore, *, is_ordered: bool)
         part = _optimizer_part(entry, file, store, weights)
         if part is None:
             unread[entry] = file
-            notes.append(f"{file} was not read: it is not the state dict of an optimizer")
+            notes.append(f"{file} was not read, because it is not an optimizer's state dict")
         else:
             parts.append(part)
     joined = with_entries(catalog, skeleton, parts) if parts else catalog
@@ -203,7 +203,7 @@ def _optimizer_part(
     try:
         tree = parse(store, file, prefix=f"{entry}.")
     except CheckpointingException as err:
-        advice = "to read the weights alone, pass their file"
+        advice = "to read only the weights, pass the weights file"
         err.hint = advice if err.hint is None else f"{err.hint}; {advice}"
         raise
     if not is_state_dict(tree.value):
@@ -306,9 +306,12 @@ def _weights(
     container = _container_of(entry) if further else ""
     problem = None
     if further and (len(further) + 1 != n_optimizers or container not in ("", *further)):
-        problem = f"the checkpoint does not record to which of {len(further) + 1} models it belongs"
+        problem = (
+            f"the checkpoint does not record which of its {len(further) + 1} models the optimizer "
+            "belongs to"
+        )
     elif not further and store.exists(_SECOND_MODEL):
-        problem = f"{_SECOND_MODEL}, which was not read, may be its model"
+        problem = f"the optimizer may belong to {_SECOND_MODEL}, which was not read"
     shapes = {
         key.removeprefix(container): tensor.shape
         for key, tensor in catalog.tensors.items()

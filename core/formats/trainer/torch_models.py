@@ -56,7 +56,9 @@ def with_torch_models(catalog: Catalog, store: ReadStore) -> Catalog:
     files = torch_models(store)
     taken = taken_entries(catalog, catalog.skeleton, files)
     for entry, file in taken.items():
-        raise CorruptError("an entry of the first model has this name", file=file, key=entry)
+        raise CorruptError(
+            "the first model already has an entry with this name", file=file, key=entry
+        )
     parts = []
     for entry, file in files.items():
         tree = parse(store, file, prefix=f"{entry}.")

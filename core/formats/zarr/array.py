@@ -76,8 +76,8 @@ class ZarrArray:
 
 
 OTHER_VERSION = (
-    "zarr 2 describes an array in .zarray, zarr 3 in zarr.json; copy the right file "
-    "from the original checkpoint"
+    "Zarr 2 describes an array in .zarray and Zarr 3 in zarr.json; copy the right file from the "
+    "original checkpoint"
 )
 """Hint for a metadata file of another version of zarr."""
 PICKLED = "zarr.pickle"
@@ -88,7 +88,7 @@ PICKLE_CODECS = frozenset(("pickle", "numcodecs.pickle"))
 def pickled_array(file: str, key: str) -> UnsafeError:
     """Return the error about an array whose chunks are pickles."""
     return UnsafeError(
-        "the chunks are pickles, which run code when they are read",
+        "the array's chunks are pickles, which can run code when they are loaded",
         file=file,
         key=key,
         hint="skip the array with --exclude, and find out who wrote it",
@@ -115,12 +115,14 @@ def checked_grid(shape: Shape, chunk_shape: Shape, dtype: str, *, file: str) -> 
     """
     if len(shape) != len(chunk_shape):
         raise CorruptError(
-            f"shape {list(shape)} and chunk shape {list(chunk_shape)} differ in rank", file=file
+            f"shape {list(shape)} and chunk shape {list(chunk_shape)} have different numbers of "
+            "axes",
+            file=file,
         )
     for subject, extents in (("the array", shape), ("a chunk", chunk_shape)):
         if prod(extents) * itemsize(dtype) > _MAX_BYTES:
             raise CorruptError(
-                f"{subject} of shape {list(extents)} is too large to be addressed",
+                f"{subject} of shape {list(extents)} is too large to address",
                 file=file,
             )
     return ChunkGrid(shape, chunk_shape)
@@ -212,10 +214,10 @@ def v3_dtype(data_type: object, *, file: str, key: str) -> str:
 def unsupported_dtype(name: object, *, file: str, key: str) -> UnsupportedError:
     """Return the error about an element type that cannot be read."""
     return UnsupportedError(
-        f"the element type {str(name)[:80]!r} is not supported",
+        f"the dtype {str(name)[:80]!r} is not supported",
         file=file,
         key=key,
-        hint="cast the array with the tool that wrote it",
+        hint="cast the array to a supported dtype with the tool that wrote it",
     )
 
 

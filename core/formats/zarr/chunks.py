@@ -117,7 +117,7 @@ def folder_chunks(
         fill = None
     # Decide which of the absent chunks are missing, and report these.
     missing, fill = _missing_numbers(array, absent, folder, fill=fill, lost=lost)
-    text = f"a chunk is missing: {len(size_of)} of {grid.n_chunks} exist"
+    text = f"a chunk is missing; only {len(size_of)} of {grid.n_chunks} chunks exist"
     for number in islice(missing, _MAX_NAMED):
         report(_missing_error(text, path_in(folder, names.name(grid.index_at(number))), key))
     # Keep sizes only of chunks whose size does not follow from the metadata; a column of numbers is
@@ -163,7 +163,7 @@ def _stored_sizes(
         elif is_like_a_chunk(name):
             report(
                 CorruptError(
-                    f"the chunk is beyond the grid of {grid.counts} chunks of shape "
+                    f"the chunk is outside the array's grid of {grid.counts} chunks of shape "
                     f"{grid.chunk_shape}",
                     file=file,
                     key=key,
@@ -245,8 +245,8 @@ def _missing_error(
         message,
         file=file,
         key=key,
-        hint=f"{_COPY_AGAIN}; if the writer omitted chunks of zeros, write them too "
-        "(write_empty_chunks)",
+        hint=f"{_COPY_AGAIN}; if the writer skipped chunks of zeros, save again with "
+        "write_empty_chunks",
         rule=rule,
     )
 
@@ -262,14 +262,14 @@ def _size_problem(
         n_inner = ChunkGrid(array.grid.chunk_shape, array.sharding.inner.shape).n_chunks
         least = index_bytes(n_inner, has_crc=array.sharding.has_crc)
         if size < least:
-            message = f"the shard has {size} bytes, but its index alone takes {least}"
+            message = f"the shard is {size} bytes long, but its index alone needs {least} bytes"
             return TruncatedError(message, file=file, key=key, hint=_COPY_AGAIN, rule="zarr.size")
     elif array.coding.is_plain and size != array.coding.n_bytes:
         is_short = size < array.coding.n_bytes
         kind = TruncatedError if is_short else CorruptError
         return kind(
-            f"the chunk has {size} bytes, but {array.grid.chunk_shape} {array.dtype} takes "
-            f"{array.coding.n_bytes}",
+            f"the chunk is {size} bytes long, but a {array.dtype} chunk of shape "
+            f"{array.grid.chunk_shape} needs {array.coding.n_bytes} bytes",
             file=file,
             key=key,
             hint=_COPY_AGAIN if is_short else _MIXED,
@@ -479,7 +479,7 @@ def _shard_fragments(
         if span is None:
             if fill is None:
                 raise _missing_error(
-                    f"the shard lacks its inner chunk {inner_index}",
+                    f"the shard's inner chunk {inner_index} is missing",
                     location.file,
                     key,
                     rule="zarr.inner",
@@ -492,8 +492,8 @@ def _shard_fragments(
         offset, n_bytes = span
         if inner.is_plain and n_bytes != inner.n_bytes:
             raise CorruptError(
-                f"inner chunk {inner_index} has {n_bytes} bytes, but {inner.shape} {inner.dtype} "
-                f"takes {inner.n_bytes}",
+                f"inner chunk {inner_index} is {n_bytes} bytes long, but a {inner.dtype} chunk of "
+                f"shape {inner.shape} needs {inner.n_bytes} bytes",
                 file=location.file,
                 key=key,
                 span=(offset, offset + n_bytes),

@@ -98,7 +98,7 @@ class ChunkCoding:
                     f"the codec {name!r} is not supported",
                     key=key,
                     file=file,
-                    hint=f"skip the tensor with --exclude {quote(key)}; supported codecs: "
+                    hint=f"drop the tensor with --exclude {quote(key)}; supported codecs: "
                     f"{', '.join(_DECODERS)}, crc32c",
                 )
 
@@ -194,12 +194,14 @@ def _undo_codec(
     # A checksum is not compressed data: it only has to be compared and removed.
     if name == "crc32c":
         if len(data) < _CRC_BYTES:
-            raise TruncatedError(f"{len(data)} bytes are too few for a checksum")
+            raise TruncatedError(
+                f"the chunk is {len(data)} bytes long, too short to contain a checksum"
+            )
         body, stored_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
         if (crc := crc32c(body)) != stored_crc:
             raise CorruptError(
-                f"checksum mismatch: the chunk has CRC-32C {crc:#010x}, but {stored_crc:#010x} "
-                "is recorded"
+                f"checksum mismatch: the chunk's CRC-32C is {crc:#010x}, but {stored_crc:#010x} is "
+                "recorded"
             )
         return body
     # The limit keeps a small file from filling the memory; damaged data makes the libraries raise
@@ -261,12 +263,12 @@ def _decode_blosc(data: bytes, most_bytes: int) -> memoryview:
     # Bytes 4–7 of the header are the decoded size, bytes 12–15 the stored size; tensorstore would
     # allocate whatever the header claims.
     if len(data) < _BLOSC_HEADER_BYTES:
-        raise ValueError(f"{len(data)} bytes are too few for its header")
+        raise ValueError(f"it is {len(data)} bytes long, too short for a header")
     n_bytes, n_stored = (int.from_bytes(data[offset : offset + 4], "little") for offset in (4, 12))
     if n_stored != len(data) or n_bytes > most_bytes:
         raise ValueError(
-            f"its header specifies {n_stored} stored and {n_bytes} decoded bytes, but there are "
-            f"{len(data)} stored bytes for at most {most_bytes}"
+            f"its header specifies {n_stored} stored and {n_bytes} decoded bytes, but it has "
+            f"{len(data)} stored bytes, which may decode to at most {most_bytes}"
         )
     if n_bytes == 0:
         return memoryview(b"")

@@ -262,9 +262,9 @@ def unstored(catalog: Catalog, *, reads_shards: bool = True) -> Iterator[Unstore
 def missing_chunk(tensor: Unstored) -> MissingShardError:
     """Return the error about chunks that are not stored, for writers that store all chunks."""
     if tensor.is_inner:
-        message, rule = f"the shard lacks a chunk: {tensor.n_text} not stored", "zarr.inner"
+        message, rule = f"{tensor.n_text} missing from the shard", "zarr.inner"
     else:
-        message, rule = f"a chunk is missing: {tensor.n_text} not stored", "zarr.missing"
+        message, rule = f"{tensor.n_text} missing", "zarr.missing"
     return MissingShardError(
         message,
         file=tensor.chunk_file,

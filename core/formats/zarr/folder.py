@@ -115,7 +115,7 @@ def without_unread(
     objects: dict[str, StoredObject] = {}
     for key, err in unread.items():
         if isinstance(err, UnsupportedError):
-            kind = f"zarr array of that kind ({err.message})"
+            kind = f"Zarr array of this kind ({err.message})"
             objects[key] = StoredObject(key, value=f"not read: {err.message}", refused=kind)
         elif err.rule == PICKLED:
             objects[key] = StoredObject(key, value=Inert("reduce", _READS_PICKLES, (err.message,)))

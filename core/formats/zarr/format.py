@@ -237,8 +237,8 @@ def salvage(store: ReadStore, report: Report) -> Catalog:
         for key in grid.absent_keys(_MOST_REPORTED):
             report(
                 MissingShardError(
-                    f"a shard of the object is missing: {len(grid.offsets)} of "
-                    f"{prod(grid.shape)} exist",
+                    f"a shard of the object is missing; only {len(grid.offsets)} of "
+                    f"{prod(grid.shape)} shards exist",
                     file=f"{key}.pt",
                     key=key,
                     hint="copy the checkpoint again, with all its files",
@@ -362,7 +362,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
             continue
         if item.raw_key is not None or not isinstance(item.value, list) or len(item.value) != 1:
             raise UnsupportedError(
-                "the object is not a list of one value, as a ShardedObject must be", key=item.key
+                "the object must be a list of one value to be stored as a ShardedObject",
+                key=item.key,
             )
         prefix = item.key.rpartition("/")[2]
         plan = plan_tree(item.value[0], array_of=target.whole_array, prefix=prefix)

@@ -271,7 +271,7 @@ def _refuse_lost_metadata(folder: str, listing: Listing) -> None:
     if chunk is not None:
         array_folder = _CHUNK_FOLDERS.sub("", folder, count=1)
         raise MissingShardError(
-            f"{METADATA_FILE} is missing above the chunk {folder}/{chunk}",
+            f"{METADATA_FILE} is missing for the chunk {folder}/{chunk}",
             file=path_in(array_folder, METADATA_FILE),
             key=array_folder or None,
             hint="copy the checkpoint again, with all its files",
@@ -376,9 +376,9 @@ def notes_of(target: TargetCatalog) -> Sequence[str]:
         return ()
     dtypes = ", ".join(dict.fromkeys(target.tensors[key].dtype for key in keys))
     note = (
-        f"zarr-python (up to 3.1.6) has no element type for {dtypes} ({some_of(keys)}); "
-        "tensorstore opens such arrays, and so does zarr-python after: "
-        "import core.dist_checkpointing.strategies.zarr_types"
+        f"zarr-python (up to 3.1.6) has no data type for {dtypes} ({some_of(keys)}); TensorStore "
+        "can open these arrays, and so can zarr-python after import "
+        "core.dist_checkpointing.strategies.zarr_types"
     )
     return (note,)
 

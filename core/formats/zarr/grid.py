@@ -93,7 +93,7 @@ def grid_of_pieces(
         UnsupportedError: the arrays are not equal boxes at multiples of their shape.
     """
     irregular = UnsupportedError(
-        "the tensor's shards are not equal boxes of a regular grid, which zarr requires",
+        "the tensor's shards do not form a regular grid of equal boxes, which Zarr requires",
         key=key,
         hint="use --to torch_dist, --to dcp or --to safetensors instead",
     )

@@ -98,11 +98,11 @@ def parse_zarray(
         required(metadata, name, file=file)
     order = metadata["order"]
     if order not in ("C", "F"):
-        raise CorruptError(f"order is {str(order)[:40]!r}, neither C nor F", file=file)
+        raise CorruptError(f"order is {str(order)[:40]!r}; expected 'C' or 'F'", file=file)
     separator = metadata.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise CorruptError(
-            f"dimension_separator is {str(separator)[:40]!r}, neither '.' nor '/'", file=file
+            f"dimension_separator is {str(separator)[:40]!r}; expected '.' or '/'", file=file
         )
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     axes = tuple(range(len(shape)))

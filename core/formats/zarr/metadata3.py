@@ -97,7 +97,9 @@ def node_of(data: bytes, *, file: str) -> tuple[str, dict[str, object]]:
         )
     kind = required(metadata, "node_type", file=file)
     if kind not in ("array", "group"):
-        raise CorruptError(f"node_type is {str(kind)[:40]!r}, neither array nor group", file=file)
+        raise CorruptError(
+            f"node_type is {str(kind)[:40]!r}; expected 'array' or 'group'", file=file
+        )
     return str(kind), metadata
 
 
@@ -120,7 +122,9 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         if name not in _KNOWN and not (
             isinstance(value, dict) and value.get("must_understand") is False
         ):
-            raise UnsupportedError(f"the field {name[:80]!r} is not supported", file=file, key=key)
+            raise UnsupportedError(
+                f"the array's field {name[:80]!r} is not supported", file=file, key=key
+            )
     if metadata.get("storage_transformers"):
         raise UnsupportedError("storage transformers are not supported", file=file, key=key)
     if _unpickles(metadata.get("codecs")):
@@ -133,9 +137,7 @@ def parse_array(metadata: Config, *, file: str, key: str) -> ZarrArray:
         required(metadata, "chunk_grid", file=file), "chunk_grid", file=file
     )
     if kind != "regular":
-        raise UnsupportedError(
-            f"a chunk grid of the kind {kind!r} is not supported", file=file, key=key
-        )
+        raise UnsupportedError(f"the chunk grid {kind!r} is not supported", file=file, key=key)
     chunk_shape = reader.read_shape(config.get("chunk_shape"), "chunk_shape", least=1)
     grid = checked_grid(shape, chunk_shape, dtype, file=file)
     names = _chunk_names(required(metadata, "chunk_key_encoding", file=file), len(shape), file=file)
@@ -211,13 +213,11 @@ def _chunk_names(value: object, rank: int, *, file: str) -> ChunkNames:
     """
     kind, config = _name_and_config(value, "chunk_key_encoding", file=file)
     if kind not in ("default", "v2"):
-        raise UnsupportedError(
-            f"a chunk key encoding of the kind {kind!r} is not supported", file=file
-        )
+        raise UnsupportedError(f"the chunk key encoding {kind!r} is not supported", file=file)
     separator = config.get("separator", "/" if kind == "default" else ".")
     if separator not in (".", "/"):
         raise CorruptError(
-            f"the separator of chunk keys is {str(separator)[:40]!r}, neither '.' nor '/'",
+            f"the chunk key separator is {str(separator)[:40]!r}; expected '.' or '/'",
             file=file,
         )
     return ChunkNames(rank, str(separator), has_prefix=kind == "default")
@@ -246,7 +246,7 @@ def _coding(
         order = tuple(order[axis] for axis in checked_order(axes, len(shape), file=file))
     if not remaining or remaining[0][0] != "bytes":
         raise UnsupportedError(
-            f"the chain of codecs {_chain(codecs)} is not supported: 'bytes' must follow the "
+            f"the codec chain {_chain(codecs)} is not supported, because 'bytes' must follow the "
             "transposes",
             file=file,
             key=key,
@@ -255,9 +255,11 @@ def _coding(
     _, config = remaining.pop(0)
     endian, has_order = config.get("endian"), itemsize(dtype) > 1
     if endian not in ("little", "big", None):
-        raise CorruptError(f"endian is {str(endian)[:40]!r}, neither little nor big", file=file)
+        raise CorruptError(f"endian is {str(endian)[:40]!r}; expected 'little' or 'big'", file=file)
     if endian is None and has_order:
-        raise CorruptError(f"the codec 'bytes' has no byte order for {dtype}", file=file)
+        raise CorruptError(
+            f"the codec 'bytes' does not specify the byte order of {dtype}", file=file
+        )
     codec_names = tuple(name for name, _ in remaining)
     return ChunkCoding(dtype, shape, order, endian == "big" and has_order, codec_names)
 
@@ -283,7 +285,9 @@ def _sharding(
     # Codecs before or after that of the shards would make partial reads impossible.
     if len(codecs) != 1:
         raise UnsupportedError(
-            f"codecs around a shard ({_chain(codecs)}) are not supported", file=file, key=key
+            f"codecs before or after the sharding codec ({_chain(codecs)}) are not supported",
+            file=file,
+            key=key,
         )
     # The inner chunks.
     config = codecs[0][1]
@@ -305,7 +309,7 @@ def _sharding(
     location = config.get("index_location", "end")
     if location not in ("start", "end"):
         raise CorruptError(
-            f"index_location is {str(location)[:40]!r}, neither start nor end", file=file
+            f"index_location is {str(location)[:40]!r}; expected 'start' or 'end'", file=file
         )
     index_codecs = _codec_list(config.get("index_codecs"), "index_codecs", file=file)
     names = [name for name, _ in index_codecs]

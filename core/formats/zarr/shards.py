@@ -100,8 +100,8 @@ def read_shard_index(
     length = index_bytes(n_inner, has_crc=sharding.has_crc)
     if length > n_bytes:
         raise TruncatedError(
-            f"the shard has {n_bytes} bytes, but its index alone takes {length} ({n_inner} inner "
-            "chunks)",
+            f"the shard is {n_bytes} bytes long, but its index of {n_inner} inner chunks alone "
+            f"needs {length} bytes",
             file=file,
             key=key,
             hint="copy the checkpoint again, or use an older one",
@@ -114,7 +114,7 @@ def read_shard_index(
         data, stored_crc = data[:-_CRC_BYTES], int.from_bytes(data[-_CRC_BYTES:], "little")
         if (crc := crc32c(data)) != stored_crc:
             raise CorruptError(
-                f"checksum mismatch: the shard's index has CRC-32C {crc:#010x}, but "
+                f"checksum mismatch: the CRC-32C of the shard's index is {crc:#010x}, but "
                 f"{stored_crc:#010x} is recorded",
                 file=file,
                 key=key,
@@ -135,7 +135,7 @@ def read_shard_index(
         if offset + n_stored > n_bytes:
             raise CorruptError(
                 f"inner chunk {number} ends at byte {offset + n_stored} according to the index, "
-                f"but the shard has {n_bytes}",
+                f"but the shard is only {n_bytes} bytes long",
                 file=file,
                 key=key,
                 hint="the shard is damaged or truncated; copy the checkpoint again",

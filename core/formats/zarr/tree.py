@@ -52,9 +52,9 @@ def walk_folders(
         for path in subfolders:
             if path.count("/") >= _MAX_DEPTH:
                 raise UnsafeError(
-                    f"directories are nested more than {_MAX_DEPTH} deep",
+                    f"directories are nested more than {_MAX_DEPTH} levels deep",
                     file=path[:200],
-                    hint="a symbolic link may form a loop: remove it",
+                    hint="check whether a symbolic link forms a loop, and remove it",
                 )
             # Keys are used in messages and JSON, so that a name must be text.
             check_name(path)
@@ -62,8 +62,8 @@ def walk_folders(
                 path.encode()
             except UnicodeEncodeError as err:
                 raise UnsafeError(
-                    f"the directory's name {path!r} is not UTF-8",
-                    hint="rename the directory: no zarr writer uses such a name",
+                    f"the directory name {path!r} is not valid UTF-8",
+                    hint="rename the directory, because no Zarr writer uses such a name",
                 ) from err
         # The stack is popped from its end: reversed, the first subdirectory is visited next.
         waiting += reversed(subfolders)
@@ -103,15 +103,16 @@ def compare_with_index(
             file=path_in(path, marker),
             key=path,
             hint="copy the checkpoint again, with all its files; if the array was removed on "
-            "purpose, update the list: zarr.consolidate_metadata(PATH)",
+            "purpose, update the list with zarr.consolidate_metadata(PATH)",
         )
         report_missing(err, report)
     unlisted = sorted({*stored} - {*listed})
     if not listed or not unlisted:
         return []
     note = (
-        f"{file} does not list {some_of(unlisted)}, which zarr-python therefore does not find "
-        "(to update the list: zarr.consolidate_metadata)"
+        f"{file} does not list {some_of(unlisted)}, so zarr-python does not find "
+        f"{'it' if len(unlisted) == 1 else 'them'}; update the list with "
+        "zarr.consolidate_metadata(PATH)"
     )
     return [note]
 
@@ -139,7 +140,7 @@ def check_keys(
         first, *other_keys = problems
         others_text = f"; nor can {list_some(other_keys)}" if other_keys else ""
         raise UnsupportedError(
-            f"the key cannot be a directory name: {problems[first]}{others_text}",
+            f"the key cannot be a directory name, because {problems[first]}{others_text}",
             key=first,
             hint=rename_hint(list(problems)),
         )

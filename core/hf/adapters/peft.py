@@ -134,7 +134,7 @@ def check_config(config: Config) -> None:
     variants = [name for name, value in config.items() if value and name not in _PLAIN_FIELDS]
     if variants:
         raise UnsupportedError(
-            f"the adapter is not plain LoRA: it uses {', '.join(sorted(variants))}",
+            f"the adapter is not plain LoRA, because it uses {', '.join(sorted(variants))}",
             file=ADAPTER_CONFIG,
             hint="merge it with peft: PeftModel.merge_and_unload()",
         )
@@ -142,7 +142,7 @@ def check_config(config: Config) -> None:
     if start not in _PLAIN_INITS:
         raise UnsupportedError(
             f"init_lora_weights {start!r} changed the base model before training, so the adapter "
-            "does not belong to the base as it is stored",
+            "does not fit the stored base model",
             file=ADAPTER_CONFIG,
             hint="save the adapter with path_initial_model_for_weight_conversion, or merge it "
             "with peft",
@@ -196,7 +196,7 @@ def sorted_tensors(
     replacements = {**trained, **replacements}
     if len(adapters) > 1:
         raise UnsupportedError(
-            f"there are {len(adapters)} adapters, but only one can be converted: "
+            f"ckpt can convert only one adapter, but the checkpoint has {len(adapters)}: "
             f"{list_some(adapters)}",
             key=list(adapters.values())[1],
             hint="save a single adapter: PeftModel.save_pretrained(DIR, selected_adapters=[NAME])",
@@ -212,7 +212,7 @@ def sorted_tensors(
         a, b = catalog.tensors[key_a], catalog.tensors[key_b]
         if len(a.shape) != 2 or len(b.shape) != 2:
             raise UnsupportedError(
-                f"LoRA of a convolution is not supported (matrices of shapes {a.shape} and "
+                f"LoRA on a convolution is not supported (the matrices have shapes {a.shape} and "
                 f"{b.shape})",
                 key=key_a,
                 hint="merge it with peft: PeftModel.merge_and_unload()",
@@ -220,8 +220,8 @@ def sorted_tensors(
         rank = _number_of(config, "rank_pattern", module, config["r"])
         if not a.shape[0] == b.shape[1] == rank:
             raise CorruptError(
-                f"the matrices have shapes {a.shape} and {b.shape}, but "
-                f"{ADAPTER_CONFIG} gives rank {rank:g}",
+                f"the LoRA matrices have shapes {a.shape} and {b.shape}, but {ADAPTER_CONFIG} "
+                f"specifies rank {rank:g}",
                 key=key_a,
             )
         alpha = _number_of(config, "alpha_pattern", module, config["lora_alpha"])
@@ -247,15 +247,15 @@ def _number_of(config: Config, field: str, module: str, default: object) -> floa
         # Repeated groups can make matching exponential.
         if _RISKY_PATTERN.search(pattern):
             raise UnsupportedError(
-                f"{field}: the pattern {pattern!r} has a repeated group, which can take "
-                "forever to match",
+                f"the pattern {pattern!r} in {field} has a repeated group, which can take forever "
+                "to match",
                 file=ADAPTER_CONFIG,
             )
         try:
             is_match = re.match(rf"(.*\.)?({pattern})$", module) is not None
         except re.error as err:
             raise CorruptError(
-                f"{field}: {pattern!r} is not a valid regular expression: {err}",
+                f"the pattern {pattern!r} in {field} is not a valid regular expression: {err}",
                 file=ADAPTER_CONFIG,
             ) from err
         if is_match:
@@ -263,6 +263,6 @@ def _number_of(config: Config, field: str, module: str, default: object) -> floa
             break
     if not isinstance(number, (int, float)) or number <= 0:
         raise CorruptError(
-            f"{field} of {module} is {number!r}, not a positive number", file=ADAPTER_CONFIG
+            f"{field} for {module} is {number!r}, not a positive number", file=ADAPTER_CONFIG
         )
     return float(number)

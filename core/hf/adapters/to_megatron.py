@@ -49,7 +49,7 @@ from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.values import dataclass
 
-_FOLD = "fold it into its base instead: ckpt merge BASE -o DST --lora ADAPTER"
+_FOLD = "merge the adapter into its base model instead: ckpt merge BASE -o DST --lora ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def adapter_to_megatron(
     adaptations, replacements = sorted_tensors(catalog, peft)
     if replacements:
         raise UnsupportedError(
-            f"the adapter replaces {len(replacements)} tensors of the base model "
-            f"({list_some(replacements)}), which Megatron's adapters cannot do",
+            "the adapter replaces tensors of the base model, which Megatron's adapters cannot do: "
+            f"{list_some(replacements)}",
             key=next(iter(replacements.values())),
             hint=_FOLD,
         )
@@ -145,11 +145,12 @@ def adapter_to_megatron(
     }
     if unknown:
         raise UnsupportedError(
-            f"Megatron has no adapters for {len(unknown)} of the layers: {list_some(unknown)}",
+            f"Megatron has no adapters for these layers: {list_some(unknown)}",
             key=adaptations[min(unknown)].a,
-            hint=f"embeddings, output layers and experts have none; {_FOLD}"
+            hint="Megatron does not support adapters for embeddings, output layers and experts; "
+            f"{_FOLD}"
             if key_of
-            else f"make sure that {CONFIG} is that of the adapter's base model",
+            else f"make sure that {CONFIG} belongs to the adapter's base model",
         )
     is_canonical = not all(layer.is_shared for layer in layers)
     tensors: dict[str, Tensor] = {}
@@ -171,10 +172,7 @@ def adapter_to_megatron(
     args = make_namespace(fields)
     form = "CanonicalLoRA" if is_canonical else "LoRA"
     targets = sorted({target for layer in layers for target in _targets(layer, is_canonical)})
-    note = (
-        f"adapters for Megatron-Bridge's {form}(target_modules={targets}, dim={rank}, "
-        f"alpha={scaling * rank:g})"
-    )
+    call = f"{form}(target_modules={targets}, dim={rank}, alpha={scaling * rank:g})"
 
     return Catalog(
         format=catalog.format,
@@ -183,10 +181,10 @@ def adapter_to_megatron(
         iteration=1,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
-        notes=(*catalog.notes, note, *_list_partial_notes(layers)),
+        notes=(*catalog.notes, _describe_use(layers, call)),
         dropped=(
             *catalog.dropped,
-            *dropped_unlisted(copies, "equal to that of another module"),
+            *dropped_unlisted(copies, "identical to another module's"),
             Dropped((ADAPTER_CONFIG,), "its text is in the arguments", is_listed=False),
         ),
         facets={
@@ -196,12 +194,14 @@ def adapter_to_megatron(
     )
 
 
-def _list_partial_notes(layers: Iterable[_Layer]) -> tuple[str, ...]:
-    """Return a note if CanonicalLoRA would have adapters for only some parts of a layer.
+def _describe_use(layers: Iterable[_Layer], call: str) -> str:
+    """Return the note on how Megatron-Bridge is configured for the adapters, or why it cannot be.
 
-    Megatron-Bridge 067f987d sets the missing ones to None, which ``forward`` of
-    ``LoRALinearSplitQKV`` and ``LoRALinearSplitFC1UpGate`` calls nevertheless
-    (``peft/canonical_lora.py``).
+    Megatron-Bridge 067f987d sets the adapters that a fused layer lacks to None, and then calls them
+    in ``forward`` and ``sharded_state_dict`` (``peft/canonical_lora.py``).
+
+    Args:
+        call: the call that constructs the configuration.
     """
     missing = {
         module_of(tensor.names[0]): None
@@ -211,13 +211,11 @@ def _list_partial_notes(layers: Iterable[_Layer]) -> tuple[str, ...]:
         if item is None
     }
     if not missing:
-        return ()
-    parts = " and ".join(missing)
-    note = (
-        f"Megatron-Bridge 067f987d cannot run or load this CanonicalLoRA, because {parts} "
-        f"{'has' if len(missing) == 1 else 'have'} no adapter; to use it with Megatron, {_FOLD}"
+        return f"to load these adapters, configure Megatron-Bridge with {call}"
+    return (
+        f"Megatron-Bridge 067f987d cannot use {call}, because there are no adapters for "
+        f"{' and '.join(missing)}; to train on with Megatron, {_FOLD}"
     )
-    return (note,)
 
 
 def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
@@ -235,8 +233,8 @@ def _scaling_of(adaptations: Mapping[str, Adaptation]) -> tuple[int, float]:
     if len(kinds) > 1:
         ranks = ", ".join(f"rank {rank} × {scaling:g}" for rank, scaling in sorted(kinds))
         raise UnsupportedError(
-            f"the layers have different ranks or scalings ({ranks}), but all adapters of a "
-            "Megatron-Bridge model share one",
+            f"the layers have different ranks or scaling factors ({ranks}), but all adapters in a "
+            "Megatron-Bridge model share one rank and one scaling factor",
             key=list(kinds.values())[1],
             hint=_FOLD,
         )
@@ -289,10 +287,10 @@ def _check_shapes(catalog: Catalog, item: Adaptation, weight: Shape) -> None:
     for key, shape in shapes.items():
         if catalog.tensors[key].shape != shape:
             raise CorruptError(
-                f"shape {catalog.tensors[key].shape}, but {CONFIG} and {ADAPTER_CONFIG} imply "
-                f"{shape} (elements)",
+                f"the tensor has shape {catalog.tensors[key].shape}, but {CONFIG} and "
+                f"{ADAPTER_CONFIG} imply {shape}",
                 key=key,
-                hint="is this the configuration of the adapter's base model?",
+                hint="check that this is the configuration of the adapter's base model",
             )
 
 
@@ -313,7 +311,8 @@ def _tensors_of(
     if not layer.is_shared:
         modules = ", ".join(module_of(tensor.names[0]) for tensor in layer.pair.tensors)
         raise UnsupportedError(
-            f"Megatron fuses {modules}, whose adapters must then have the same lora_A",
+            f"Megatron fuses {modules} into one layer, but their adapters have different lora_A "
+            "matrices",
             key=next(item.a for _, _, item in layer.parts),
             hint=_FOLD,
         )

@@ -68,7 +68,9 @@ def adapter_to_peft(
     fields = fields_of(catalog.args)
     n_rows = fields.get("vocab_size") or fields.get("padded_vocab_size")
     model = model_of(fields, n_rows=n_rows if isinstance(n_rows, int) else 1, n_tensors=MAX_LAYERS)
-    origin = origin_of(fields) if config is None else parse_origin(config, file=CONFIG)
+    origin = (
+        origin_of(fields) if config is None else parse_origin(config, file=CONFIG, is_passed=True)
+    )
     family = choose_family(
         fields,
         model.features,
@@ -82,7 +84,8 @@ def adapter_to_peft(
     if not isinstance(recorded, str):
         raise UnsupportedError(
             "the checkpoint does not record the alpha of its adapters",
-            hint="Megatron-Bridge records it in run_config.yaml: copy that next to the weights",
+            hint="copy run_config.yaml, in which Megatron-Bridge records alpha, next to the "
+            "weights",
         )
     text = recorded.encode()
     check_config(parse_config(text))
@@ -100,8 +103,8 @@ def adapter_to_peft(
             stored = (pair.shape[0], rank) if is_fused else expected
             if meta.shape != stored:
                 raise CorruptError(
-                    f"shape {meta.shape}, but the training arguments and the adapter's "
-                    f"configuration imply {stored} (elements)",
+                    f"the tensor has shape {meta.shape}, but the training arguments and the "
+                    f"adapter's configuration imply {stored}",
                     key=key,
                 )
             used.add(key)
@@ -119,13 +122,14 @@ def adapter_to_peft(
             f"{family.model_type} models in transformers cannot have these adapters: "
             f"{list_some(unused)}",
             key=min(unused),
-            hint="adapters of experts, embeddings and output layers are not converted",
+            hint="ckpt does not convert adapters of experts, embeddings and output layers; drop "
+            "them with --exclude",
         )
 
     if len(orientations) > 1:
         raise UnsupportedError(
             f"{family.model_type} models store some of the adapted weights transposed and others "
-            f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} holds a single value for all"
+            f"not, and {_TRANSPOSED} in {ADAPTER_CONFIG} has a single value for all of them"
         )
 
     states = [entry for entry in catalog.dropped if entry.is_listed and entry.is_of_optimizer]
@@ -175,7 +179,7 @@ def _adapters_of(pair: Pair, weights: Mapping[str, Tensor]) -> Iterator[tuple[st
                 present = [key for key in keys if key in weights]
                 if len(present) == 1:
                     raise MissingShardError(
-                        "the other matrix of this adapter is not in the checkpoint", key=present[0]
+                        "this adapter's other matrix is not in the checkpoint", key=present[0]
                     )
                 yield from ((key, keys[key], number) for key in present)
 

@@ -249,8 +249,8 @@ def _check_fixed(config: Mapping[str, object], family: Family) -> None:
         if value is not None and value not in options:
             reason = f": {family.reasons[name]}" if name in family.reasons else ""
             raise UnsupportedError(
-                f"{name} is {value!r}; {family.model_type} models are only supported "
-                f"with {' or '.join(map(repr, options))}{reason}",
+                f"{name} is {value!r}, but {family.model_type} models are supported only with "
+                f"{' or '.join(map(repr, options))}{reason}",
                 file=CONFIG,
             )
     for name in family.absent:
@@ -278,8 +278,8 @@ def _has_linear_bias(config: Mapping[str, object], family: Family) -> bool:
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
     if attention != mlp:
         raise UnsupportedError(
-            f"attention_bias is {attention} and mlp_bias is {mlp}; "
-            "Megatron has one argument for both, add_bias_linear",
+            f"attention_bias is {attention} and mlp_bias is {mlp}, but Megatron has a single "
+            "argument for both (add_bias_linear)",
             file=CONFIG,
         )
     return attention
@@ -337,14 +337,15 @@ def build_config(
             value = fields.get("ffn_hidden_size")
         if value is None:
             raise UnsupportedError(
-                f"the training argument {arg} is missing, which {names[0]} in config.json needs"
+                f"the training argument {arg}, which sets {names[0]} in config.json, is missing"
             )
         if config.setdefault(names[0], value) != value:
             # Two arguments become one value: Mixtral's intermediate_size, for dense MLPs and
             # experts. If all layers have experts, the size of the dense MLPs does not matter.
             if model.dense is None or model.dense:
                 raise UnsupportedError(
-                    f"two training arguments that both become {names[0]} in config.json differ"
+                    f"two training arguments that both set {names[0]} in config.json have "
+                    "different values"
                 )
             config[names[0]] = fields.get("moe_ffn_hidden_size", config[names[0]])
     for arg, setting in family.settings.items():

@@ -108,10 +108,10 @@ def describe_ranking(fields: Mapping[str, object], family: Family) -> str | None
     if not family.experts.groups or n_groups <= n_chosen or n_used // n_chosen == ranked_by:
         return None
     return (
-        f"it selects different experts: of {n_groups} groups of experts, {n_chosen} for a token "
-        f"that uses {n_used}, {family.model_type} models in transformers rank a group by its "
-        f"{ranked_by} best, Megatron by its {n_used // n_chosen} best "
-        "(--moe-router-num-groups 1 trains the weights without groups)"
+        f"each token uses {n_used} experts from {n_chosen} of {n_groups} expert groups, and "
+        f"{family.model_type} models in transformers rank a group by its {ranked_by} best experts, "
+        f"but Megatron ranks it by its {n_used // n_chosen} best, so the two select different "
+        "experts (--moe-router-num-groups 1 trains the weights without groups)"
     )
 
 
@@ -210,8 +210,8 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
             config["first_k_dense_replace"] = len(dense)
         elif "mlp_layer_types" not in names.dense:
             raise UnsupportedError(
-                "moe_layer_freq has dense layers after others; "
-                f"{family.model_type} requires them first"
+                f"moe_layer_freq places dense layers after MoE layers, but {family.model_type} "
+                "models must start with their dense layers"
             )
     if _ENUM in names.dense:
         config[_ENUM] = ",".join(str(n) for n in range(model.n_layers) if n not in dense)
@@ -221,7 +221,7 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
         is_regular = layers and layers == list(range(layers[0], layers[-1] + 1, step))
         if not is_regular or (layers[0] + 1) % step:
             raise UnsupportedError(
-                "moe_layer_freq has layers with experts at irregular intervals, which "
+                "moe_layer_freq places MoE layers at irregular intervals, which "
                 "moe_layer_start_index, moe_layer_end_index and moe_layer_interval cannot express"
             )
         config |= {
@@ -249,9 +249,9 @@ def expert_config(fields: Mapping[str, object], family: Family, model: Model) ->
     elif names.shared:
         if sizes["shared_ffn"] % sizes["moe_ffn"]:
             raise UnsupportedError(
-                f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}; "
-                f"{family.model_type} requires "
-                f"a multiple of the {sizes['moe_ffn']} channels of an expert"
+                f"moe_shared_expert_intermediate_size is {sizes['shared_ffn']}, but "
+                f"{family.model_type} requires a multiple of an expert's {sizes['moe_ffn']} "
+                "channels"
             )
         config[names.shared[0]] = sizes["shared_ffn"] // sizes["moe_ffn"]
     return config

@@ -168,9 +168,7 @@ def _pattern(config: Mapping[str, object], family: Family) -> str:
     if kinds is None:
         pattern = config.get(PATTERN)
         if not isinstance(pattern, str) or not pattern:
-            raise CorruptError(
-                f"neither {name} nor {PATTERN} lists the kinds of layers", file=CONFIG
-            )
+            raise CorruptError(f"neither {name} nor {PATTERN} lists the layer types", file=CONFIG)
         return pattern
     return _pattern_of_names(name, kinds)
 
@@ -204,7 +202,8 @@ def _check_time_steps(config: Mapping[str, object]) -> None:
     is_unlimited = isinstance(high, (int, float)) and high >= _MOST_FLOAT32
     if low not in (0, None) or not is_unlimited:
         raise UnsupportedError(
-            f"time_step_limit is {describe_value(limits)}; Megatron's Mamba layers have no limits",
+            f"time_step_limit is {describe_value(limits)}, but Megatron's Mamba layers have no "
+            "time-step limits",
             file=CONFIG,
         )
 
@@ -224,8 +223,8 @@ def hybrid_config(family: Family, model: Model) -> dict[str, object]:
         return {"expand": expand}
     if "expand" in family.defaults:
         raise UnsupportedError(
-            f"the {model.sizes['mamba_inner']} channels of a Mamba layer are not a multiple of the "
-            f"model's {model.sizes['hidden']}, as {family.model_type} requires"
+            f"Mamba layers have {model.sizes['mamba_inner']} channels, but {family.model_type} "
+            f"requires a multiple of the hidden size {model.sizes['hidden']}"
         )
     return {}
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import build_arguments, build_config
 from core.hf.family import Family
@@ -29,15 +30,32 @@ from core.hf.values import ARGUMENT, CONFIG
 from core.pickle.fields import FieldReader, text_or_none
 from core.values import dataclass
 
+PASS_THIS_MODEL = (
+    "pass the config.json of this model (for a pruned model, with its present sizes), or omit "
+    "--config to have one created from the training arguments"
+)
+"""Hint for a ``config.json`` of a different model."""
+_SIZES = (
+    "hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels",
+    "ffn_hidden_size", "num_experts", "moe_ffn_hidden_size",
+)  # fmt: skip
+"""Megatron's arguments for the sizes of weights other than the vocabulary."""
+_OTHER_SIZES = {"num_key_value_heads", "head_dim"}
+"""Names of sizes in ``config.json`` that the families' tables do not list."""
 _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigOrigin:
-    """The ``config.json`` that a model had: its text, and the values in it."""
+    """The ``config.json`` that a model had: its text, and the values in it.
+
+    Args:
+        is_passed: it was passed with ``--config``, so it may be that of a different model.
+    """
 
     text: bytes
     config: Mapping[str, object]
+    is_passed: bool = False
 
     @property
     def model_type(self) -> str | None:
@@ -61,13 +79,13 @@ def origin_of(fields: Mapping[str, object]) -> ConfigOrigin | None:
     return parse_origin(text.encode(), file=f"the argument {ARGUMENT}")
 
 
-def parse_origin(text: bytes, *, file: str) -> ConfigOrigin:
+def parse_origin(text: bytes, *, file: str, is_passed: bool = False) -> ConfigOrigin:
     """Parse the content of a ``config.json``.
 
     Raises:
         CorruptError: it is not a JSON object.
     """
-    return ConfigOrigin(text, parse_json_object(text, file=file))
+    return ConfigOrigin(text, parse_json_object(text, file=file), is_passed)
 
 
 def choose_config_text(config: Mapping[str, object], document: bytes | None) -> str:
@@ -102,6 +120,8 @@ def restore(
         None if nothing differs from the origin, whose text is then still right.
 
     Raises:
+        UnsupportedError: the configuration was passed by the user, and its sizes are not those of
+            the model.
         CheckpointingException: the origin is not a configuration of a model.
     """
     if origin.model_type not in (family.model_type, *family.aliases):
@@ -128,6 +148,18 @@ def restore(
     changed = {name for name in names if before.get(name) != now.get(name)}
     if not changed:
         return None
+    sizes = {name for argument in _SIZES for name in family.config.get(argument, ())}
+    differing = sorted(changed & (sizes | _OTHER_SIZES))
+    if origin.is_passed and differing:
+        differences = [
+            f"{name} is {before.get(name)!r} there and {now.get(name)!r} in the checkpoint"
+            for name in differing
+        ]
+        raise UnsupportedError(
+            f"the {CONFIG} passed with --config describes a different model: "
+            f"{', '.join(differences)}",
+            hint=PASS_THIS_MODEL,
+        )
     return _updated(origin.config, before, now)
 
 

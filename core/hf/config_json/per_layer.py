@@ -128,7 +128,7 @@ def _rotation_of_types(config: Mapping[str, object], types: Sequence[object]) ->
         return {}
     missing = next((kind for kind in types if not isinstance(sections.get(kind), Mapping)), None)
     if missing is not None:
-        raise CorruptError(f"rope_parameters has no entry for {missing}", file=CONFIG)
+        raise CorruptError(f"rope_parameters has no entry for {missing} layers", file=CONFIG)
     return {
         "rope_theta": [rope_number(sections[kind], "rope_theta") for kind in types],
         "partial_rotary_factors": [
@@ -153,7 +153,7 @@ def _window_arguments(config: Mapping[str, object]) -> dict[str, object]:
     for name, shared in (("num_attention_groups", groups), ("head_dim", head_dim)):
         if count_of(other, name, default=shared) != shared:
             raise UnsupportedError(
-                f"{name} is {other[name]} in layers with a window (attention_other_setting), and "
+                f"{name} is {other[name]} in sliding-window layers (attention_other_setting) but "
                 f"{shared} in the other layers; only the number of heads may differ",
                 file=CONFIG,
             )

@@ -102,7 +102,7 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         isinstance(value, Mapping) for value in parameters.values()
     ):
         raise UnsupportedError(
-            "rotary parameters that differ between layers are not supported", file="config.json"
+            "RoPE parameters that differ between layers are not supported", file="config.json"
         )
     parameters = {str(name): value for name, value in parameters.items() if value is not None}
     kind = parameters.pop("rope_type", parameters.pop("type", None)) or "default"
@@ -154,8 +154,8 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
         for name, fixed in _LLAMA3.items():
             if rope_number(parameters, name) != fixed:
                 raise UnsupportedError(
-                    f"{name} of the rotary scaling is {parameters[name]!r}; "
-                    f"Megatron always uses {fixed}",
+                    f"{name} of the RoPE scaling is {parameters[name]!r}, but Megatron always uses "
+                    f"{fixed}",
                     file="config.json",
                     hint=HINT,
                 )
@@ -170,7 +170,7 @@ def rope_arguments(config: Mapping[str, object], family: Family) -> dict[str, ob
     if kind == "longrope" and kind in family.rope:
         return args
     raise UnsupportedError(
-        f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
+        f"Megatron's arguments do not support RoPE scaling of type {str(kind)[:40]!r}",
         file="config.json",
         hint=HINT,
     )
@@ -194,21 +194,21 @@ def unsaid_rope(config: Mapping[str, object], family: Family) -> str | None:
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in (None, "default") and "full" in family.rope:
         return (
-            f"{str(kind)[:40]} scaling of the rotary embeddings only in layers without a window "
-            "(a Megatron model with these arguments does not scale, and computes different logits)"
+            f"{str(kind)[:40]} RoPE scaling only in layers without a sliding window (a Megatron "
+            "model with these arguments does not apply the scaling and computes different logits)"
         )
     if kind == "longrope" or (kind not in (None, "default") and "layers" in family.rope):
-        return f"{str(kind)[:40]} scaling of the rotary embeddings (Megatron rotates without it)"
+        return f"{str(kind)[:40]} RoPE scaling (Megatron does not apply it)"
     if parameters.get("llama_4_scaling_beta"):
         length = parameters.get("original_max_position_embeddings")
-        return f"llama_4_scaling_beta (attention scores of positions from {length} on)"
+        return f"llama_4_scaling_beta (it scales the attention scores from position {length} on)"
     return None
 
 
 _UNSAID: Mapping[str, str] = {
-    "longrope": "longrope scaling of the rotary embeddings",
-    "full": "a scaling of the rotary embeddings in layers without a window",
-    "layers": "a scaling of the rotary embeddings in some layers",
+    "longrope": "longrope RoPE scaling",
+    "full": "RoPE scaling in layers without a sliding window",
+    "layers": "RoPE scaling in some layers",
     "llama4": "llama_4_scaling_beta",
 }
 """Type in a family's table → what ``config.json`` may state and no argument of Megatron does."""
@@ -257,7 +257,7 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
         }
         if factor is not None:
             raise UnsupportedError(
-                "rotary_seq_len_interpolation_factor and use_rope_scaling are both set"
+                "rotary_seq_len_interpolation_factor and use_rope_scaling cannot both be set"
             )
     elif factor is not None:
         scaling = {
@@ -275,9 +275,9 @@ def rope_config(fields: Mapping[str, object], family: Family) -> dict[str, objec
     if "full" in family.rope:
         if scaling is not None:
             raise UnsupportedError(
-                "the arguments scale the rotary embeddings of all layers "
-                f"({scaling['rope_type']}); {family.model_type} models in transformers scale only "
-                "those of layers without a window"
+                f"the arguments apply {scaling['rope_type']} RoPE scaling to all layers, but "
+                f"{family.model_type} models in transformers apply RoPE scaling only to layers "
+                "without a sliding window"
             )
         entries["rope_parameters"] = sections_of(parameters)
     if "partial" in family.rope:
@@ -307,7 +307,7 @@ def arguments_by_window(config: Mapping[str, object], family: Family) -> dict[st
     kind = full.get("rope_type", full.get("type")) or "default"
     if (window.get("rope_type") or "default") != "default" or kind not in ("default", "linear"):
         raise UnsupportedError(
-            f"rotary scaling of type {str(kind)[:40]!r} has no counterpart in Megatron's arguments",
+            f"Megatron's arguments do not support RoPE scaling of type {str(kind)[:40]!r}",
             file="config.json",
             hint=HINT,
         )
@@ -332,7 +332,7 @@ def config_by_window(fields: Mapping[str, object]) -> dict[str, object]:
     Raises:
         CorruptError: ``rotary_base`` is not a pair of numbers.
     """
-    expected = "the pair of the bases of layers with a window and without"
+    expected = "two RoPE bases, for layers with and without a sliding window"
     bases = FieldReader().read_list(
         fields.get("rotary_base"), "argument rotary_base", n=2, expected=expected
     )
@@ -372,7 +372,7 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
     kind = window.get("rope_type") or "default"
     if kind != "default":
         raise UnsupportedError(
-            f"rotary scaling of type {str(kind)[:40]!r} in layers with a window is not supported",
+            f"RoPE scaling of type {str(kind)[:40]!r} in sliding-window layers is not supported",
             file="config.json",
             hint=HINT,
         )
@@ -380,8 +380,8 @@ def plain_rotation(config: Mapping[str, object]) -> dict[str, object]:
     bases = [rope_number(section, "rope_theta", default=usual) for section in (window, full)]
     if bases[0] != bases[1]:
         raise UnsupportedError(
-            f"layers with a window rotate with base {bases[0]}, other layers with {bases[1]}; "
-            "Megatron has one rotary_base for all",
+            f"the RoPE base is {bases[0]} in sliding-window layers and {bases[1]} in the other "
+            "layers, but Megatron has a single rotary_base for all layers",
             file="config.json",
         )
     return {**result, "rope_theta": bases[0]}

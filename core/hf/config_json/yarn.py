@@ -121,8 +121,8 @@ def plain_yarn_arguments(
         rope_number(parameters, "attention_factor", default=usual), usual, rel_tol=1e-6
     ):
         raise UnsupportedError(
-            f"YaRN scaling with an attention_factor of {parameters['attention_factor']!r}; "
-            f"Megatron always uses {usual:.6g} for this factor",
+            f"YaRN scaling with an attention_factor of {parameters['attention_factor']!r} is not "
+            f"supported, because Megatron always uses {usual:.6g} for this scaling factor",
             file="config.json",
             hint=HINT,
         )
@@ -176,8 +176,8 @@ def _check_mscale(mscale: float, mscale_all_dim: float) -> None:
     """
     if mscale != 1 and not mscale_all_dim:
         raise UnsupportedError(
-            f"YaRN scaling with mscale {mscale} but without mscale_all_dim: "
-            "Megatron and transformers interpret it differently"
+            f"YaRN scaling with mscale {mscale} but without mscale_all_dim is not supported, "
+            "because Megatron and transformers interpret it differently"
         )
 
 

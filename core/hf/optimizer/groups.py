@@ -121,7 +121,7 @@ def megatron_groups(
         hf = next((hf for hf in hf_names if hf not in settings_of), None)
         if hf is not None:
             raise UnsupportedError(
-                "no parameter group with this parameter records the optimizer's settings",
+                "no parameter group records the optimizer's settings for this parameter",
                 key=hf,
                 hint="drop the optimizer with --no-optim",
             )
@@ -154,8 +154,8 @@ def _notes(
     notes = []
     if len(rates) > 1:
         notes.append(
-            f"the source's parameter groups have {len(rates)} learning rates; Megatron's schedule "
-            "gives all parameters the same one"
+            f"the source's parameter groups have {len(rates)} different learning rates, but "
+            "Megatron's schedule uses the same rate for all parameters"
         )
     if any(
         settings_of[hf].get("decoupled_weight_decay") is False
@@ -163,8 +163,9 @@ def _notes(
         for _, hf in trained.values()
     ):
         notes.append(
-            "the source's Adam adds weight decay to the gradients (L2); Megatron decouples it, as "
-            "AdamW does, unless decoupled_weight_decay is off in its OptimizerConfig"
+            "the source's Adam adds weight decay to the gradients (L2), but Megatron decouples "
+            "weight decay, as AdamW does, unless decoupled_weight_decay is off in its "
+            "OptimizerConfig"
         )
     for group in groups:
         hf_names = [trained[name][1] for name in group.params or ()]
@@ -175,13 +176,14 @@ def _notes(
             values = sorted({str(others[hf] or 0.0) for hf in changed})
             several = f"{len(changed)} matrices such as " if changed[1:] else "the matrix "
             notes.append(
-                f"{several}{changed[0]} had weight decay {', '.join(values)}; in Megatron's "
-                f"groups it is {decay}, as for other matrices"
+                f"{several}{changed[0]} had weight decay {', '.join(values)}, but Megatron's "
+                f"groups use {decay} for all matrices"
             )
         elif changed:
             several = f"{len(changed)} biases and vectors" if changed[1:] else changed[0]
             notes.append(
-                f"{several} had weight decay, which Megatron's groups do not apply (wd_mult 0)"
+                f"{several} had weight decay, but Megatron exempts biases and vectors from it "
+                "(wd_mult 0)"
             )
     # All groups of Megatron get these from the same arguments.
     for name in _OF_TORCH:
@@ -191,8 +193,9 @@ def _notes(
         other = next((hf for _, hf in trained.values() if settings_of[hf].get(name) != first), None)
         if other is not None:
             raise UnsupportedError(
-                f"the optimizer's parameter groups differ in {name}: {first!r:.40} and "
-                f"{settings_of[other].get(name)!r:.40}; Megatron has one value for all parameters",
+                f"the optimizer's parameter groups differ in {name} ({first!r:.40} and "
+                f"{settings_of[other].get(name)!r:.40}), but Megatron has a single value for all "
+                "parameters",
                 key=other,
                 hint="drop the optimizer with --no-optim",
             )

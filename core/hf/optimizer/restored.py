@@ -105,14 +105,14 @@ def restored_optimizer(
     scheduler = build_constant_schedule(settings, n_samples=n_samples)
     titles = {
         "distributed": "distributed optimizer (--use-distributed-optimizer); --to megatron writes "
-        "the other one",
-        "float16": "Float16Optimizer (without --use-distributed-optimizer); "
-        "--to torch_dist writes the distributed one",
-        "fp32": "FP32Optimizer (float32 weights; --dtype bf16 makes Megatron's mixed precision, "
-        "with these as master weights); --to torch_dist writes the distributed one",
+        "the non-distributed optimizer",
+        "float16": "Float16Optimizer (without --use-distributed-optimizer); --to torch_dist writes "
+        "the distributed optimizer",
+        "fp32": "FP32Optimizer, because the weights are float32 (--dtype bf16 writes bf16 weights "
+        "and uses these as master weights); --to torch_dist writes the distributed optimizer",
     }
     iteration = (
-        (f"the source does not record its iteration; using {n_steps}, the optimizer's steps",)
+        (f"the source does not record its iteration, so ckpt uses the step count, {n_steps}",)
         if catalog.iteration is None and n_steps
         else ()
     )
@@ -157,9 +157,9 @@ def _check_algorithm(catalog: Catalog, states: Sequence[str]) -> None:
     elif "decoupled_weight_decay" in settings and "amsgrad" not in settings:
         problem = "its groups have the settings of RAdam"
     elif settings.get("maximize") or settings.get("amsgrad"):
-        problem = f"it was set to {'maximize' if settings.get('maximize') else 'amsgrad'}"
+        problem = f"it uses {'maximize' if settings.get('maximize') else 'amsgrad'}"
     if problem is not None:
         raise UnsupportedError(
-            f"the optimizer is not an Adam or SGD that Megatron has: {problem}",
+            f"Megatron has no Adam or SGD like this optimizer, because {problem}",
             hint="drop the optimizer with --no-optim",
         )

@@ -102,8 +102,8 @@ def view_of_named_state(catalog: Catalog, state: str) -> Catalog:
         shape = catalog.tensors[pair[0]].shape
         if tensor.shape != shape:
             raise UnsupportedError(
-                f"the optimizer state has shape {tensor.shape}, but its parameter has {shape}; "
-                "only states shaped like their parameter can be carried to Megatron",
+                f"the optimizer state has shape {tensor.shape}, but its parameter has shape "
+                f"{shape}; only states with their parameter's shape can be converted to Megatron",
                 key=key,
                 hint="drop the optimizer with --no-optim",
             )

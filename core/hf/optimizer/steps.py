@@ -135,8 +135,8 @@ def read_steps(catalog: Catalog, names: Sequence[str], store: ReadStore) -> int 
         first = first or (key, steps)
         if steps != first[1]:
             raise UnsupportedError(
-                f"the optimizer has taken {steps} steps with this parameter, but {first[1]} with "
-                f"that of {first[0]}; Megatron has one count for all parameters",
+                f"the step count is {steps} for this parameter, but {first[1]} in {first[0]}; "
+                "Megatron has a single step count for all parameters",
                 key=key,
                 hint="drop the optimizer with --no-optim",
             )

@@ -81,8 +81,8 @@ def convert_states(
             continue
         if len(trained) < len(keys):
             raise UnsupportedError(
-                f"the optimizer trains {trained[0]}, but not {_first_missing(keys, trained)}, and "
-                "both are one tensor in Megatron",
+                f"the optimizer trains {trained[0]} but not {_first_missing(keys, trained)}, "
+                "although Megatron stores both in one tensor",
                 key=name,
                 hint="drop the optimizer with --no-optim",
             )
@@ -93,7 +93,7 @@ def convert_states(
                     continue
                 missing = _first_missing(keys, view.tensors)
                 raise MissingShardError(
-                    f"the optimizer has {state} for other parameters, but not for this one",
+                    f"the optimizer has {state} for other parameters, but not for this parameter",
                     key=missing,
                     hint="drop the optimizer with --no-optim",
                 )

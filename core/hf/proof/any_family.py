@@ -166,8 +166,8 @@ def _check_quantization(
     if scheme is None and signs and narrow and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors), "
-            "but config.json has no quantization_config",
+            message=f"the checkpoint contains quantized weights ({len(signs):,} tensors), but "
+            "config.json has no quantization_config",
             key=signs[0],
             expected="quantization_config",
             found="none",
@@ -177,7 +177,7 @@ def _check_quantization(
             kind="quantization",
             message=f"config.json declares quantized weights ({scheme.method}), "
             "but none are quantized",
-            expected=f"weights of {scheme.method}",
+            expected=f"weights quantized with {scheme.method}",
             found="weights that are not quantized",
         )
 
@@ -225,7 +225,8 @@ def _check_embedding(
     ] not in numbers:
         yield Problem(
             kind="shape",
-            message=f"shape {tensor.shape}, but config.json implies {(rows, hidden)} (elements)",
+            message=f"the tensor has shape {tensor.shape}, but config.json implies "
+            f"{(rows, hidden)}",
             key=key,
             expected=str((rows, hidden)),
             found=str(tensor.shape),
@@ -254,7 +255,8 @@ def _check_layers(
     if last + 1 not in declared | {count + number for number in declared}:
         yield Problem(
             kind="layers",
-            message=f"config.json declares {count} layers, but there are tensors for {last + 1}",
+            message=f"config.json declares {count} layers, but the checkpoint has tensors for "
+            f"{last + 1}",
             key=f"{stack}.{last}",
             expected=f"{count} layers",
             found=f"{last + 1}",
@@ -311,8 +313,8 @@ def _check_experts(
         )
         yield Problem(
             kind="experts",
-            message=f"config.json declares {declared[0]} experts, "
-            f"but there are tensors for {max(counts)}",
+            message=f"config.json declares {declared[0]} experts, but the checkpoint has tensors "
+            f"for {max(counts)}",
             key=last,
             expected=f"{declared[0]} experts",
             found=f"{max(counts)}",
@@ -404,7 +406,8 @@ def _check_projections(
             text = " or ".join([*choices[:_MOST_NAMED], *(["…"] if choices[_MOST_NAMED:] else [])])
             yield Problem(
                 kind="shape",
-                message=f"{first.shape[0]:,} rows in every layer, but config.json implies {text}",
+                message=f"the tensor has {first.shape[0]:,} rows in every layer, but config.json "
+                f"implies {text}",
                 key=first_key,
                 expected=f"{text} rows",
                 found=str(first.shape),

@@ -205,11 +205,10 @@ def _prepare_case(
 def _find_all(case: _Case, *, has_own_file: bool) -> Iterator[Problem]:
     """Yield all problems; a single one if no tensor has a name of the family."""
     if not any(name.startswith(BODY) for name in case.stored):
-        first = next(iter(case.stored), "there are no tensors")
+        first = next((f"; the first tensor is {name!r}" for name in case.stored), "")
         yield Problem(
             kind="missing",
-            message=f"no tensor has a name of a {case.model.family.model_type} model; "
-            f"the first name is {first!r}",
+            message=f"no tensor has a name that {case.model.family.model_type} models use{first}",
             key=case.expected[0].names[0],
             expected=f"{len(case.expected):,} tensors",
             found="none of them",
@@ -235,8 +234,8 @@ def _check_counts(case: _Case) -> Iterator[Problem]:
             matches = ((pattern.match(name), key) for name, key in case.key_of.items())
             yield Problem(
                 kind=kind,
-                message=f"{CONFIG} declares {declared:,} {kind}, "
-                f"but there are tensors for {stored:,}",
+                message=f"{CONFIG} declares {declared:,} {kind}, but the checkpoint has tensors "
+                f"for {stored:,}",
                 key=next(
                     (key for match, key in matches if match and int(match[1]) == stored - 1), None
                 ),
@@ -309,7 +308,7 @@ def _check_stored(case: _Case, tensor: Tensor, name: str, shape: Shape) -> Itera
     if is_packed:
         yield Problem(
             kind="dtype",
-            message=f"the elements are {tensor.dtype}, but {CONFIG} declares no quantization",
+            message=f"the tensor is {tensor.dtype}, but {CONFIG} declares no quantization",
             key=case.key_of[name],
             expected="floating-point numbers",
             found=tensor.dtype,
@@ -318,10 +317,10 @@ def _check_stored(case: _Case, tensor: Tensor, name: str, shape: Shape) -> Itera
         is_tied_head = name == case.model.family.head and declares_tie(
             case.config, case.model.family
         )
-        tied = f"{CONFIG} ties the output layer to the embedding; " if is_tied_head else ""
+        tied = ", because it ties the output layer to the embedding" if is_tied_head else ""
         yield Problem(
             kind="ties" if is_tied_head else "shape",
-            message=f"{tied}shape {tensor.shape}, but {CONFIG} implies {shape} (elements)",
+            message=f"the tensor has shape {tensor.shape}, but {CONFIG} implies {shape}{tied}",
             key=case.key_of[name],
             expected=str(shape),
             found=str(tensor.shape),
@@ -338,7 +337,7 @@ def _check_scales(
     if key is None and scheme.needs_scales:
         yield Problem(
             kind="quantization",
-            message=f"a weight in {tensor.dtype} has no scales",
+            message=f"a {tensor.dtype} weight has no scales",
             key=case.key_of[name],
             expected=f"{case.key_of[name]}_scale_inv",
             found="no such tensor",
@@ -347,11 +346,10 @@ def _check_scales(
     elif key is not None and not scheme.fits(case.stored[key].shape, tensor.shape):
         yield Problem(
             kind="quantization",
-            message=f"scales of shape {case.stored[key].shape} for a weight of shape "
-            f"{tensor.shape} "
-            f"in blocks of {scheme.block}",
+            message=f"the scales have shape {case.stored[key].shape}, which does not fit a weight "
+            f"of shape {tensor.shape} in blocks of {scheme.block}",
             key=case.key_of[key],
-            expected=f"one for each block of {scheme.block}",
+            expected=f"one scale for each block of {scheme.block}",
             found=str(case.stored[key].shape),
         )
 
@@ -362,8 +360,8 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
     if case.scheme is None and signs and not has_own_file:
         yield Problem(
             kind="quantization",
-            message=f"quantized weights ({len(signs):,} tensors), "
-            f"but {CONFIG} has no quantization_config",
+            message=f"the checkpoint contains quantized weights ({len(signs):,} tensors), but "
+            f"{CONFIG} has no quantization_config",
             key=case.key_of[signs[0]],
             expected="quantization_config",
             found="none",
@@ -382,7 +380,7 @@ def _check_quantization(case: _Case, *, has_own_file: bool) -> Iterator[Problem]
             kind="quantization",
             message=f"{CONFIG} declares quantized weights ({case.scheme.method}), "
             "but none are quantized",
-            expected=f"weights of {case.scheme.method}",
+            expected=f"weights quantized with {case.scheme.method}",
             found="weights that are not quantized",
         )
 
@@ -404,8 +402,8 @@ def _find_unexpected(case: _Case) -> Iterator[Problem]:
             continue
         yield Problem(
             kind="unexpected",
-            message=f"{case.model.family.model_type} models as described by {CONFIG} "
-            "have no such tensor",
+            message=f"the {case.model.family.model_type} model that {CONFIG} describes has no such "
+            "tensor",
             key=case.key_of[name],
             expected="no such tensor",
             found=f"{case.stored[name].dtype} {case.stored[name].shape}",

@@ -160,8 +160,8 @@ def unchecked_text(config: Mapping[str, object]) -> str | None:
         return None
     name = read_architecture(config) or f"a {model_type} model"
     return (
-        f"tensor names of {name[:80]}, for which there is no table; only the sizes in config.json "
-        "were compared, and layers with each other"
+        f"the tensor names of {name[:80]}, because there is no table for them; only the sizes in "
+        "config.json were compared, and the layers with each other"
     )
 
 

@@ -26,12 +26,12 @@ from core.hf.values import CONFIG, UNUSED_WEIGHT_HINT
 _MOST_PREFIXES = 4
 _WRAPPERS = ("state_dict.", "model_state_dict.", "module.", "_orig_mod.", "app.", "model.model.")
 """Prefixes that training frameworks add to all names; no transformers model stores such names."""
-_OTHER_CONFIG = f"is this the right {CONFIG} for these weights?"
+_OTHER_CONFIG = f"check that this is the right {CONFIG} for these weights"
 _HINTS: Mapping[Kind, str] = {
     **dict.fromkeys(("missing", "shape", "layers", "experts", "config"), _OTHER_CONFIG),
-    "sisters": "take this layer's weights from another copy of the model",
+    "sisters": "replace this layer's weights with the weights from another copy of the model",
     "unexpected": UNUSED_WEIGHT_HINT,
-    "dtype": "weights must be floating-point numbers: drop other tensors with --exclude",
+    "dtype": "weights must be floating-point numbers; drop other tensors with --exclude",
     "ties": "set tie_word_embeddings in config.json to true if the output layer shares the "
     "embedding's weights, to false if it has its own",
     "quantization": "apply the scales with --dequantize bf16, or pass the config.json of the "
@@ -90,7 +90,7 @@ def prove_model(
         elif first.kind == "unexpected":
             error = UnknownTensorError
         raise error(
-            f"not the {model_type} model that {CONFIG} describes: "
+            f"this is not the {model_type} model that {CONFIG} describes: "
             f"{first.message}{more_text(severe)}",
             key=first.key,
             hint=_HINTS[first.kind],
@@ -109,16 +109,17 @@ def prove_model(
         if wrapper is not None and weights:
             raise UnknownTensorError(
                 f"all names begin with {wrapper!r}, as in a training framework's state dict; "
-                "transformers does not know such names and would initialize these weights randomly",
+                "transformers would not recognize these names and would initialize the weights "
+                "randomly",
                 key=next(iter(weights)),
-                hint=f"remove it with --strip-prefix {wrapper}",
+                hint=f"remove the prefix with --strip-prefix {wrapper}",
             )
 
     # Note differences with which the model can still be used.
     notes = _dtype_notes(weights, config) if is_strict else []
     if problems:
         keys = [str(problem.key) for problem in problems]
-        keys_text = ", ".join(keys[:3]) + (f" and {len(keys) - 3:,} others" if keys[3:] else "")
+        keys_text = ", ".join(keys[:3]) + (f" and {len(keys) - 3:,} more" if keys[3:] else "")
         notes.append(f"{model_type} models do not have {keys_text}; transformers ignores them")
     unchecked = unchecked_text(config)
     if unchecked is not None:
@@ -145,10 +146,14 @@ def _prefix_error(
         carrying = carrying_option(states) if takes_optimizer else None
         options += " --no-optim" if carrying is None else f" {carrying}"
     return UnknownTensorError(
-        f"the names begin with {prefix!r}, unlike those of {model_type} models"
-        + (f"; without it, {remaining[0].message}{more_text(remaining)}" if remaining else ""),
+        f"the tensor names begin with {prefix!r}, unlike the names in {model_type} models"
+        + (
+            f"; without the prefix, {remaining[0].message}{more_text(remaining)}"
+            if remaining
+            else ""
+        ),
         key=next(key for key in weights if key.startswith(prefix)),
-        hint=f"remove it with {options}"
+        hint=f"remove the prefix with {options}"
         + (f", and pass the {CONFIG} of this model" if remaining else ""),
     )
 
@@ -163,8 +168,8 @@ def _dtype_notes(weights: Mapping[str, Tensor], config: Mapping[str, object]) ->
     if declared is None or len(dtypes) != 1 or str(declared).removeprefix("torch.") in dtypes:
         return []
     note = (
-        f"{CONFIG} declares {declared}, but the weights are {min(dtypes)}: "
-        "transformers casts them by default when loading"
+        f"{CONFIG} declares {declared}, but the weights are {min(dtypes)}; by default, "
+        "transformers casts them when loading"
     )
     return [note]
 

@@ -51,7 +51,10 @@ def interleave_by_group(extents: Sequence[int], n_groups: int) -> list[Strip]:
         ValueError: an extent is not a multiple of ``n_groups``.
     """
     if n_groups < 1 or any(extent % n_groups for extent in extents):
-        raise ValueError(f"{list(extents)} rows cannot be divided evenly into {n_groups} groups")
+        raise ValueError(
+            f"parts of {', '.join(map(str, extents))} rows cannot be divided evenly into "
+            f"{n_groups} groups"
+        )
     strips = []
     row = 0
     for group in range(n_groups):

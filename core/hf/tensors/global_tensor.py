@@ -97,8 +97,8 @@ def _check_dtypes(catalog: Catalog, keys: Sequence[str], name: str) -> None:
     if len(dtypes) > 1:
         (other, other_key), (first, first_key) = list(dtypes.items())[-2:]
         raise CorruptError(
-            f"{first_key} is {first} and {other_key} is {other}, "
-            "but they are one tensor in Megatron",
+            f"{first_key} is {first} and {other_key} is {other}, but Megatron stores them in one "
+            "tensor",
             key=name,
         )
     for key in keys:
@@ -114,7 +114,7 @@ def _find_part(catalog: Catalog, names: Sequence[str], pair: Pair) -> str:
     for key in names:
         if key in catalog.tensors:
             return key
-    hint = None if pair.stack is None else f"the stacked tensor {pair.stack[0]} is missing as well"
+    hint = None if pair.stack is None else f"the stacked tensor {pair.stack[0]} is missing, too"
     raise MissingShardError("the tensor is not in the checkpoint", key=names[0], hint=hint)
 
 
@@ -123,7 +123,7 @@ def _check_shape(catalog: Catalog, key: str, shape: Shape) -> None:
     actual = catalog.tensors[key].shape
     if actual != shape:
         raise CorruptError(
-            f"shape {actual}, but {CONFIG} implies {shape} (elements)",
+            f"the tensor has shape {actual}, but {CONFIG} implies {shape}",
             key=key,
-            hint="is this the right configuration for these weights?",
+            hint=f"check that this is the right {CONFIG} for these weights",
         )

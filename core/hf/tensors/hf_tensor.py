@@ -52,8 +52,8 @@ def hf_tensors(catalog: Catalog, pairs: Mapping[str, Pair]) -> dict[str, Tensor]
         for number, expert in enumerate(experts):
             if expert.dtype != experts[0].dtype:
                 raise CorruptError(
-                    f"the part of expert {number} is {expert.dtype} and that of expert 0 is "
-                    f"{experts[0].dtype}, but they are one tensor in Hugging Face models",
+                    f"expert {number}'s part is {expert.dtype} and expert 0's part is "
+                    f"{experts[0].dtype}, but Hugging Face models store them in one tensor",
                     key=key,
                 )
         tensors[key] = stack(experts)
@@ -88,7 +88,7 @@ def _split_tensor(tensor: Tensor, name: str, pair: Pair) -> dict[str, Tensor]:
         tensor = tensor.narrow(0, 0, pair.shape[0])
     if tensor.shape != pair.shape:
         raise CorruptError(
-            f"shape {tensor.shape}, but the training arguments imply {pair.shape} (elements)",
+            f"the tensor has shape {tensor.shape}, but the training arguments imply {pair.shape}",
             key=name,
         )
     if (shift := pair.shift) is not None:
@@ -133,13 +133,13 @@ def _packed_tensor(catalog: Catalog, key: str, pairs: Sequence[tuple[str, Pair]]
         check_numbers(name, tensor)
         if tensor.shape != shape:
             raise CorruptError(
-                f"shape {tensor.shape}, but the training arguments imply {shape} (elements)",
+                f"the tensor has shape {tensor.shape}, but the training arguments imply {shape}",
                 key=name,
             )
         if tensor.dtype != first.dtype:
             raise CorruptError(
-                f"{name} is {tensor.dtype} and {first_name} is {first.dtype}, "
-                "but they are one tensor in Hugging Face models",
+                f"{name} is {tensor.dtype} and {first_name} is {first.dtype}, but Hugging Face "
+                "models store them in one tensor",
                 key=key,
             )
     from core.hf.tensors.packed import pack_experts

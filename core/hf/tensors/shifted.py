@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 SHIFT_NOTE = (
-    "stored minus 1 in Megatron (layernorm_zero_centered_gamma); exact for values of at least 0.5, "
-    "smaller ones are rounded"
+    "Megatron stores this weight minus 1 (layernorm_zero_centered_gamma); values of at least 0.5 "
+    "are exact, smaller values are rounded"
 )
 
 

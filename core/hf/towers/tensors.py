@@ -47,8 +47,8 @@ def megatron_tensor(catalog: Catalog, tensor: TowerTensor) -> GlobalTensor:
         stored = catalog.tensors[name]
         if (stored.dtype, stored.shape) != (first.dtype, first.shape):
             raise CorruptError(
-                f"{stored.dtype} of shape {stored.shape}, but {names[0]} is {first.dtype} of "
-                f"{first.shape}, and they are one tensor in Megatron",
+                f"the tensor is {stored.dtype} of shape {stored.shape}, but {names[0]} is "
+                f"{first.dtype} of shape {first.shape}, and Megatron stores both in one tensor",
                 key=name,
             )
     strips = _strips_of(tensor, names[0], first.shape)
@@ -76,10 +76,10 @@ def hf_tower_tensors(catalog: Catalog, tensor: TowerTensor) -> dict[str, Tensor]
     stored = catalog.tensors[key]
     if tensor.n_layers is not None and stored.shape[:1] != (tensor.n_layers,):
         raise CorruptError(
-            f"shape {stored.shape}, but {CONFIG} implies {tensor.n_layers} layers on the first "
-            "axis",
+            f"the tensor has shape {stored.shape}, but {CONFIG} implies {tensor.n_layers} layers "
+            "on the first axis",
             key=key,
-            hint=f"is this the right {CONFIG} for these weights?",
+            hint=f"check that this is the right {CONFIG} for these weights",
         )
     shape = stored.shape if tensor.n_layers is None else stored.shape[1:]
     strips = _strips_of(tensor, key, shape)
@@ -107,10 +107,10 @@ def _strips_of(tensor: TowerTensor, key: str, shape: Shape) -> tuple[Strip, ...]
     n_rows = shape[0] if shape else 0
     if not n_rows or n_rows % (_PARTS * tensor.n_heads):
         raise CorruptError(
-            f"{n_rows} rows cannot be divided evenly into queries, keys and values of the "
+            f"{n_rows} rows cannot be divided evenly into the queries, keys and values of the "
             f"{tensor.n_heads} heads in {CONFIG}",
             key=key,
-            hint=f"is this the right {CONFIG} for these weights?",
+            hint=f"check that this is the right {CONFIG} for these weights",
         )
     part = FamilyPart((tensor.hf,), (n_rows // _PARTS, *shape[1:]))
     return Pair((tensor.megatron,), (part,) * _PARTS, n_groups=tensor.n_heads).strips

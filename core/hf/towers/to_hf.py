@@ -81,8 +81,8 @@ class SeparatedTowers:
         if self.model.not_built and self.complete_origin.config.get(_SPEAKS) is not False:
             parts = " and ".join(f"{start}*" for start in self.model.not_built)
             note = (
-                f"the result has no {parts}, and transformers would initialize them randomly: load "
-                f"it with {_SPEAKS}=False"
+                f"the result has no {parts}, and transformers would initialize them randomly, so "
+                f"load the result with {_SPEAKS}=False"
             )
             notes = (*notes, note)
         result = replace(text, tensors=tensors, files=files, notes=notes)
@@ -184,21 +184,21 @@ def separate_towers(
         if _PROJECTION in names:
             beside = sorted(names & _LLAVA)
             raise UnsupportedError(
-                "the checkpoint is Megatron-LM's LLaVA: transformers has no model with its tower "
-                f"and projection ({', '.join(beside)})",
-                hint="to convert the language model alone, drop them: "
+                "the checkpoint is Megatron-LM's LLaVA, but transformers has no model with its "
+                f"tower and projection ({', '.join(beside)})",
+                hint="to convert only the language model, drop them with "
                 + " ".join(f"--exclude '{tower}.*'" for tower in beside),
             )
         if not any(key.startswith(wrapper.towers) for key in catalog.tensors):
             return None  # they were excluded
         raise UnsupportedError(
             f"the checkpoint is a text model with towers{problem}",
-            hint=f"pass the complete model's {CONFIG} with --config FILE "
-            f"(types: {', '.join(composite_models())})",
+            hint=f"pass the complete model's {CONFIG} with --config FILE (supported types: "
+            f"{', '.join(composite_models())})",
         )
     if catalog.optimizer is not None:
         raise UnsupportedError(
-            f"the optimizer of {model.name} models cannot have Hugging Face's names",
+            f"ckpt cannot convert the optimizer of {model.name} models to Hugging Face's names",
             hint="drop it with --no-optim",
         )
 
@@ -221,7 +221,7 @@ def separate_towers(
             raise UnsupportedError(
                 f"{model.name} models in transformers have no such tensor",
                 key=key,
-                hint=f"is this the right {CONFIG} for these weights?",
+                hint=f"check that this is the right {CONFIG} for these weights",
             )
 
     # What is left is a text model, which turns text as ordinary ones do.
@@ -244,7 +244,7 @@ def separate_towers(
         text,
         text_fields,
         origin,
-        ConfigOrigin(document(config), config),
+        ConfigOrigin(document(config), config, origin.is_passed),
         towers,
         {start: beginnings[start] for start in model.text},
     )
@@ -266,7 +266,7 @@ def _beginnings_of(fields: Mapping[str, object], model: CompositeModel) -> dict[
     names = parse_json_object(text.encode(), file=f"the argument {NAMES_ARGUMENT}")
     if any(key not in result or not isinstance(value, str) for key, value in names.items()):
         raise CorruptError(
-            f"argument {NAMES_ARGUMENT} has other entries than the names of {model.name}: "
+            f"argument {NAMES_ARGUMENT} has entries that are not names of {model.name}: "
             f"{json.dumps(names)[:200]}"
         )
     return result | {key: str(value) for key, value in names.items()}

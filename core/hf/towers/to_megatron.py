@@ -44,8 +44,8 @@ EXPERTS_ARGUMENT = "huggingface_experts"
 """Name of the argument that says how matrices lie in tensors of all experts: ``TRANSPOSED``, as in
 published files, or ``PLAIN``, as transformers 5 writes them."""
 TRANSPOSED, PLAIN = "transposed", "plain"
-TEXT_MODEL_HINT = "convert the text model alone with --text-model"
-_UNKNOWN = "and ckpt does not know their names in Megatron"
+TEXT_MODEL_HINT = "convert only the text model with --text-model"
+_UNKNOWN = "and ckpt does not know the names of these parts in Megatron"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,11 @@ def separate_model(catalog: Catalog, config: Mapping[str, object]) -> SeparatedM
         parts = f"other parts ({starts})" if starts else "other parts"
         text_type = type_of_text(thinking_part(config))
         refused = refused_types().get(text_type)
-        also = "" if refused is None else f". Nor is its text model, a {text_type}: {refused}"
+        also = (
+            ""
+            if refused is None
+            else (f"; its text model ({text_type}) is not supported either: {refused}")
+        )
         raise UnsupportedError(
             f"models of type {model_type!r} combine a text model with {parts}, "
             f"{_reason(model_type)}{also}",

@@ -118,8 +118,9 @@ def get_checkpoint_version(
     version = FieldReader().read_number(version, "checkpoint_version")
     if version < OLDEST and not has_old_names:
         raise UnsupportedError(
-            f"checkpoint_version is {version}: before 2.0, query, key and value rows were in a "
-            "different order, and parameters had different names",
+            f"checkpoint_version is {version}, but ckpt supports only 2.0 and later, because "
+            "earlier versions order query, key and value rows differently and name parameters "
+            "differently",
             hint="load the checkpoint with a newer Megatron-LM and save it again",
         )
     return version
@@ -411,12 +412,12 @@ def _reason_to_drop(
     if differing is not None:
         if name in OF_THE_RUN:
             raise CorruptError(
-                f"{name} differs from that in {first_folder}",
+                f"{name} differs from the value in {first_folder}",
                 rank=differing,
-                hint="check that all rank directories are of the same training step",
+                hint="check that all rank directories are from the same training step",
             )
         return "not the same on all ranks"
 
     # ``same`` does not compare the contents of tensors, so they may differ.
     has_tensors = any(isinstance(leaf, TensorLeaf) for leaf in walk(first_root.get(name)))
-    return "holds tensors, one set per rank" if has_tensors and len(roots) > 1 else None
+    return "contains tensors, one set per rank" if has_tensors and len(roots) > 1 else None

@@ -93,7 +93,7 @@ def disagreement(
             comparison to copying, which compares replicas.
     """
     if any(isinstance(leaf, TensorLeaf) for value in values for leaf in walk(value)):
-        return "it holds tensors, which belong to one layout; Transformer Engine creates it again"
+        return "it contains tensors that belong to one layout; Transformer Engine recreates it"
     if not arrays and all(are_same(values[0], value) for value in values[1:]):
         return None
     if not values and _are_same(arrays, store):
@@ -108,7 +108,7 @@ def disagreement(
             "delayed FP8 scaling, not the same on all ranks; Transformer Engine repeats the "
             "measurements"
         )
-    return "not the same on all ranks; Transformer Engine creates it again"
+    return "not the same on all ranks; Transformer Engine recreates it"
 
 
 def _are_same(arrays: Sequence[StoredArray], store: ReadStore | None) -> bool:
@@ -171,14 +171,14 @@ def adapt_expert_states(
 
     # A state that keeps its key was packed for the experts of a rank, any other is of one expert.
     packed = f"packed for the experts of EP {facts.topology.ep}"
-    single = "of one expert; files have one state for all experts"
+    single = "belongs to one expert, but files have one state for all experts"
     dropped = [
         record
         for key, new in new_keys.items()
         if _is_filled(catalog, key)
         for record in dropped_each(
             (key,),
-            f"{packed if key == new else single}; Transformer Engine creates it again",
+            f"{packed if key == new else single}; Transformer Engine recreates it",
             catalog.tensors,
         )
     ]

@@ -60,12 +60,12 @@ class RandomStates:
         if (saved.tp, saved.pp) != (topology.tp, topology.pp):
             return f"saved with {saved}, not {topology}"
         if not self.is_known:
-            return "their class or layout is not recognized"
+            return "stored in an unrecognized class or layout"
         missing = next((rank for rank in topology.ranks() if rank not in self.by_rank), None)
         if missing is None:
             return None
         rank_name = _name_rank(missing, has_experts=topology.ep > 1 or saved.ep > 1)
-        return f"saved with {saved}, without any for {rank_name}"
+        return f"saved with {saved}, without a state for {rank_name}"
 
     def lost_at(self, topology: Topology) -> tuple[Dropped, ...]:
         """Return the record of the states that other sizes with the same TP and PP do not keep."""
@@ -164,7 +164,9 @@ def kept_states(
     if reason is None:
         return KeptStates(states.by_rank, states.lost_at(topology))
     if rng == "keep":
-        raise UnsupportedError(f"the random states cannot be kept: {reason}", hint=_HINT)
+        raise UnsupportedError(
+            f"the random states cannot be kept, because they were {reason}", hint=_HINT
+        )
     return KeptStates({}, (Dropped((RNG,), f"{reason}; {WITHOUT}"),))
 
 
@@ -184,8 +186,12 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
     """
     states = set(filter(_is_rng_key, catalog.objects))
     if rng == "keep" and not (states and has_place):
-        reason = "the destination cannot store them" if states else "the checkpoint has none"
-        raise UsageError(f"the random states cannot be kept: {reason}", hint="remove --rng")
+        reason = (
+            "the destination cannot store them"
+            if states
+            else ("the checkpoint has no random states")
+        )
+        raise UsageError(f"the random states cannot be kept, because {reason}", hint="remove --rng")
 
     removed = states if rng == "drop" else set()
     catalog = catalog if has_ranks else drop_versions(catalog)
@@ -205,5 +211,5 @@ def with_rng(catalog: Catalog, rng: str | None, *, has_place: bool, has_ranks: b
         if (rank.tp, rank.pp) in kept:
             others.append(f"{RNG} of {_name_rank(rank, has_experts=True)}")
         kept.add((rank.tp, rank.pp))
-    reason = "only one random state for each TP and PP rank is kept"
+    reason = "only one random state per TP and PP rank is kept"
     return replace(result, dropped=(*catalog.dropped, *dropped_together(others, reason)))

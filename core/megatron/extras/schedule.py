@@ -73,11 +73,11 @@ def describe_position(n_samples: int) -> str:
     position = (
         f"after {n_samples} samples"
         if n_samples
-        else "at sample 0, as the source does not record how many it has trained on"
+        else "at sample 0, because the source does not record how many samples it has trained on"
     )
     return (
-        f"the learning rate schedule is not carried: start Megatron with {OVERRIDE}, which makes "
-        f"it use its own, {position}"
+        f"the learning rate schedule is not carried over, so start Megatron with {OVERRIDE}, which "
+        f"makes Megatron use its own schedule, {position}"
     )
 
 

@@ -75,7 +75,8 @@ def topology_of(args: object, *, file: str | None = None) -> Topology:
         raise UnsupportedError(
             "the training arguments have no tensor_model_parallel_size",
             file=file,
-            hint="checkpoints from before Megatron-LM 2.0 are not supported",
+            hint="if Megatron-LM before 2.0 wrote the checkpoint, load it with a newer version and "
+            "save it again",
         )
     ep = size_in(fields, "expert_model_parallel_size", file=file) or 1
     etp = size_in(fields, "expert_tensor_parallel_size", file=file)
@@ -119,12 +120,13 @@ def parse_facts(args: object, *, names: ModelNames | None = None) -> ModelFacts:
         if fields.get(name) not in (None, False, 0, ""):
             raise UnsupportedError(
                 f"{refused} cannot be resharded (argument {name} is set)",
-                hint="convert its torch_dist checkpoints to dcp or torch, keeping their layout",
+                hint="convert a torch_dist checkpoint of the model to dcp or torch instead, which "
+                "keeps the layout",
             )
     if fields.get(_TP_EXTENDS_EP) and fields.get("tensor_model_parallel_size") != 1:
         raise UnsupportedError(
-            "rank files whose experts are divided across TP ranks like EP ranks (MindSpeed's "
-            f"argument {_TP_EXTENDS_EP} is set) cannot be resharded",
+            "rank files cannot be resharded if the TP ranks divide the experts like EP ranks "
+            f"(MindSpeed's argument {_TP_EXTENDS_EP} is set)",
             hint="convert them with MindSpeed-LLM's convert_ckpt.py first",
         )
     topology = topology_of(args)
@@ -330,7 +332,7 @@ def parse_noop_layers(fields: Mapping[str, object]) -> frozenset[int]:
         return frozenset(map(int, items))
     except (TypeError, ValueError):
         raise CorruptError(
-            f"argument {_NOOP_LAYERS} is {describe_value(value)}, not the numbers of layers"
+            f"argument {_NOOP_LAYERS} is {describe_value(value)}, not a list of layer numbers"
         ) from None
 
 
@@ -379,7 +381,7 @@ def _n_predictions(fields: Mapping[str, object], hybrid: LayerPattern | None) ->
     if n_set is not None and in_pattern not in (0, n_set):
         raise CorruptError(
             f"argument mtp_num_layers is {n_set}, but the pattern has {in_pattern} multi-token "
-            "predictions"
+            "prediction layers"
         )
     n = n_set or in_pattern
     return 1 if n and fields.get("mtp_use_repeated_layer") else n
@@ -498,15 +500,15 @@ def disagreements(
         value, other_value = fields.get(name), other_fields.get(name)
         if not are_same(value, other_value):
             yield CorruptError(
-                f"argument {name} is {describe_value(value)} here, but "
-                f"{describe_value(other_value)} in {other_rank}",
+                f"argument {name} is {describe_value(value)}, but {describe_value(other_value)} in "
+                f"{other_rank}",
                 rank=rank,
                 hint="check that all rank directories are from the same checkpoint",
             )
     if pipeline_of(fields, file=rank) != pipeline_of(other_fields, file=other_rank):
         yield CorruptError(
-            f"the arguments distribute layers over pipeline stages differently here than in "
-            f"{other_rank}",
+            "the arguments distribute layers over pipeline stages differently from the arguments "
+            f"in {other_rank}",
             rank=rank,
             hint="check that all rank directories are from the same checkpoint",
         )

@@ -90,14 +90,14 @@ def blocks_of(fields: Mapping[str, object]) -> tuple[LayerBlocks, ...] | None:
         if fields.get(_PATH) in (None, ""):
             return None
         raise UnsupportedError(
-            f"the layers are heterogeneous, but the arguments have only the path of their "
+            "the layers are heterogeneous, but the arguments contain only the path of their "
             f"description ({_PATH}), not its content ({TEXT})",
             hint="use a checkpoint that Megatron's training script saved",
         )
     text = FieldReader().read_text(text, f"argument {TEXT}")
     items = parse_json_object(text.encode(), file=f"the argument {TEXT}").get("block_configs")
     if not isinstance(items, list):
-        raise CorruptError(f"argument {TEXT} has no list block_configs")
+        raise CorruptError(f"argument {TEXT} has no list named block_configs")
     n_heads, n_layers = fields.get("num_attention_heads"), fields.get("num_layers")
     if len(items) != n_layers:
         raise CorruptError(f"argument {TEXT} has {len(items)} layers, but num_layers is {n_layers}")
@@ -119,7 +119,7 @@ def _parse_layer(number: int, item: object, n_heads: object, hidden: object) -> 
     parts = item if isinstance(item, Mapping) else {}
     attention, mlp = parts.get("attention"), parts.get("ffn") or parts.get("mlp")
     if not isinstance(attention, Mapping) or not isinstance(mlp, Mapping):
-        raise CorruptError(f"argument {TEXT}: layer {number} has no attention or no ffn")
+        raise CorruptError(f"layer {number} in argument {TEXT} has no attention or no ffn entry")
     kinds = (_kind_of(attention), _kind_of(mlp))
     n_groups = attention.get("num_query_groups")
     per_group = attention.get("n_heads_in_group")
@@ -128,15 +128,16 @@ def _parse_layer(number: int, item: object, n_heads: object, hidden: object) -> 
     has_size = mlp.get("ffn_hidden_size", mlp.get("ffn_mult")) is not None
     if (kinds[0] == "usual" and n_groups is None) or (kinds[1] == "usual" and not has_size):
         raise UnsupportedError(
-            f"layer {number} has no {'num_query_groups' if has_size else 'ffn_hidden_size'} of its "
-            f"own in the argument {TEXT}, so the names of its norms are unknown"
+            f"layer {number} has no {'num_query_groups' if has_size else 'ffn_hidden_size'} in "
+            f"argument {TEXT}, so the names of its norms are unknown"
         )
     n_inner = _n_inner(mlp, hidden) if kinds[1] == "usual" else None
     if kinds[0] != "usual":
         return LayerBlocks(*kinds, None, n_inner)
     if type(n_groups) is not int or n_groups < 1 or type(n_heads) is not int or n_heads % n_groups:
         raise CorruptError(
-            f"argument {TEXT}: layer {number} has {n_groups!r} query groups for {n_heads} heads"
+            f"layer {number} in argument {TEXT} has {n_groups!r} query groups, which do not evenly "
+            f"divide its {n_heads} heads"
         )
     return LayerBlocks(*kinds, n_groups, n_inner)
 
@@ -199,7 +200,10 @@ def window_layers_of(fields: Mapping[str, object]) -> WindowLayers | None:
         raise CorruptError(f"argument {WINDOWS} is {describe_value(setting)}, which is malformed")
     _, n_heads, n_groups, head_dim = numbers
     if n_heads % n_groups:
-        raise CorruptError(f"argument {WINDOWS} has {n_groups} query groups for {n_heads} heads")
+        raise CorruptError(
+            f"argument {WINDOWS} has {n_groups} query groups, which do not evenly divide its "
+            f"{n_heads} heads"
+        )
     layers = frozenset(n for n, kind in enumerate(types) if kind == "sliding_attention")
     return WindowLayers(layers, keys_before + 1, n_heads, n_groups, head_dim)
 

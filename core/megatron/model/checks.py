@@ -108,7 +108,10 @@ def _check_stack(
         report(MissingShardError(problem, key=stack.rstrip("."), rule="layout.layers"))
     extra = sorted(set(subs_of) - set(range(n_layers)))
     if extra:
-        problem = f"the checkpoint has layers {list_some(extra)}, but the model has {n_layers}"
+        problem = (
+            f"the checkpoint contains layers {list_some(extra)}, but the model has only {n_layers} "
+            "layers"
+        )
         report(CorruptError(problem, key=stack.rstrip("."), rule="layout.layers"))
 
     # Layers of one kind must have the same parameters, and all of their experts.
@@ -138,7 +141,7 @@ def _check_stack(
         for absent in sorted(subs_of_kind[kind] - subs):
             expert = rules.expert_of(absent)
             if expert is None or expert.number in numbers:
-                problem = "other layers have this tensor"
+                problem = "the tensor is missing, but other layers have it"
                 report(
                     MissingShardError(
                         problem, key=str(Layer(stack, layer, absent)), rule="layout.tensor"
@@ -161,8 +164,8 @@ def _kind_of(stack: str, layer: int, subs: Iterable[str], facts: ModelFacts) -> 
     if stack != PREDICTION_STACK and facts.pattern is not None and isinstance(kind, str):
         if not any(sub.startswith(SYMBOLS[kind]) for sub in subs):
             raise CorruptError(
-                f"layer {layer} should be of kind {kind} according to the pattern "
-                f"{facts.pattern.layers}, but it has no {SYMBOLS[kind]}*",
+                f"according to the pattern {facts.pattern.layers}, layer {layer} should be of kind "
+                f"{kind}, but it has no tensor {SYMBOLS[kind]}*",
                 key=str(Layer(stack, layer, min(subs))),
             )
     return kind
@@ -184,8 +187,8 @@ def _check_experts(
         report(MissingShardError(problem, key=name, rule="layout.experts"))
     if extra:
         problem = (
-            f"the checkpoint has experts {list_some(extra)}, but the arguments (num_experts, "
-            f"moe_layer_freq) give this layer {len(expected)}"
+            f"the checkpoint contains experts {list_some(extra)}, but the arguments (num_experts, "
+            f"moe_layer_freq) specify {len(expected)} experts for this layer"
         )
         report(CorruptError(problem, key=name, rule="layout.experts"))
 
@@ -233,8 +236,8 @@ def check_shapes(
                     with suppress(CheckpointingException):
                         check(name, whole, rule, facts, shapes)
                         err.hint = (
-                            f"if each of the {n} {rule.group.upper()} ranks holds the complete "
-                            f"tensor, pass a file with --rules that contains:\n"
+                            f"if each of the {n} {rule.group.upper()} ranks has the complete "
+                            "tensor, use --rules FILE with a file that contains:\n"
                             + format_table("rule", [name], 'rule = "replicate"')
                         )
                 report(err.breaking("layout.shapes"))
@@ -251,7 +254,7 @@ def _check_by_args(
     axis = rule.cut_axis
     if axis is not None and axis >= len(shape):
         raise CorruptError(
-            f"the tensor has {len(shape)} axes, but its rule cuts axis {axis}", key=name
+            f"the tensor has shape {shape}, but its rule splits it along axis {axis}", key=name
         )
     if rule.single is not None and prod(shape) != 1:
         raise UnsupportedError(f"{rule.single} cannot be resharded (shape {shape})", key=name)
@@ -264,7 +267,7 @@ def _check_by_args(
             lines = ("rows", "columns")[axis] if axis < 2 else f"elements on axis {axis}"
             raise CorruptError(
                 f"according to the arguments, the tensor should have {expected} {lines} "
-                f"({size.text}), but there are {extent}",
+                f"({size.text}), but it has {extent}",
                 key=name,
             )
 
@@ -330,7 +333,7 @@ def gate_notes(from_args: ModelFacts, from_shapes: ModelFacts) -> list[str]:
     """Return the note that MLPs are gated by their shapes only; [] if the arguments agree."""
     if from_args.is_gated == from_shapes.is_gated:
         return []
-    return ["the shapes of fc1 and fc2 show that MLPs are gated; the arguments (swiglu) do not"]
+    return ["the shapes of fc1 and fc2 show gated MLPs, but the training arguments lack swiglu"]
 
 
 def check_gate(name: str, rows: int, columns: int, *, is_gated: bool) -> None:
@@ -367,7 +370,7 @@ def check_qkv_rows(name: str, rows: int, facts: ModelFacts) -> None:
     gated = (2 * facts.n_heads + 2 * n_groups) * facts.head_dim
     if rows not in (plain, gated):
         raise CorruptError(
-            f"{facts.n_heads} heads and {n_groups} groups of {facts.head_dim} channels make "
-            f"{plain} rows, but there are {rows}",
+            f"{facts.n_heads} heads and {n_groups} groups of {facts.head_dim} channels need "
+            f"{plain} rows, but the tensor has {rows}",
             key=name,
         )

@@ -157,7 +157,8 @@ def cut_of(
         return Cut(tensor.shape, None, (), n, rule.group)
     if axis >= len(tensor.shape):
         raise CorruptError(
-            f"the tensor has {len(tensor.shape)} axes, but its rule cuts axis {axis}", key=key
+            f"the tensor has shape {tensor.shape}, but its rule splits it along axis {axis}",
+            key=key,
         )
 
     # Heads, units and parts must divide; the vocabulary is padded to divide.
@@ -220,9 +221,9 @@ def check_towers(catalog: Catalog, format: str) -> None:
     is_llava = any(key.startswith(LLAVA_PROJECTION) for key in catalog.tensors)
     if format != "torch_dist" and not is_llava:
         raise UnsupportedError(
-            "the model has towers beside its text model: only Megatron-Bridge builds it, which "
-            f"does not load {format} checkpoints",
-            hint="use --to torch_dist; or convert a Hugging Face model's text model alone with "
+            "the model has towers in addition to its text model, so only Megatron-Bridge can build "
+            f"it, but Megatron-Bridge does not load {format} checkpoints",
+            hint="use --to torch_dist, or convert only the text model of a Hugging Face model with "
             "--text-model",
         )
     # Optimizers of rank files count parameters; with norms, RADIO's order is not that of CLIP.
@@ -233,7 +234,7 @@ def check_towers(catalog: Catalog, format: str) -> None:
     is_numbered = format == "megatron" and catalog.optimizer is not None
     if is_radio and has_norms and is_numbered and model.top_level is None:
         raise UnsupportedError(
-            "in rank files, the optimizer of a RADIO tower with norms is not supported",
+            "ckpt does not support the optimizer of a RADIO tower with norms in rank files",
             hint="drop it with --no-optim, or use --to torch_dist",
         )
 
@@ -264,8 +265,8 @@ def check_head_gates(args: object, format: str) -> None:
     if format != "torch_dist" and fields_of(args).get("head_wise_attn_gate"):
         raise UnsupportedError(
             "each attention head has a gate in linear_qkv (argument head_wise_attn_gate is set), "
-            f"and only torch_dist distinguishes its rows from the others: {format} checkpoints of "
-            "such models are not supported",
+            f"and only torch_dist distinguishes the gate rows from the other rows, so {format} "
+            "checkpoints of this model are not supported",
             hint="use torch_dist (--to torch_dist)",
         )
 
@@ -282,7 +283,9 @@ def check_parallel_sizes(topology: Topology, facts: ModelFacts) -> None:
         hint = "use --vpp-new 1, or a larger --pp-new"
         if layout is not None:
             n = len(layout)
-            hint = f"use --pp-new {n}, or a divisor: the pipeline layout has {n} parts"
+            hint = (
+                f"use --pp-new {n} or a divisor of {n}, because the pipeline layout has {n} parts"
+            )
         raise UnsupportedError(
             f"several model chunks per stage (VPP {topology.vpp}) need more than one pipeline "
             "stage",

@@ -164,8 +164,8 @@ class ModelFacts:
         """
         if len(self.kind.stacks) > 1 and pp > 1:
             raise UnsupportedError(
-                f"{self.kind.kind} models cannot be split into {pp} pipeline stages: megatron-core "
-                "0.14 and later do not support pipelines for encoder-decoder models",
+                f"{self.kind.kind} models cannot be split into {pp} pipeline stages, because "
+                "megatron-core 0.14 and later do not support pipelines for encoder-decoder models",
                 hint="use --pp-new 1",
             )
         pipeline = self.pipeline_at(pp, vpp) if pipeline is None else pipeline
@@ -199,8 +199,8 @@ class ModelFacts:
             cuts = self.pattern.cuts
             if len(cuts) != pp * vpp:
                 raise CorruptError(
-                    f"the pattern of layers has {len(cuts)} chunks, but there are {pp} stages of "
-                    f"{vpp} chunks"
+                    f"the layer pattern has {len(cuts)} chunks, but PP {pp} × VPP {vpp} requires "
+                    f"{pp * vpp} model chunks"
                 )
             return LayerSplit(tuple(cuts[first : first + pp] for first in range(0, pp * vpp, pp)))
 
@@ -261,5 +261,6 @@ def pipeline_notes(facts: ModelFacts, pipeline: Pipeline) -> list[str]:
     """Return the note that the distribution of layers changes; [] if it does not."""
     if facts.pipeline.is_even or pipeline == facts.pipeline:
         return []
-    now = "evenly" if pipeline.is_even else str(pipeline)
-    return [f"layers were distributed over pipeline stages by {facts.pipeline}; now {now}"]
+    now = "evenly" if pipeline.is_even else f"by '{pipeline}'"
+    before = f"by '{facts.pipeline}' in the source"
+    return [f"layers are divided among pipeline stages {before} and {now} in the destination"]

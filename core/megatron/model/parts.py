@@ -61,7 +61,9 @@ def measure_parts(rule: Rule, extent: int, facts: ModelFacts, *, key: str) -> li
     if rule.parts != "gated" or not facts.is_gated:
         return [extent]
     if extent % 2:
-        raise CorruptError(f"a gated MLP has an odd number of rows, {extent}", key=key)
+        raise CorruptError(
+            f"a gated MLP must have an even number of rows, but the tensor has {extent}", key=key
+        )
     return [extent // 2, extent // 2]
 
 
@@ -76,16 +78,19 @@ def _named_parts(rule: Rule, extent: int, sizes: Mapping[str, int], *, key: str)
     unknown = sorted({name for fit in fits if len(fit.unknown) > 1 for name in fit.unknown})
     if unknown:
         raise UnsupportedError(
-            f"the arguments do not give the sizes {', '.join(unknown)}, so the parts of the "
+            f"the arguments do not specify the sizes {', '.join(unknown)}, so the parts of the "
             f"{extent} rows are unknown",
             key=key,
-            hint="add a [[rule]] with the sizes as numbers, parts = [8, 8, 4], using --rules",
+            hint="use --rules FILE with a [[rule]] that lists the sizes as numbers, such as parts "
+            "= [8, 8, 4]",
         )
     text = "; ".join(
         f"{' + '.join(part.text for part in parts)} = {fit.total}{' + …' if fit.unknown else ''}"
         for parts, fit in zip(rule.segments, fits, strict=True)
     )
-    raise CorruptError(f"the parts are {text}, but there are {extent}", key=key)
+    raise CorruptError(
+        f"the parts should add up to the tensor's {extent} rows, but {text}", key=key
+    )
 
 
 def _fit(parts: Sequence[PartSize], extent: int, sizes: Mapping[str, int]) -> _Fit:
@@ -121,11 +126,11 @@ def check_parts(rule: Rule, shape: Shape, facts: ModelFacts, *, key: str) -> Non
     parts = measure_parts(rule, shape[axis], facts, key=key)
     if any(part % n for part in parts):
         raise CorruptError(
-            f"the parts {', '.join(map(str, parts))} of the tensor cannot be divided evenly among "
-            f"{n} ranks",
+            f"the tensor's parts ({', '.join(map(str, parts))} rows) cannot be divided evenly "
+            f"among {n} ranks",
             key=key,
-            hint="check the sizes in the training arguments, or write them as numbers in a "
-            "[[rule]] for --rules",
+            hint="check the sizes in the training arguments, or list them as numbers in a [[rule]] "
+            "and pass it with --rules",
         )
 
 
@@ -143,7 +148,7 @@ def check_units(rule: Rule, n: int, facts: ModelFacts, *, key: str) -> None:
         if size % n:
             group = rule.group.upper()
             raise UnsupportedError(
-                f"{size} {name} are not divisible by {group} {n}",
+                f"{name} is {size}, which is not divisible by {group} {n}",
                 key=key,
                 hint=f"{group} sizes that work: {join_numbers(divisors(gcd(*sizes.values())))}",
             )
@@ -174,7 +179,9 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
             value, other = from_shapes.setdefault(size.name, (shape[size.axis], name))
             if shape[size.axis] != value:
                 raise CorruptError(
-                    f"{size.name} is {shape[size.axis]}, but {value} according to {other}", key=name
+                    f"{size.name} is {shape[size.axis]} according to this tensor, but {value} "
+                    f"according to {other}",
+                    key=name,
                 )
 
     # … and compare them with those from the arguments.
@@ -187,6 +194,8 @@ def with_sizes(facts: ModelFacts, shapes: Mapping[str, Shape], rules: Rules) -> 
             extent, name = from_shapes[size.name]
             if sizes.setdefault(size.name, extent) != extent:
                 raise CorruptError(
-                    f"{size.name} is {extent}, but {sizes[size.name]} in the arguments", key=name
+                    f"{size.name} is {extent} according to this tensor, but {sizes[size.name]} "
+                    "according to the arguments",
+                    key=name,
                 )
     return replace(facts, sizes=sizes)

@@ -84,17 +84,17 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         given = {
-            "layers of the first or last pipeline stage": self.first is not None
+            "a layer count for the first or last pipeline stage": self.first is not None
             or self.last is not None,
-            "embedding or loss that count as a layer": self.counts_embedding or self.counts_loss,
+            "counting the embedding or loss as a layer": self.counts_embedding or self.counts_loss,
             "a pipeline layout": self.layout is not None,
-            "a pipeline stage for the embedding alone": self.has_embedding_stage,
+            "a separate pipeline stage for the embedding": self.has_embedding_stage,
         }
         options = [option for option, is_given in given.items() if is_given]
         if len(options) > 1:
             raise UsageError(
                 f"{options[0]} and {options[1]} cannot be combined",
-                hint="use one of the two, as Megatron requires",
+                hint="use only one of the two, as Megatron requires",
             )
 
     def __str__(self) -> str:
@@ -163,7 +163,7 @@ class LayerSplit:
         """
         places = _places(self)
         if not 0 <= layer < len(places):
-            raise ValueError(f"layer {layer} of {len(places)}")
+            raise ValueError(f"layer {layer} is not one of the {len(places)} layers")
         return places[layer]
 
 
@@ -201,8 +201,8 @@ def split_layers(
         setting = replace(pipeline, is_v_shaped=False)
         raise UnsupportedError(
             f"ckpt does not know how a V-shaped pipeline distributes layers with '{setting}'",
-            hint="save the model as torch_dist (--ckpt-format torch_dist), which numbers layers "
-            "over the whole model",
+            hint="save the model in Megatron with --ckpt-format torch_dist, which numbers layers "
+            "across the entire model",
         )
     if pipeline.is_v_shaped and (pipeline.first is not None or pipeline.last is not None):
         # The numbers are those of the first and the last chunk, both in the first stage.
@@ -216,7 +216,7 @@ def split_layers(
     elif pipeline.has_embedding_stage:
         if pp == 1:
             raise UsageError(
-                "a pipeline stage for the embedding alone needs at least one more stage"
+                "a separate pipeline stage for the embedding requires at least one more stage"
             )
         stages = _even_stages(n_layers, pp - 1, vpp, n_others=0, n_before=1, n_mtp=n_mtp)
         split = _split_by_stage([0, *stages], vpp)
@@ -235,7 +235,8 @@ def split_layers(
         split = LayerSplit(tuple(map(tuple, counts)))
     if split.n_layers != n_layers:
         raise UsageError(
-            f"the pipeline stages have {split.n_layers} layers, but the model has {n_layers}"
+            f"the pipeline stages have {split.n_layers} layers in total, but the model has "
+            f"{n_layers}"
         )
     return replace(split, is_v_shaped=pipeline.is_v_shaped)
 
@@ -276,13 +277,15 @@ def _even_stages(
 def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
     """Return the number of layers in each stage, with a set number in the first or last stage."""
     ends = [("first", pipeline.first), ("last", pipeline.last)]
-    given = " and ".join(f"{count} layers {place}" for place, count in ends if count is not None)
+    given = " and ".join(
+        f"{count} layers in the {place} stage" for place, count in ends if count is not None
+    )
     first, last = ([] if count is None else [count] for _, count in ends)
     n_middle_stages = pp - len(first) - len(last)
     n_middle = n_layers - sum(first) - sum(last)
     if pp == 1:
         raise UsageError(
-            f"{given} need more than one pipeline stage",
+            f"putting {given} requires more than one pipeline stage",
             hint="use --pp-new 2 or more",
         )
 
@@ -291,17 +294,17 @@ def _uneven_stages(n_layers: int, pp: int, pipeline: Pipeline) -> list[int]:
         raise UsageError(f"cannot split {n_layers} layers over {pp} pipeline stages with {given}")
     if (n_middle == 0) != (n_middle_stages == 0):
         raise UsageError(
-            f"{given} leave {n_middle} of {n_layers} layers for {n_middle_stages} other pipeline "
-            "stages",
+            f"putting {given} leaves {n_middle} of {n_layers} layers for the other "
+            f"{n_middle_stages} pipeline stages",
             hint="leave at least one layer for every other stage, and none if there is no other "
             "stage",
         )
     if n_middle_stages and n_middle % n_middle_stages:
         raise UnsupportedError(
-            f"{n_middle} layers cannot be divided evenly among the {n_middle_stages} pipeline "
-            "stages other than the first or last",
-            hint=f"with {given}, a remainder that is a multiple of {n_middle_stages} works, "
-            "or --pipeline-model-parallel-layout",
+            f"the remaining {n_middle} layers cannot be divided evenly among the other "
+            f"{n_middle_stages} pipeline stages",
+            hint=f"choose counts that leave a multiple of {n_middle_stages} layers, or use "
+            "--pipeline-model-parallel-layout",
         )
     middle = [n_middle // n_middle_stages] * n_middle_stages if n_middle_stages else []
     return [*first, *middle, *last]
@@ -312,9 +315,9 @@ def _split_by_stage(per_stage: Sequence[int], vpp: int) -> LayerSplit:
     for stage, count in enumerate(per_stage):
         if count % vpp:
             raise UnsupportedError(
-                f"{count} layers of pipeline stage {stage} cannot be divided evenly among {vpp} "
-                "model chunks",
-                hint="choose another VPP, or use --pipeline-model-parallel-layout",
+                f"the {count} layers in pipeline stage {stage} cannot be divided evenly among "
+                f"{vpp} model chunks",
+                hint="choose a different VPP, or use --pipeline-model-parallel-layout",
             )
     return LayerSplit((tuple(count // vpp for count in per_stage),) * vpp)
 
@@ -329,8 +332,8 @@ def _split_by_layout(
     """
     if len(layout) != pp * vpp:
         raise UsageError(
-            f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} are {pp * vpp} "
-            "model chunks",
+            f"the pipeline layout has {len(layout)} parts, but PP {pp} × VPP {vpp} requires "
+            f"{pp * vpp} model chunks",
             hint="use one part for every model chunk, separated by '|'",
         )
     problem = _problem_of_layout(n_layers, pp, vpp, layout, n_mtp=n_mtp)
@@ -359,8 +362,8 @@ def _problem_of_layout(
     with_mtp = [number for number, part in enumerate(layout) if "m" in part]
     if len(with_mtp) > 1 or any(number < pp * (vpp - 1) for number in with_mtp):
         return (
-            "has multi-token prediction (m) in several model chunks, or not in the last one of its "
-            "stage"
+            "has multi-token prediction (m) in several model chunks, or not in its stage's last "
+            "chunk"
         )
     return None
 
@@ -377,14 +380,16 @@ def parse_layout(text: str) -> tuple[str, ...]:
         n_letters = len(short) + sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, short))
         if n_letters > _MAX_LETTERS:
             raise UsageError(
-                f"the pipeline layout has more than {_MAX_LETTERS} letters", hint=text[:80]
+                f"the pipeline layout {text[:80]!r} expands to more than {_MAX_LETTERS} letters",
+                hint=text[:80],
             )
         short = re.sub(pattern, lambda m: m[1] * int(m[2]), short)
     unknown = sorted(set(short) - set(LETTERS) - {"|"})
     if unknown:
         raise UsageError(
-            f"the pipeline layout {text[:80]!r} contains {' '.join(unknown)!r}",
-            hint="use E t m L, '|' between model chunks, and (…)*n and x*n: 'E|(t|)*3,m|L'",
+            f"the pipeline layout {text[:80]!r} contains unknown letters: {' '.join(unknown)!r}",
+            hint="use the letters E, t, m and L, '|' between model chunks, and (…)*n or x*n to "
+            "repeat, as in 'E|(t|)*3,m|L'",
         )
     return tuple(short.split("|"))
 
@@ -402,7 +407,7 @@ def layout_of_words(rows: Sequence[Sequence[str]]) -> tuple[str, ...]:
         unknown = next((word for word in row if word.strip().lower() not in _WORDS), None)
         if unknown is not None:
             raise UsageError(
-                f"the pipeline layout contains {unknown!r}",
+                f"the pipeline layout contains the unknown layer {unknown!r}",
                 hint="use embedding, decoder, mtp and loss",
             )
         chunks.append("".join(_WORDS[word.strip().lower()] for word in row))

@@ -116,7 +116,7 @@ def layout_of(value: object) -> tuple[str, ...] | None:
         return parse_layout(value)
     if isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) for row in value):
         return layout_of_words([[_word_of(item) for item in row] for row in value])
-    raise UsageError(f"{LAYOUT} is a {type(value).__name__}, neither a string nor lists of layers")
+    raise UsageError(f"{LAYOUT} is a {type(value).__name__}; expected a string or lists of layers")
 
 
 def _layout_of_counts(fields: Mapping[str, object]) -> tuple[str, ...] | None:
@@ -130,9 +130,7 @@ def _layout_of_counts(fields: Mapping[str, object]) -> tuple[str, ...] | None:
         return None
     counts = (text_or_none(text) or describe_value(text)).split(",")
     if not all(count.isascii() and count.isdigit() for count in counts):
-        raise UsageError(
-            f"{LAYER_COUNTS} is {describe_value(text)}, not numbers with commas between them"
-        )
+        raise UsageError(f"{LAYER_COUNTS} is {describe_value(text)}, not comma-separated numbers")
     chunks = "|".join(f"t*{count}" if int(count) else "" for count in counts)
     ending = f"m*{n_predictions}L" if isinstance(n_predictions, int) and n_predictions else "L"
     return parse_layout(f"E{chunks}{ending}")

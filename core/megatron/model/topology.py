@@ -141,8 +141,8 @@ def check_rank_files(topology: Topology) -> None:
     """
     if topology.tp % topology.expert_tp:
         raise UnsupportedError(
-            f"ETP {topology.expert_tp} does not divide TP {topology.tp}: several Megatron ranks "
-            "would write the same file, so experts would be lost",
+            f"ETP {topology.expert_tp} does not divide TP {topology.tp}, so several Megatron ranks "
+            "would write the same file and experts would be lost",
             hint="use torch_dist for these sizes, or an ETP that divides TP",
         )
 
@@ -229,20 +229,21 @@ def matched_dirs(
     wanted = set(expected[0])
     missing, unexpected = sorted(wanted - names), sorted(names - wanted)
     text = (
-        f"the training arguments specify {topology}, which is {len(wanted)} rank directories, but "
+        f"the training arguments specify {topology}, which means {len(wanted)} rank directories, "
+        "but "
     )
     parts = []
     if missing:
         parts.append(f"{_listed(missing)} {'is' if len(missing) == 1 else 'are'} missing")
     if unexpected:
-        parts.append(
-            f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} not expected"
-        )
+        parts.append(f"{_listed(unexpected)} {'is' if len(unexpected) == 1 else 'are'} unexpected")
     if missing:
         raise MissingShardError(
             text + " and ".join(parts), hint="copy the checkpoint again, with all of its files"
         )
-    raise CorruptError(text + " and ".join(parts), hint="move directories of other runs away")
+    raise CorruptError(
+        text + " and ".join(parts), hint="move the directories of other runs elsewhere"
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -108,7 +108,8 @@ def parse_version(text: str) -> MegatronVersion:
     match = _TEXT.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"{OPTION}: {text!r} is not a version of megatron-core", hint="write it as 0.16"
+            f"{OPTION}: {text!r} is not a version of megatron-core",
+            hint="pass a version such as 0.16",
         )
     version = MegatronVersion(int(match[1]), int(match[2]))
     if version < MegatronVersion(0, 12):

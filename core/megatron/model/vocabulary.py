@@ -18,7 +18,7 @@ from core.errors import CorruptError, UnsupportedError, UsageError
 from core.megatron.model.facts import ModelFacts
 from core.values import dataclass
 
-PADDING = "padding of the vocabulary"
+PADDING = "vocabulary padding"
 """The reason for which padding is recorded as left out."""
 _TP_SIZES = tuple(1 << bits for bits in range(10))
 
@@ -63,7 +63,7 @@ def find_true_rows(
     if n_rows < 1:
         raise UsageError(f"vocabulary size {n_rows} is not positive")
     if any(rows < n_rows for rows in stored):
-        problem = f"a vocabulary of {n_rows} does not fit the {min(stored)} stored rows"
+        problem = f"a vocabulary of {n_rows} tokens does not fit in the {min(stored)} stored rows"
         if given is None:
             raise CorruptError(
                 problem, hint="the training arguments and the tensors contradict each other"
@@ -87,8 +87,8 @@ def find_true_rows(
     if recorded is not None and is_explained and stored:
         if given < recorded:
             raise UsageError(
-                f"--vocab-size {given} is below vocab_size {recorded} of the training arguments: "
-                f"the rows of {recorded - given} tokens would be lost",
+                f"--vocab-size {given} is smaller than vocab_size {recorded} in the training "
+                f"arguments, so the rows of {recorded - given} tokens would be lost",
                 hint=f"omit --vocab-size, or pass a number from {recorded} to {min(stored)}",
             )
         if given > recorded:
@@ -168,8 +168,8 @@ def padded_rows(key: str, tensor: Tensor, facts: ModelFacts, *, tp: int, n_rows:
         if tp == facts.topology.tp:
             return rows
         raise UnsupportedError(
-            f"the number of padding rows among the {rows} rows is unknown, so the padding for TP "
-            f"{tp} is, too",
+            f"it is unknown how many of the {rows} rows are padding, so ckpt cannot pad them for "
+            f"TP {tp}",
             key=key,
             hint="pass the true vocabulary size with --vocab-size, or keep all rows with "
             "--keep-padded-vocab",
@@ -177,8 +177,7 @@ def padded_rows(key: str, tensor: Tensor, facts: ModelFacts, *, tp: int, n_rows:
     padded = facts.padded_rows(n_rows, tp=tp)
     if rows not in (n_rows, padded):
         raise CorruptError(
-            f"the tensor has {rows} rows, neither the {n_rows} of the vocabulary nor {padded} with "
-            "padding",
+            f"the tensor has {rows} rows, but the vocabulary has {n_rows} ({padded} with padding)",
             key=key,
         )
     return padded

@@ -119,7 +119,7 @@ def _combine_chain(chain: Sequence[ParsedEntries]) -> ParsedEntries:
 
     # The global form holds entries such as the loss scaler once.
     dropped = [
-        Dropped((f"{name} of optimizer {number}",), "only that of optimizer 0 is kept")
+        Dropped((f"{name} of optimizer {number}",), "only the entry of optimizer 0 is kept")
         for number, member in enumerate(chain[1:], start=1)
         for name in member.optimizer.entries
     ]
@@ -141,8 +141,8 @@ def muon_chain_error(kinds: str) -> UnsupportedError:
         kinds: kinds of the chained optimizers, in order.
     """
     return UnsupportedError(
-        f"the optimizer chains Muon with one of another kind ({kinds}), as Megatron-LM "
-        "does with --use-distributed-optimizer, which is not supported",
+        f"the optimizer chains Muon with an optimizer of a different kind ({kinds}), as "
+        "Megatron-LM does with --use-distributed-optimizer, which is not supported",
         key="optimizer",
         hint="save with --no-use-layer-wise-param-layout, or drop the optimizer with --no-optim",
     )
@@ -166,7 +166,7 @@ def _split_chain(entry: object) -> list[Mapping[object, object]]:
     ]
     if len(members) != len(items):
         raise UnsupportedError(
-            "the optimizer's entry has an unknown form",
+            "the optimizer's entry has an unknown format",
             key="optimizer",
             hint="drop the optimizer with --no-optim",
         )

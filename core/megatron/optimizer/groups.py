@@ -257,16 +257,17 @@ def assign(
     facts = f"{len(params)} parameters in groups of {sizes or 'none'}"
     if assignments:
         raise UnsupportedError(
-            f"several assignments to the optimizer's groups fit ({facts})", hint=HINT
+            f"the parameters fit the optimizer's groups in several ways ({facts})", hint=HINT
         )
     if refused is not None:
         raise UnsupportedError(
-            f"no assignment has master weights that round to these weights ({facts})",
+            "no assignment of parameters to the optimizer's groups has master weights that round "
+            f"to these weights ({facts})",
             key=refused,
             hint=HINT,
         )
     raise UnsupportedError(
-        f"names and shapes do not fit the optimizer's groups ({facts})", hint=HINT
+        f"the parameters' names and shapes do not fit the optimizer's groups ({facts})", hint=HINT
     )
 
 
@@ -365,7 +366,7 @@ def _search_assignments(
         frontier = grown
         if len(frontier) > _MAX_STATES:
             raise UnsupportedError(
-                "too many assignments of parameters to the optimizer's groups fit by their shapes",
+                "the parameters' shapes fit the optimizer's groups in too many ways",
                 hint=HINT,
             )
 

@@ -89,7 +89,7 @@ class MergedGroups:
                     )
                     setting = next(differing, "")
                     raise CorruptError(
-                        f"{setting} of its param group is {settings.get(setting)!r} here, but "
+                        f"{setting} of its param group is {settings.get(setting)!r}, but "
                         f"{other.settings.get(setting)!r} in {first_rank}",
                         key=name,
                         rank=rank,
@@ -118,10 +118,10 @@ class MergedGroups:
             if name not in free and not are_same(own, other):
                 number = list(self._groups).index(group_id)
                 raise CorruptError(
-                    f"{name} of the optimizer's param group {number} is {_text(own)} here, but "
+                    f"{name} of the optimizer's param group {number} is {_text(own)}, but "
                     f"{_text(other)} in {group.rank}",
                     rank=rank,
-                    hint="check that all rank directories are from the same checkpoint and intact",
+                    hint="check that all rank directories are intact and from the same checkpoint",
                 )
 
         # Settings of a rank with parameters replace those of an empty group: they have steps.

@@ -25,7 +25,7 @@ def test_a_code_is_explained_with_its_cause_and_its_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "explain", "ck508", "CK101")
-    assert out.startswith("CK508  a rank's file is a copy of another rank's\n")
+    assert out.startswith("CK508  a rank's file is a copy of another rank's file\n")
     assert "  cause  " in out and "ckpt validate PATH --headers" in out
     assert "\nCK101  a file is missing\n" in out
 
@@ -63,7 +63,7 @@ def test_a_log_is_read_from_stdin(
 
 def test_a_text_of_which_nothing_is_known_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "explain", "the moon is full", code=1)
-    assert out.startswith("ckpt knows nothing about this text\n")
+    assert out.startswith("this text matches no known message\n")
     assert "ckpt inspect PATH" in out and "ckpt validate PATH" in out
 
 
@@ -198,7 +198,7 @@ def test_explain_searches_the_pages_if_no_message_has_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "explain", "how much disk space is needed")
-    assert out.startswith("no known message has this text, but these pages may help:\n")
+    assert out.startswith("this text matches no known message, but these pages may help:\n")
     assert "\n  ckpt help convert#disk-space\n" in out
     out = shown(capsys, "explain", "Unable to locate credentials")
     assert out.startswith("Unable to locate credentials\n") and "ckpt help stores" in out

@@ -83,7 +83,7 @@ def test_a_model_becomes_one_of_transformers_through_any_layout(nemo: Path) -> N
 
 
 def test_the_vocabulary_without_padding_is_unknown(nemo: Path) -> None:
-    with pytest.raises(UnsupportedError, match="unknown vocabulary size"):
+    with pytest.raises(UnsupportedError, match="vocabulary size is unknown"):
         core.convert(nemo / "llama", nemo / "hf", to="hf")
 
 
@@ -110,10 +110,10 @@ def test_llama_3_1_scales_its_rope(nemo: Path) -> None:
     ("text", "reason"),
     [
         ("config: [", "not valid YAML"),
-        ("model: {}", "no section config"),
+        ("model: {}", "no config section"),
         ("config: {a: !!python/object/apply:os.system [true]}", "not valid YAML"),
         ("base: {a: 1}\nconfig: {<<: {a: 1}}", "merge keys"),
-        ("config: " + "[" * 1000, "nested more than 50 deep"),
+        ("config: " + "[" * 1000, "nested more than 50 levels deep"),
     ],
     ids=["cut", "no config", "python", "merge", "deep"],
 )

@@ -145,7 +145,7 @@ def test_a_missing_file_is_named(golden: Path, tmp_path: Path) -> None:
 def test_a_directory_of_another_run_is_named(golden: Path, tmp_path: Path) -> None:
     folder = copied(golden, "dense_gqa/tp2_pp1", tmp_path)
     shutil.copytree(folder / "mp_rank_01", folder / "mp_rank_02")
-    with pytest.raises(CorruptError, match="mp_rank_02 is not expected"):
+    with pytest.raises(CorruptError, match="mp_rank_02 is unexpected"):
         megatron.read(LocalStore(folder))
 
 

@@ -153,7 +153,7 @@ def test_bytes_behind_a_zip_are_noted_and_reported(
     (finding,) = validate(intact, level=level).findings
     assert (finding.code, finding.severity) == ("CK112", Severity.WARNING)
     result = run(Job(src=intact, dst=tmp_path / "out.pt", to="torch"))
-    assert any("100 bytes follow the end of the zip" in note for note in result.notes)
+    assert any("100 bytes after the end of the zip" in note for note in result.notes)
     assert positions(tmp_path / "out.pt").keys() == expected.keys()
 
 

@@ -323,9 +323,9 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], str]] = {
     "conj": (lambda: torch.ones(3, dtype=torch.complex64).conj(), "view with the conj bit"),
     "neg": (lambda: torch.ones(3, dtype=torch.complex64).conj().imag, "view with the neg bit"),
     "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "tensor of the class .*Subclass"),
-    "expanded": (lambda: torch.ones(1).expand(1 << 40), "expanded view of more than 4 GiB"),
+    "expanded": (lambda: torch.ones(1).expand(1 << 40), "view expanded to more than 4 GiB"),
     "parameter": (lambda: torch.nn.Parameter(torch.empty(3, device="meta")), "meta tensor"),
-    "storage": (bare_storage, "bare storage"),
+    "storage": (bare_storage, "bare torch storage"),
 }
 
 

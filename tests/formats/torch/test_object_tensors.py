@@ -173,7 +173,7 @@ def test_numpy_arrays_become_tensors_where_only_tensors_are_stored(
     torch.save(value, tmp_path / "arrays.pt", pickle_protocol=protocol)
     assert main(["convert", str(tmp_path / "arrays.pt"), str(tmp_path / "out.safetensors")]) == 0
     output = capsys.readouterr().out
-    assert "numpy arrays become tensors: model.plain" in output
+    assert "these NumPy arrays become tensors: model.plain" in output
     assert "not carried  model.text" in output
     result = load_file(tmp_path / "out.safetensors")
     assert set(result) == {f"model.{name}" for name in ARRAYS}

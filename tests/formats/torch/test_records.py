@@ -276,8 +276,11 @@ DAMAGES = {
     "another checksum": (packed(crc=1), "CRC-32"),
     "no end": (packed(raw=_raw(CONTENT)[:-5]), "is incomplete"),
     "nothing": (packed(raw=b"\x03"), "inflates to more|is incomplete|too few|damaged"),
-    "something behind": (packed(raw=_raw(CONTENT) + b"more"), "4 bytes follow the end"),
-    "no deflate": (packed(raw=b"\xff" * 60), "damaged deflated data"),
+    "something behind": (
+        packed(raw=_raw(CONTENT) + b"more"),
+        "4 unexpected bytes after its deflated data",
+    ),
+    "no deflate": (packed(raw=b"\xff" * 60), "deflated data is damaged"),
 }
 
 

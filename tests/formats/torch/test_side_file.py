@@ -199,7 +199,7 @@ def test_an_object_that_was_not_read_is_refused() -> None:
     raw = StoredObject("o", raw_key="raw:o")
     with pytest.raises(UnsupportedError, match="was not loaded"):
         objects_image(Catalog("fake", None, {}, objects={"o": raw}, hidden=source.hidden))
-    with pytest.raises(UnsupportedError, match="bare storage"):
+    with pytest.raises(UnsupportedError, match="bare torch storage"):
         objects_image(flat_catalog(o=[Persistent(("storage",))]))
 
 

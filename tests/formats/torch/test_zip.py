@@ -241,7 +241,7 @@ END = DATA.index(b"PK\x05\x06")
 DEFLATED = zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_DEFLATED)
 
 CONTRADICTIONS = {
-    "bytes before the zip": (b"junk" + DATA, CorruptError, "has to end"),
+    "bytes before the zip": (b"junk" + DATA, CorruptError, "must end"),
     "two end records": (DATA[:-2] + b"\x16\x00" + DATA[-22:], CorruptError, "two end records"),
     "two equal names": (
         zipped([("a/data.pkl", b"N."), ("a/data.pkl", b"N.")]),
@@ -257,12 +257,12 @@ CONTRADICTIONS = {
     "another local name": (
         patched(DATA, 30 + 8, b"DATA"),
         CorruptError,
-        "local header of record 'data|differ",
+        "local header of record .* do not match",
     ),
     "another local size": (patched(DATA, 22, b"\x05"), CorruptError, "according to its header"),
     "another local crc": (patched(DATA, 14, b"\x05"), CorruptError, "according to its header"),
     "another local method": (patched(DATA, 8, b"\x08"), CorruptError, "different flags"),
-    "no local header": (patched(DATA, 0, b"XX"), CorruptError, "differ"),
+    "no local header": (patched(DATA, 0, b"XX"), CorruptError, "do not match"),
     "overlapping records": (
         patched(patched(DATA, SECOND_CENTRAL + 42, b"\0\0\0\0"), SECOND_CENTRAL + 46, b""),
         CorruptError,
@@ -287,7 +287,7 @@ CONTRADICTIONS = {
         CorruptError,
         "overlaps",
     ),
-    "two sizes": (patched(DATA, CENTRAL + 20, b"\x05"), CorruptError, "two sizes"),
+    "two sizes": (patched(DATA, CENTRAL + 20, b"\x05"), CorruptError, "two different sizes"),
     "another method in the local header": (
         patched(DEFLATED, 8, b"\0"),
         CorruptError,
@@ -303,7 +303,7 @@ CONTRADICTIONS = {
             patched(DEFLATED, 22, b"\0\0\x01"), DEFLATED.index(b"PK\x01\x02") + 24, b"\0\0\x01"
         ),
         CorruptError,
-        "too few for 65536",
+        "too few to inflate to 65536",
     ),
     "bzip2": (
         zipped([("a/data.pkl", b"N." * 99)], compression=zipfile.ZIP_BZIP2),
@@ -359,7 +359,7 @@ def test_torchscript_is_refused_by_name(method: int) -> None:
 
 
 def test_a_zip_without_a_pickle_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="without data.pkl"):
+    with pytest.raises(UnsupportedError, match="the zip has no data.pkl"):
         check_kind(archive_of(zipped([("a/b", b"N.")])))
 
 

@@ -120,7 +120,7 @@ def test_names_that_shapes_leave_open_stay_numbers_with_a_note(frameworks: Path)
     # The embedding and the head of this model have one shape, and safetensors sorts them.
     opened = open_checkpoint(frameworks / "accelerate" / "ddp" / "state")
     assert "optimizer.state.0.exp_avg" in opened.catalog.tensors
-    assert any("whose names are uncertain" in note for note in opened.catalog.notes)
+    assert any("their names are uncertain" in note for note in opened.catalog.notes)
 
 
 def test_an_optimizer_of_another_model_keeps_its_numbers(frameworks: Path, tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_damaged_optimizer_names_its_file_and_how_to_read_the_weights(
     with pytest.raises(CheckpointingException) as raised:
         open_checkpoint(folder)
     assert raised.value.file == "optimizer.pt"
-    assert "pass their file" in (raised.value.hint or "")
+    assert "pass the weights file" in (raised.value.hint or "")
 
 
 def test_files_of_other_programs_with_these_names_are_listed(

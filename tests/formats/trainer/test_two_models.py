@@ -50,7 +50,9 @@ def test_optimizers_keep_their_numbers_if_it_is_unknown_whose_they_are(
     opened = open_checkpoint(folder)
     opened.store.close()
     assert "optimizer_1.state.0.exp_avg" in opened.catalog.tensors
-    assert any("to which of 2 models it belongs" in note for note in opened.catalog.notes)
+    assert any(
+        "which of its 2 models the optimizer belongs to" in note for note in opened.catalog.notes
+    )
 
 
 def test_a_second_model_in_a_torch_file_is_told_from_the_first(
@@ -67,7 +69,7 @@ def test_a_second_model_in_a_torch_file_is_told_from_the_first(
     # Neither a model that has the name of another one nor a damaged one goes unnoticed.
     folder = Path(shutil.copytree(two_models / "state_bin", tmp_path / "state"))
     torch.save({**first, "model_1": torch.zeros(1)}, folder / "pytorch_model.bin")
-    with pytest.raises(CorruptError, match="an entry of the first model has this name"):
+    with pytest.raises(CorruptError, match="the first model already has an entry with this name"):
         open_checkpoint(folder)
     torch.save(first, folder / "pytorch_model.bin")
     (folder / "pytorch_model_1.bin").write_bytes(b"PK\x03\x04")

@@ -95,7 +95,7 @@ def test_a_wrong_checksum_is_corrupt() -> None:
 
 def test_an_index_longer_than_the_shard_is_not_read() -> None:
     data, _ = shard([(0, 16)])
-    with pytest.raises(TruncatedError, match="takes"):
+    with pytest.raises(TruncatedError, match="needs"):
         indexed((data, 1 << 50))
 
 

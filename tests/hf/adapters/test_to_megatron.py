@@ -98,7 +98,7 @@ def test_an_adapter_comes_back_with_its_configuration(
     )
     # The configuration is in the arguments. Bridge's code would call the missing adapters.
     assert report.dropped == ()
-    assert "because k_proj and gate_proj have no adapter; " in report.notes[-1]
+    assert "because there are no adapters for k_proj and gate_proj; " in report.notes[-1]
     # Megatron's script loads no adapter without its model.
     assert "--load" not in report.next
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="hf", fsync=False))
@@ -160,11 +160,11 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
     [
         (_configured("use_dora", True), UnsupportedError, "use_dora"),
         (_configured("alpha_pattern", {"q_proj": 3}), UnsupportedError, "different ranks"),
-        (_configured("r", 5), CorruptError, "gives rank 5"),
+        (_configured("r", 5), CorruptError, "specifies rank 5"),
         (
             _with_tensors(**{"base_model/model/lm_head/weight": (128, 32)}),
             UnsupportedError,
-            "replaces 1 tensors",
+            "replaces tensors of the base model",
         ),
         (
             _with_tensors(
@@ -174,7 +174,7 @@ def _with_tensors(**tensors: tuple[int, int]) -> Callable[[Path], None]:
                 }
             ),
             UnsupportedError,
-            "no adapters for 1 of the layers: lm_head.weight",
+            "no adapters for these layers: lm_head.weight",
         ),
         (
             _with_tensors(**{"base_model/model/model/layers/1/mlp/up_proj/lora_B/weight": (40, 4)}),

@@ -95,7 +95,9 @@ def test_the_parts_of_one_group_are_one_after_the_other() -> None:
 
 
 def test_rows_that_are_not_those_of_the_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\[4, 3\] rows cannot be divided evenly into 2 groups"):
+    with pytest.raises(
+        ValueError, match=r"parts of 4, 3 rows cannot be divided evenly into 2 groups"
+    ):
         fuse.interleave_by_group([4, 3], 2)
 
 

@@ -31,7 +31,7 @@ def test_the_weight_minus_one_is_torchs_and_comes_back_unless_it_is_small(
     store, source = catalog_of(folder)
     middle = to_megatron(source, config_of(folder))
     note = next(note for note in middle.notes if "minus 1" in note)
-    assert note.startswith(f"{key}: stored minus 1 in Megatron")
+    assert note.startswith(f"{key}: Megatron stores this weight minus 1")
     name, torch_name = _NAME.replace("layers.0", "layers.1"), str(dtype).removeprefix("torch.")
     assert torch.equal(tensor_of(contents(middle, store)[name], torch_name), weight - 1)
     back = tensor_of(contents(to_hf(middle), store)[key], torch_name)

@@ -82,22 +82,22 @@ def test_ranks_that_were_there_before_keep_their_states(a: Topology, b: Topology
         (
             Topology(tp=2, ep=2),
             Topology(tp=2, ep=4),
-            "without any for TP rank 0, PP rank 0, EP rank 2, ETP rank 0",
+            "without a state for TP rank 0, PP rank 0, EP rank 2, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=1),
             Topology(tp=2, ep=2),
-            "without any for TP rank 0, PP rank 0, EP rank 1, ETP rank 0",
+            "without a state for TP rank 0, PP rank 0, EP rank 1, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=2),
             Topology(tp=2, ep=2, etp=1),
-            "without any for TP rank 1, PP rank 0, EP rank 1, ETP rank 0",
+            "without a state for TP rank 1, PP rank 0, EP rank 1, ETP rank 0",
         ),
         (
             Topology(tp=2, ep=4, etp=1),
             Topology(tp=2, ep=4),
-            "without any for TP rank 1, PP rank 0, EP rank 0, ETP rank 1",
+            "without a state for TP rank 1, PP rank 0, EP rank 0, ETP rank 1",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_states_beyond_one_for_each_tensor_and_pipeline_rank_are_listed() -> Non
         (dropped,) = result.dropped
         names = [f"rng_state of TP rank 0, PP rank {pp}, EP rank 2, ETP rank 0" for pp in (0, 1)]
         assert len(dropped.names) == 12 and {*names} <= {*dropped.names}
-        assert dropped.reason == "only one random state for each TP and PP rank is kept"
+        assert dropped.reason == "only one random state per TP and PP rank is kept"
         assert not facet_of(result, MegatronModel).rng_states
     result = with_rng(source, "drop", has_place=True, has_ranks=False)
     assert list(map(str, result.dropped)) == ["rng_state (start Megatron with --no-load-rng)"]
@@ -227,7 +227,7 @@ def test_rng_on_the_command_line(
         key.startswith("rng_state") for key in open_checkpoint(tmp_path / "c").catalog.objects
     )
     assert reshard(tmp_path / "b", tmp_path / "d", "--tp-new", 2, "--rng", "keep") == 2
-    assert "the checkpoint has none" in " ".join(capsys.readouterr().err.split())
+    assert "the checkpoint has no random states" in " ".join(capsys.readouterr().err.split())
     llama = golden / "hf/llama/safetensors_single"
     for command in (
         ["convert", source, tmp_path / "e", "--to", "dcp", "--rng", "keep"],

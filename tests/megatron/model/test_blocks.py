@@ -48,11 +48,14 @@ def with_first(**changes: object) -> list[object]:
     ("given", "message"),
     [
         (fields(PUBLISHED, num_layers=3), "has 2 layers, but num_layers is 3"),
-        (fields({}), "no list block_configs"),
+        (fields({}), "no list named block_configs"),
         (fields(PUBLISHED) | {TEXT: "{"}, "JSON"),
-        (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a text"),
-        (fields([PUBLISHED[0], 3]), "layer 1 has no attention or no ffn"),
-        (fields(with_first(attention={"n_heads_in_group": 5})), "layer 0 has 12 query groups"),
+        (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a string"),
+        (fields([PUBLISHED[0], 3]), "layer 1 in argument .* has no attention or no ffn"),
+        (
+            fields(with_first(attention={"n_heads_in_group": 5})),
+            "layer 0 in argument .* has 12 query groups",
+        ),
         (fields(with_first(attention={"no_op": False})), "layer 0 has no num_query_groups"),
         (fields(with_first(ffn={"ffn_mult": None})), "layer 0 has no ffn_hidden_size"),
         ({"heterogeneous_layers_config_path": "layers.json"}, "only the path"),

@@ -55,7 +55,10 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     assert again.tensors == source.tensors
     check(model, model.catalog(Topology(tp=16))[0], again, Topology(tp=8))
     assert len(ranks_of(target)) == 16
-    note = "TP 16 is above the 4 query groups: only megatron-core 0.16 and later can load the files"
+    note = (
+        "TP 16 exceeds the number of query groups (4), so only megatron-core 0.16 and later can "
+        "load the files"
+    )
     assert note in target.notes
     assert not any(
         "query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).notes
@@ -99,7 +102,7 @@ def test_a_gate_that_the_arguments_do_not_name_is_seen_in_the_shapes(experts: in
     )
     store, catalog = model.catalog(Topology(tp=4))
     source = unshard(catalog, rules=RULES)
-    assert source.notes[0].startswith("the shapes of fc1 and fc2 show that MLPs are gated")
+    assert source.notes[0].startswith("the shapes of fc1 and fc2 show gated MLPs")
     check(model, store, source, Topology(tp=6, pp=2))
     stacked = to_torch_dist(source, Topology(tp=2), rules=RULES)
     key = f"decoder.layers.{'0.' if experts else ''}mlp.linear_fc1.weight"
@@ -162,7 +165,7 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
     _, catalog = model.catalog(Topology(tp=2))
     source = unshard(catalog, rules=RULES)
     with pytest.raises(
-        UnsupportedError, match="number of padding rows among the 40 rows is unknown"
+        UnsupportedError, match="unknown how many of the 40 rows are padding"
     ) as caught:
         shard(source, Topology(tp=3), rules=RULES)
     assert "--vocab-size" in (caught.value.hint or "")
@@ -175,5 +178,7 @@ def test_a_vocabulary_that_nothing_tells_needs_the_users_word() -> None:
 
 def test_a_vocabulary_above_the_stored_rows_is_refused() -> None:
     _, catalog = Model(layers=1).catalog(Topology(tp=2))
-    with pytest.raises(UsageError, match="a vocabulary of 41 does not fit the 40 stored rows"):
+    with pytest.raises(
+        UsageError, match="a vocabulary of 41 tokens does not fit in the 40 stored rows"
+    ):
         unshard(catalog, rules=RULES, vocab_size=41)

@@ -104,14 +104,14 @@ def test_every_rank_has_a_file_of_its_own_with_all_shards(
 def test_missing_and_unexpected_directories_are_listed() -> None:
     topology = Topology(tp=2, pp=2)
     with pytest.raises(
-        MissingShardError, match=r"mp_rank_01_001 is missing and mp_rank_07 is not expected"
+        MissingShardError, match=r"mp_rank_01_001 is missing and mp_rank_07 is unexpected"
     ):
         matched_dirs(
             ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_07"],
             rank_dirs(topology),
             topology=topology,
         )
-    with pytest.raises(CorruptError, match="mp_rank_02 is not expected"):
+    with pytest.raises(CorruptError, match="mp_rank_02 is unexpected"):
         matched_dirs(
             ["mp_rank_00", "mp_rank_01", "mp_rank_02"],
             rank_dirs(Topology(tp=2)),

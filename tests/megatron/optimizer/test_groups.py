@@ -188,7 +188,7 @@ def test_muon_precedes_adam_and_its_experts_have_an_optimizer_with_expert_parall
 def test_rank_files_of_a_muon_distributed_by_layers_are_refused() -> None:
     args = {**MOE.args(Topology()), "optimizer": "dist_muon"}
     muon = Optimizer("float16", (ParamGroup({**WD, **MUON}, ("a",)),))
-    with pytest.raises(UnsupportedError, match=r"layer_wise_optimizer_N.pt.* cannot be written"):
+    with pytest.raises(UnsupportedError, match=r"cannot write .*layer_wise_optimizer_N.pt"):
         NumberedFiles(target_of(muon, args, topology=Topology()))
 
 
@@ -211,7 +211,7 @@ def test_groups_that_look_alike_are_told_by_their_masters() -> None:
     true = {(1, 0, 0), (2, 0, 1), (0, 1, 0)}
     assignment = assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: pair in true)
     assert assignment == ((1, 2), (0,))
-    with pytest.raises(UnsupportedError, match="several assignments"):
+    with pytest.raises(UnsupportedError, match="in several ways"):
         assign(params, groups, tuple(policies_of({})), agrees=None)
     with pytest.raises(UnsupportedError, match="do not fit"):
         assign(params, groups, tuple(policies_of({})), agrees=lambda *pair: False)
@@ -249,14 +249,14 @@ def test_an_empty_group_may_miss_the_steps() -> None:
     assert groups.groups()[0].settings["step"] == 3
     with pytest.raises(
         CorruptError,
-        match="step of the optimizer's param group 0 is 4 here, but 3 in mp_rank_00",
+        match="step of the optimizer's param group 0 is 4, but 3 in mp_rank_00",
     ):
         merged([({**WD, "step": 3}, "a")], [({**WD, "step": 4}, "b")])
 
 
 def test_a_parameter_is_in_one_group() -> None:
     with pytest.raises(
-        CorruptError, match=r"wd_mult of its param group is 0.0 here, but 1.0 in mp_rank_00"
+        CorruptError, match=r"wd_mult of its param group is 0.0, but 1.0 in mp_rank_00"
     ) as caught:
         merged([(WD, "a")], [(NO_WD, "a")])
     assert caught.value.key == "a"
@@ -319,5 +319,5 @@ def test_groups_without_names_go_by_the_arguments_or_are_refused() -> None:
     groups = target_groups(target_of(by_decay, args, topology=Topology()), params)
     assert [groups.settings[groups.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
     unknown = Optimizer("float16", (ParamGroup(WD), ParamGroup({**WD, "lr_mult": 2.0})))
-    with pytest.raises(UnsupportedError, match="do not follow from the groups.? settings"):
+    with pytest.raises(UnsupportedError, match="cannot derive this from the groups.? settings"):
         target_groups(target_of(unknown, args, topology=Topology()), params)

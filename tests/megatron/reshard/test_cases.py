@@ -57,7 +57,7 @@ CASES: dict[int, tuple[str, str]] = {
         "megatron/optimizer/numbered/test_numbered:test_rows_of_padding_are_zero_in_every_state",
     ),
     12: (
-        "unknown vocabulary",
+        "vocabulary size is unknown",
         "megatron/model/test_sizes:test_a_vocabulary_that_nothing_tells_needs_the_users_word",
     ),
     13: (

@@ -198,7 +198,9 @@ def test_padding_is_cut_with_a_note_or_kept_for_a_destination_that_needs_as_much
 
 def test_a_vocabulary_that_does_not_fit_is_refused(golden: Path) -> None:
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
-    with pytest.raises(UsageError, match="a vocabulary of 500 does not fit the 384 stored rows"):
+    with pytest.raises(
+        UsageError, match="a vocabulary of 500 tokens does not fit in the 384 stored rows"
+    ):
         unshard(catalog, rules=RULES, vocab_size=500)
     with pytest.raises(UsageError, match="cannot be combined"):
         unshard(catalog, rules=RULES, vocab_size=300, keep_padded_vocab=True)
@@ -321,9 +323,9 @@ def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
 
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
     for changes, message in (
-        ({"num_query_groups": 2}, "make 96 rows, but there are 128"),
-        ({"num_layers": 5}, "layers 4 of this stage's 5 are missing"),
-        ({"num_layers": 3}, "layers 3 are beyond the 3"),
+        ({"num_query_groups": 2}, "need 96 rows, but the tensor has 128"),
+        ({"num_layers": 5}, "should have 5 layers, but layer 4 is missing"),
+        ({"num_layers": 3}, "should have 3 layers, but also has layer 3"),
         ({"vocab_size": 5000}, "does not fit"),
     ):
         wrong = replace(catalog, args=replaced(catalog.args, changes))

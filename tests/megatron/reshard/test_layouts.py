@@ -175,7 +175,9 @@ def test_names_that_are_not_megatrons_are_refused() -> None:
         without_facts(catalog),
         tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))},
     )
-    with pytest.raises(UnsupportedError, match=r"do not have Megatron's names \('model.layers.0"):
+    with pytest.raises(
+        UnsupportedError, match=r"are not Megatron's \(for example, 'model.layers.0"
+    ):
         unshard(other, rules=RULES)
 
 
@@ -278,7 +280,7 @@ def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> Non
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, **entries})
-    with pytest.raises(CorruptError, match="differs from that in mp_rank_00") as caught:
+    with pytest.raises(CorruptError, match="differs from the value in mp_rank_00") as caught:
         unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
     assert caught.value.rank == "mp_rank_01"
 

@@ -347,7 +347,7 @@ def test_rank_files_whose_convolution_the_named_version_does_not_load_are_refuse
     source = unshard(catalog, rules=RULES)
     fitting, other = ("0.19", "0.18") if is_newer else ("0.18", "0.19")
     shard(source, Topology(tp=2), rules=RULES, version=parse_version(fitting))
-    with pytest.raises(UnsupportedError, match=f"megatron-core {other} does not load"):
+    with pytest.raises(UnsupportedError, match=f"megatron-core {other} cannot load"):
         shard(source, Topology(tp=2), rules=RULES, version=parse_version(other))
 
 
@@ -357,9 +357,7 @@ def test_arguments_of_a_newer_megatron_give_a_note_on_mamba_s_convolution() -> N
     for options, n_notes in ((args, 1), (mamba.arguments(Topology()), 0)):
         _, catalog = catalog_of(options, Topology(), mamba.files(Topology()))
         target = shard(unshard(catalog, rules=RULES), Topology(tp=2), rules=RULES)
-        assert (
-            sum("does not load Mamba's conv1d.weight" in note for note in target.notes) == n_notes
-        )
+        assert sum("cannot load Mamba's conv1d.weight" in note for note in target.notes) == n_notes
 
 
 @pytest.mark.parametrize(
@@ -412,7 +410,7 @@ def test_groups_of_mamba_limit_the_sizes() -> None:
     mamba = replace(MODELS["Mamba-2 by shapes"], args=SIZES)
     error = refusal(mamba, Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 mamba_num_groups are not divisible by TP 4"
+    assert error.message == "mamba_num_groups is 2, which is not divisible by TP 4"
     assert error.hint == "TP sizes that work: 1, 2"
 
 
@@ -421,7 +419,7 @@ def test_heads_of_linear_attention_limit_the_sizes() -> None:
     kind = MODELS["linear attention by shapes, output gates"]
     error = refusal(replace(kind, args={**kind.args, **sizes}), Topology(tp=2), Topology(tp=4))
     assert isinstance(error, UnsupportedError)
-    assert error.message == "2 linear_num_key_heads are not divisible by TP 4"
+    assert error.message == "linear_num_key_heads is 2, which is not divisible by TP 4"
     assert error.hint == "TP sizes that work: 1, 2"
 
 
@@ -436,9 +434,15 @@ def test_the_rank_of_adapters_limits_the_sizes() -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({**SIZES, "mamba_state_dim": 8}, r"the parts are .* = 68; .* = 32, but there are 52"),
-        ({**SIZES, "mamba_num_heads": 2}, "mamba_num_heads is 4, but 2 in the arguments"),
-        ({**SIZES, "mamba_head_dim": 8}, "mamba_inner is 16, but 32 in the arguments"),
+        ({**SIZES, "mamba_state_dim": 8}, r"the tensor's 52 rows, but .* = 68; .* = 32"),
+        (
+            {**SIZES, "mamba_num_heads": 2},
+            "mamba_num_heads is 4 according to this tensor, but 2 according to the arguments",
+        ),
+        (
+            {**SIZES, "mamba_head_dim": 8},
+            "mamba_inner is 16 according to this tensor, but 32 according to the arguments",
+        ),
     ],
 )
 def test_sizes_that_contradict_the_shapes_are_corrupt(
@@ -455,7 +459,7 @@ def test_parts_that_the_ranks_of_the_source_cannot_share_are_corrupt() -> None:
     assert isinstance(error, CorruptError)
     assert (
         error.message
-        == "the parts 16, 16, 9, 9, 4 of the tensor cannot be divided evenly among 2 ranks"
+        == "the tensor's parts (16, 16, 9, 9, 4 rows) cannot be divided evenly among 2 ranks"
     )
 
 
@@ -497,12 +501,12 @@ def test_a_pattern_without_cuts_is_kept() -> None:
         (
             "M-*M",
             (
-                "layer 1 should be of kind - according to the pattern M-*M, "
-                "but it has no mlp.linear_fc1.*"
+                "according to the pattern M-*M, layer 1 should be of kind -, "
+                "but it has no tensor mlp.linear_fc1.*"
             ),
         ),
         ("M*-", "argument hybrid_override_pattern has 3 layers, but num_layers is 4"),
-        ("M*|-|M", "the pattern of layers has 3 chunks, but there are 2 stages of 1 chunks"),
+        ("M*|-|M", "the layer pattern has 3 chunks, but PP 2 × VPP 1 requires 2 model chunks"),
     ],
 )
 def test_a_pattern_that_contradicts_the_layers_is_corrupt(pattern: str, message: str) -> None:
@@ -590,7 +594,7 @@ def test_parts_that_nobody_knows_are_refused(tmp_path: Path) -> None:
     )
     error = refusal(MIXED, Topology(tp=2), Topology(tp=4), rules=load_rules(file))
     assert isinstance(error, UnsupportedError)
-    assert "do not give the sizes one, two" in error.message
+    assert "do not specify the sizes one, two" in error.message
 
 
 @pytest.mark.parametrize("parts", ['"halves"', "[]", "[0]", '["a b"]', "[[1], 2]", '["-4"]'])

@@ -190,7 +190,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
         )
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
     assert fields_of(target.args)["moe_grouped_gemm"] is False
-    assert any("the experts become sequential" in note for note in target.notes)
+    assert any("the experts are converted to sequential" in note for note in target.notes)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
         (Topology(ep=3), r"4 experts are not divisible by EP 3.*EP sizes that work: 1, 2, 4$"),
         (
             Topology(etp=2),
-            r"ETP 2 does not divide TP 1: several Megatron ranks would write the same file",
+            r"ETP 2 does not divide TP 1, so several Megatron ranks would write the same file",
         ),
         (Topology(tp=2, ep=2, etp=4), r"ETP 4 does not divide TP 2"),
         (Topology(tp=3), r"4 attention heads are not divisible by TP 3"),

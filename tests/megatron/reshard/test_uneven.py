@@ -333,15 +333,15 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
         (
             ["--decoder-first-pipeline-num-layers", 2],
-            "need more than one pipeline stage hint: use --pp-new",
+            "requires more than one pipeline stage hint: use --pp-new",
         ),
         (
             ["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4],
-            "leave 0 of 4 layers for 1 other",
+            "leaves 0 of 4 layers for the other 1",
         ),
         (
             ["--pp-new", 3, "--decoder-first-pipeline-num-layers", 1],
-            "3 layers cannot be divided evenly among the 2",
+            "remaining 3 layers cannot be divided evenly among the other 2",
         ),
         (
             ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|tL"],
@@ -355,7 +355,10 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
             ["--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL"],
             "does not match PP 2 and VPP 2",
         ),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "contains '?'"),
+        (
+            ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"],
+            "contains unknown letters: '?'",
+        ),
         (
             [
                 "--pp-new",

@@ -116,9 +116,11 @@ def test_a_prefix_and_a_configuration_of_another_model_are_refused_with_the_pref
         UnknownTensorError, match=r"begin with 'app\.model\.'.* declares 3 layers, .* for 2"
     ) as refusal:
         run(Job(src=golden / APP, dst=tmp_path / "out", to="hf", config=config, fsync=False))
-    assert "remove it with --strip-prefix app.model., " in str(refusal.value.hint)
+    assert "remove the prefix with --strip-prefix app.model., " in str(refusal.value.hint)
     stripped = ("app.model.",)
-    with pytest.raises(CorruptError, match="declares 3 layers, but there are tensors for 2"):
+    with pytest.raises(
+        CorruptError, match="declares 3 layers, but the checkpoint has tensors for 2"
+    ):
         run(
             Job(
                 src=golden / APP,
@@ -142,7 +144,7 @@ def test_the_refusals_options_lead_to_a_model_that_transformers_loads(
         run(job)
     # A Hugging Face directory has no optimizer anyway; Megatron has one.
     options = {"hf": "", "megatron": r" --rename '^app\.optim\.=optimizer.'"}.get(to, " --no-optim")
-    assert refusal.value.hint == f"remove it with --strip-prefix app.model.{options}"
+    assert refusal.value.hint == f"remove the prefix with --strip-prefix app.model.{options}"
     again = Job(
         src=job.src,
         dst=job.dst,

@@ -130,7 +130,7 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
     [
         (_edited("peft_type", "IA3"), UnsupportedError, "'IA3', not LoRA"),
         (_edited("use_new_trick", True), UnsupportedError, "it uses use_new_trick"),
-        (_edited("r", 5), CorruptError, "gives rank 5"),
+        (_edited("r", 5), CorruptError, "specifies rank 5"),
         (_edited("r", None), CorruptError, "r is None"),
         (_edited("lora_alpha", 0), CorruptError, "not a positive number"),
         (_edited("alpha_pattern", {"(a+)+": 3}), UnsupportedError, "the pattern"),
@@ -145,12 +145,12 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(25, 16)})),
             UnsupportedError,
-            "vocabulary has 25 rows, the base's 24, and the adapter lacks model.embed_tokens",
+            "has 25 rows, but the base's has 24, and the adapter lacks model.embed_tokens",
         ),
         (
             _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),
             UnsupportedError,
-            r"1 tensor that the base does not have, and \d+ that it has: x.weight",
+            r"1 tensor that the base does not have \(and \d+ that it does have\): x.weight",
         ),
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),
@@ -222,7 +222,7 @@ def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: 
 
     _rewritten(add_second)(adapter)
     with pytest.raises(
-        UnsupportedError, match="2 adapters, but only one can be converted: default, second"
+        UnsupportedError, match="only one adapter, but the checkpoint has 2: default, second"
     ):
         fold(adapters / "llama/base", adapter, tmp_path / "out")
 

@@ -227,7 +227,7 @@ class _ArchiveReader:
         entries = list(self._entries(self._read(directory, n_bytes), n_entries))
         if entries and all(entry.name.endswith(b".npy") for entry in entries):
             raise UnsupportedError(
-                "a NumPy archive (.npz), not a torch.save file",
+                "the file is a NumPy archive (.npz), not a torch.save file",
                 file=self._file,
                 hint="load it with numpy.load, and save its arrays with "
                 "safetensors.numpy.save_file or torch.save",
@@ -350,8 +350,8 @@ class _ArchiveReader:
         # The directory must end where the end records begin, or readers find different ones.
         if offset + n_bytes != expected_end or n_bytes < n_entries * CENTRAL.size:
             self._contradiction(
-                f"the zip places {n_entries} directory entries at bytes {offset}–{offset + n_bytes}"
-                f", but the directory has to end at byte {expected_end}"
+                f"the zip places {n_entries} directory entries at bytes "
+                f"{offset}–{offset + n_bytes}, but the directory must end at byte {expected_end}"
             )
         return offset, n_bytes, n_entries, n_trailing
 
@@ -416,13 +416,13 @@ class _ArchiveReader:
         # A file that begins like a zip was cut short; any other is not a zip.
         if self._size >= 4 and self._read(0, 4) == LOCAL_SIGNATURE:
             raise TruncatedError(
-                "the zip has no end record: it was cut short, or its writer did not finish",
+                "the zip has no end record, because it was cut short or its writer did not finish",
                 file=self._file,
                 span=(self._start, self._start + self._size),
                 hint="copy the file again, or use an older checkpoint",
             )
         raise CorruptError(
-            "not a zip",
+            "the file is not a zip",
             file=self._file,
             span=(self._start, self._start + self._size),
             hint=UNLIKE_ANY_WRITER,
@@ -455,7 +455,8 @@ class _ArchiveReader:
                 self._report(
                     self._error(
                         "zip.sizes",
-                        f"a stored record has two sizes, {stored} and {size} bytes",
+                        f"an uncompressed zip record has two different sizes, {stored} and {size} "
+                        "bytes",
                         header,
                     )
                 )
@@ -480,7 +481,8 @@ class _ArchiveReader:
         if flags & _PATCHED:
             self._report(
                 UnsupportedError(
-                    f"the zip record {self._name(name)!r} is a patch",
+                    f"the zip record {self._name(name)!r} contains patched data, which is not "
+                    "supported",
                     file=self._file,
                     rule="zip.unreadable",
                 )
@@ -499,18 +501,18 @@ class _ArchiveReader:
             if entry.method == DEFLATED:
                 if entry.n_bytes > MAX_INFLATION * entry.stored:
                     self._contradiction(
-                        f"record {self._name(entry.name)!r} has {entry.stored} deflated bytes, too "
-                        f"few for {entry.n_bytes}"
+                        f"record {self._name(entry.name)!r} has only {entry.stored} deflated "
+                        f"bytes, too few to inflate to {entry.n_bytes} bytes"
                     )
                 continue
             if any(other.name.endswith(b"/constants.pkl") for other in entries):
                 raise _torchscript(self._file)
             self._report(
                 UnsupportedError(
-                    f"the zip record {self._name(entry.name)!r} is compressed by method "
+                    f"the zip record {self._name(entry.name)!r} is compressed with method "
                     f"{entry.method}, which torch does not use",
                     file=self._file,
-                    hint="load the file with torch and save it again, or repack it with: zip -0",
+                    hint="load the file with torch and save it again, or repack it with zip -0",
                     rule="zip.unreadable",
                 )
             )
@@ -596,7 +598,9 @@ class _ArchiveReader:
             name = window[name_at : name_at + n_name]
             if (fields[0], n_name, name) != (LOCAL_SIGNATURE, len(entry.name), entry.name):
                 record = self._name(entry.name)
-                message = f"the directory and the local header of record {record!r} differ"
+                message = (
+                    f"the zip's directory and the local header of record {record!r} do not match"
+                )
                 self._report(self._error("zip.header", message, entry.header, LOCAL.size + n_name))
                 continue
             for message in self._header_differences(entry, fields, need):
@@ -718,7 +722,7 @@ def check_kind(archive: Archive) -> None:
         raise _torchscript(archive.file)
     if "data.pkl" not in archive.records:
         raise UnsupportedError(
-            "a zip without data.pkl, which torch.save does not write",
+            "the zip has no data.pkl, which torch.save always writes",
             file=archive.file,
             rule="torch.kind",
         )
@@ -726,7 +730,7 @@ def check_kind(archive: Archive) -> None:
 
 def _torchscript(file: str) -> UnsupportedError:
     return UnsupportedError(
-        "a TorchScript program, not a checkpoint",
+        "the file is a TorchScript program, not a checkpoint",
         file=file,
         hint="load it with torch.jit.load and save its state_dict()",
     )

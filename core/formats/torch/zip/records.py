@@ -185,7 +185,7 @@ def is_big_endian(store: ReadStore, archive: Archive) -> bool:
     text = read_record(store, archive.file, record) if record.n_bytes <= 16 else b"?"
     if text not in (b"big", b"little"):
         raise CorruptError(
-            f"the byte order is {text!r}, neither little nor big",
+            f"the byte order is {text.decode('ascii', 'replace')!r}; expected 'little' or 'big'",
             file=archive.file,
             span=record.span,
             rule="torch.order",
@@ -218,7 +218,7 @@ def read_pickle(store: ReadStore, file: str, record: Record) -> bytes:
     """
     if record.packed_bytes is not None and record.n_bytes > MAX_PICKLE_BYTES:
         raise CapacityError(
-            f"a deflated pickle of {record.n_bytes >> 20:,} MiB; the limit is "
+            f"a deflated pickle is {record.n_bytes >> 20:,} MiB long; the limit is "
             f"{MAX_PICKLE_BYTES >> 20:,} MiB",
             file=file,
             span=record.span,
@@ -249,8 +249,8 @@ def read_record(store: ReadStore, file: str, record: Record) -> bytes:
     data = bytes(part_of_record(store, file, record, 0, record.n_bytes))
     if record.crc and record.crc != zlib.crc32(data):
         raise CorruptError(
-            f"checksum mismatch: the record has CRC-32 {zlib.crc32(data):08x}, the zip's directory "
-            f"{record.crc:08x}",
+            f"checksum mismatch: the record's CRC-32 is {zlib.crc32(data):08x}, but the zip's "
+            f"directory records {record.crc:08x}",
             file=file,
             span=record.span,
             hint="copy the checkpoint again, or use an older one",
@@ -298,7 +298,7 @@ def part_of_record(
         )
     if record.crc and crc != record.crc:
         raise CorruptError(
-            f"checksum mismatch: the record has CRC-32 {crc:08x}, the zip's directory "
+            f"checksum mismatch: the record's CRC-32 is {crc:08x}, but the zip's directory records "
             f"{record.crc:08x}",
             file=file,
             span=record.span,
@@ -328,18 +328,20 @@ def _inflate(store: ReadStore, file: str, record: Record) -> Iterator[bytes]:
             part = inflater.decompress(pending, PIECE_BYTES)
         except zlib.error as err:
             raise CorruptError(
-                f"damaged deflated data: {err}", file=file, span=record.span
+                f"the record's deflated data is damaged: {err}", file=file, span=record.span
             ) from err
         # Even without input there may be output left, so only both missing means an early end.
         if not pending and not part and not inflater.eof:
-            raise CorruptError("deflated data is incomplete", file=file, span=record.span)
+            raise CorruptError(
+                "the record's deflated data is incomplete", file=file, span=record.span
+            )
         pending = inflater.unconsumed_tail
         yield part
     # The deflated data must fill the record.
     n_unused = record.packed_bytes - n_read + len(inflater.unused_data)
     if n_unused:
         raise CorruptError(
-            f"{n_unused} bytes follow the end of a record's deflated data",
+            f"the record has {n_unused} unexpected bytes after its deflated data",
             file=file,
             span=record.span,
         )

@@ -356,7 +356,8 @@ def plan_tree(
     def persistent_id(node: object) -> object:
         if isinstance(node, Persistent):
             raise UnsupportedError(
-                "the object refers to a storage of the file that it was read from"
+                "the object refers to a storage in its source file, so it cannot be written to a "
+                "new file"
             )
         return node.pid if isinstance(node, _NewStorage) else None
 

@@ -277,7 +277,7 @@ def bucketing_of(fields: Mapping[str, object]) -> Bucketing:
     for name, owner in _OTHERS.items():
         if fields.get(name):
             raise UnsupportedError(
-                f"buffers of {owner} are not supported ({name} is set)",
+                f"ckpt does not support the optimizer buffers of {owner} ({name} is set)",
                 hint="drop the optimizer with --no-optim",
             )
 
@@ -348,7 +348,7 @@ def members_of_file(
         if len(members) == n_members:
             return members
     raise CorruptError(
-        f"the file contains {n_members} optimizers, but {topology} needs {len(usual)}",
+        f"the file contains {n_members} optimizers, but {topology} requires {len(usual)}",
         rank=rank,
     )
 

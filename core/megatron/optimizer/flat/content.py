@@ -115,7 +115,9 @@ def buffers_of(
     unknown = [key for key in member if key not in entries and key not in (COALESCED, *_PER_BUCKET)]
     if unknown or sorted(entries) != list(range(len(entries))):
         raise CorruptError(
-            f"the optimizer's buffers are {[*entries, *unknown]}, not numbered from 0", rank=rank
+            "the optimizer's buffers should be numbered from 0, but are named "
+            f"{', '.join(map(str, [*entries, *unknown]))}",
+            rank=rank,
         )
     return [
         _read_buffer(number, entries[number], array_of, rank=rank) for number in range(len(entries))
@@ -137,7 +139,9 @@ def _read_buffer(
     if entry is None or len(entry) != 1:
         problem = "is not a dict" if entry is None else f"has {len(entry)} entries"
         raise CorruptError(
-            f"buffer {number} {problem}; expected one entry, named by its dtypes", rank=rank
+            f"buffer {number} {problem}; expected a dict with one entry, whose key is a pair of "
+            "dtypes",
+            rank=rank,
         )
     ((key, value),) = entry.items()
     tensors = as_mapping(value) or {}
@@ -171,15 +175,17 @@ def _lengths_of_states(
     for array in chain.from_iterable(states.values()):
         if len(array.shape) != 1:
             raise CorruptError(
-                f"a flat buffer has the shape {array.shape}", key=array.name, rank=rank
+                f"a flat buffer must have one axis, but has shape {array.shape}",
+                key=array.name,
+                rank=rank,
             )
     lengths = {state: tuple(array.shape[0] for array in arrays) for state, arrays in states.items()}
     expected = lengths[MASTER]
     for state, state_lengths in lengths.items():
         if state_lengths != expected:
             raise CorruptError(
-                f"state {state} of buffer {number} has {state_lengths} elements, but its "
-                f"master weights have {expected}",
+                f"state {state} of buffer {number} has {' + '.join(map(str, state_lengths))} "
+                f"elements, but its master weights have {' + '.join(map(str, expected))}",
                 rank=rank,
             )
     return expected
@@ -215,8 +221,8 @@ def checked_dtype(name: str, *, where: str, rank: str) -> str:
     """
     if name == "uint8":  # FP8 parameters are stored as bytes
         raise UnsupportedError(
-            f"{where} holds FP8 parameters (--fp8-param-gather); the checkpoint does not record "
-            "which ones",
+            f"{where} contains FP8 parameters (--fp8-param-gather), but the checkpoint does not "
+            "record which parameters they are",
             rank=rank,
             hint="load and save the checkpoint once without --fp8-param-gather, or drop the "
             "optimizer with --no-optim",

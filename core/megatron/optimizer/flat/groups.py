@@ -117,7 +117,7 @@ class _GroupTable:
                 own, other = settings.get(name), first_settings.get(name)
                 if not are_same(other, own):
                     raise CorruptError(
-                        f"{name} of a param group is {own!r} here, but {other!r} in {first_rank}",
+                        f"{name} of a param group is {own!r}, but {other!r} in {first_rank}",
                         rank=rank,
                         hint="check that all rank directories are from the same step",
                     )

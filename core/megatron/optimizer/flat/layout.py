@@ -19,8 +19,8 @@ from core.megatron.optimizer.flat.buffers import (
 from core.values import dataclass
 
 HINT = (
-    "drop the optimizer with --no-optim (the weights are exact), or save once as torch_dist with "
-    "--dist-ckpt-optim-fully-reshardable"
+    "drop the optimizer with --no-optim (the weights are unaffected), or save once in Megatron as "
+    "torch_dist with --dist-ckpt-optim-fully-reshardable"
 )
 UNPROVEN = "optim.buffers"
 """Rule of the error for a buffer in which master weights do not round to weights."""
@@ -117,8 +117,9 @@ def find_starts(
         possible = discover(space.sizes, space.n_elements, fits, divisors=divisors)
     if len(possible) == 1:
         note = (
-            f"{space.rank}: the offsets of parameters in {space.label} of the optimizer were found "
-            "by comparing master weights with weights; the training arguments give other offsets"
+            f"{space.rank}: ckpt found the parameters' offsets in the optimizer's {space.label} by "
+            "comparing master weights with weights, because the training arguments imply different "
+            "offsets"
         )
         return ParamStarts(possible[0], (note,))
 
@@ -130,7 +131,7 @@ def find_starts(
             if len(set(starts)) > 1
         ]
         raise UnsupportedError(
-            f"the offsets of parameters in {space.label} of the optimizer are ambiguous: "
+            f"the parameters' offsets in the optimizer's {space.label} are ambiguous, because "
             f"{list_some(names, 4)} may begin at several elements",
             rank=space.rank,
             hint=HINT,
@@ -171,9 +172,9 @@ def find_trained(space: FlatSpace, fits: Callable[[int, int], bool]) -> list[int
                     continue
                 if fits(place, taken):
                     raise UnsupportedError(
-                        f"{space.label} of the optimizer holds {space.params[other].name} or "
-                        f"{space.params[place].name}, whose values are equal; only one of the two "
-                        "is trained",
+                        f"the optimizer's {space.label} contains either {space.params[other].name} "
+                        f"or {space.params[place].name}, but ckpt cannot tell which, because their "
+                        "values are equal",
                         rank=space.rank,
                         hint=HINT,
                     )
@@ -233,11 +234,11 @@ def _describe_contradiction(
     """Return the message that no layout is right, with the first parameter that contradicts it."""
     if not candidates or fits is None:
         return (
-            f"{space.label} of the optimizer has {space.n_elements} elements, and its "
-            f"{len(space.params)} parameters have {sum(space.sizes)}, which fits no layout "
-            "of Megatron's"
+            f"the optimizer's {space.label} has {space.n_elements} elements and its "
+            f"{len(space.params)} parameters have {sum(space.sizes)}, which fits none of "
+            "Megatron's layouts"
             + (
-                " (parameters that are not trained have no place in it)"
+                " (the buffer does not contain parameters that are not trained)"
                 if space.n_elements < sum(space.sizes)
                 else ""
             )
@@ -247,8 +248,8 @@ def _describe_contradiction(
             if not fits(place, starts[place]):
                 param, start = space.params[place], starts[place]
                 return (
-                    f"the master weights of {param.name} should be elements {start}–"
-                    f"{start + param.n} of {space.label}, but the values there do not round to its "
-                    "weights"
+                    f"the master weights of {param.name} should be elements "
+                    f"{start}–{start + param.n} of the optimizer's {space.label}, but the values "
+                    "there do not round to its weights"
                 )
     raise AssertionError("a candidate that fits was returned before")

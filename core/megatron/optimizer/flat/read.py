@@ -87,7 +87,7 @@ def read_flat(
     for state in states:
         if _global_name(state.param) in reader.untrained:
             raise CorruptError(
-                "the optimizer's buffers hold this parameter on some ranks, but not on others",
+                "this parameter is in the optimizer's buffers on some ranks but not on others",
                 key=_global_name(state.param),
                 hint="drop the optimizer with --no-optim",
                 rule="optim.buffers",
@@ -103,8 +103,8 @@ def read_flat(
     if reader.untrained:
         first = sorted(reader.untrained)
         reader.notes.append(
-            f"{len(first)} parameters are not trained (they have no place in the optimizer's "
-            f"buffers): {', '.join(first[:3])}{' …' if first[3:] else ''}"
+            f"{len(first)} parameter{'s are' if first[1:] else ' is'} not in the optimizer's "
+            f"buffers and therefore not trained: {', '.join(first[:3])}{' …' if first[3:] else ''}"
         )
 
     # Tensors among groups' settings and other entries have a copy in the file of each rank.
@@ -182,12 +182,12 @@ class _BufferReader:
         while unread:
             buffer = next(buffers, None)
             if buffer is None:
-                raise CorruptError(f"no buffer holds {unread[0].name}", rank=file.folder)
+                raise CorruptError(f"no buffer contains {unread[0].name}", rank=file.folder)
             dtype = unread[0].array.dtype
             if buffer.dtype not in (None, dtype):
                 raise CorruptError(
                     f"buffer {buffer.number} is for {buffer.dtype} parameters, but should be for "
-                    f"{dtype} ones, such as {unread[0].name}",
+                    f"{dtype} parameters such as {unread[0].name}",
                     rank=file.folder,
                 )
 
@@ -310,7 +310,7 @@ def _check_covered(
             and _global_name(param) not in untrained
         ]
         if lost:
-            more = f", nor of {len(lost) - 1} more" if len(lost) > 1 else ""
+            more = f" or of {len(lost) - 1} more" if len(lost) > 1 else ""
             error = MissingShardError(
                 f"no distrib_optim.pt contains the optimizer state of this parameter{more}",
                 key=lost[0].name,

@@ -38,7 +38,7 @@ from core.megatron.optimizer.reshard_target import ReshardTarget, TargetArrays
 from core.megatron.optimizer.target_groups import target_groups
 from core.pickle.inert import Global, TensorLeaf
 
-_HINT = "write torch_dist, which any layout loads, or drop the optimizer with --no-optim"
+_HINT = "use --to torch_dist, which every layout can load, or drop the optimizer with --no-optim"
 _FP32 = "float32"
 
 
@@ -69,8 +69,8 @@ class FlatFiles:
         self._bucketing = bucketing_of(self._args)
         if self._bucketing.is_chunk_alone:
             raise UnsupportedError(
-                "writing the distributed optimizer of a run with "
-                "overlap_param_gather_with_optimizer_step is not supported",
+                "ckpt cannot write the distributed optimizer of a run with "
+                "overlap_param_gather_with_optimizer_step",
                 hint=_HINT,
             )
         self._trained = trained(target.catalog.tensors)
@@ -97,7 +97,7 @@ class FlatFiles:
                     )
                 if tensor.dtype != _FP32:
                     raise UnsupportedError(
-                        f"the state is {tensor.dtype}, but distrib_optim.pt stores {_FP32}",
+                        f"the state is {tensor.dtype}, but distrib_optim.pt stores only {_FP32}",
                         key=state_key(state, name),
                         hint=_HINT,
                     )
@@ -213,7 +213,7 @@ class FlatFiles:
             self._check_old_version(layout, shared, of_buffer)
         if len({layout.slots for layout in layouts}) > 1:
             raise UnsupportedError(
-                "the training arguments do not specify whether the optimizer's buffers are cut "
+                "the training arguments do not specify whether the optimizer's buffers are split "
                 "into buckets (overlap_grad_reduce), so Megatron may fail to load them",
                 key=of_buffer[0].key,
                 hint=_HINT,
@@ -236,8 +236,8 @@ class FlatFiles:
             if number and layout.buckets[number - 1] % unit:
                 raise UnsupportedError(
                     f"the bucket before this shared embedding has {layout.buckets[number - 1]} "
-                    f"elements, not a multiple of {unit}, so megatron-core {self._target.version} "
-                    "lays out its buffers differently",
+                    f"elements, which is not a multiple of {unit}, so megatron-core "
+                    f"{self._target.version} lays out its buffers differently",
                     key=of_buffer[place].key,
                     hint=_HINT,
                 )
@@ -249,8 +249,8 @@ class FlatFiles:
         in_fp32 = self._args.get("accumulate_allreduce_grads_in_fp32")
         if in_fp32 is None:
             raise UnsupportedError(
-                "the training arguments do not specify the dtype in which gradients are reduced "
-                "(accumulate_allreduce_grads_in_fp32), which distrib_optim.pt records",
+                "the training arguments do not specify the dtype for reducing gradients "
+                "(accumulate_allreduce_grads_in_fp32), which distrib_optim.pt must record",
                 hint=_HINT,
             )
         return _FP32 if in_fp32 else DTYPES[dtype].name

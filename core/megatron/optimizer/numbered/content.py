@@ -203,7 +203,8 @@ def _read_groups(
     state = reader.read_mapping(inner.get("state"), "the optimizer's state")
     if masters is not None and len(masters) != len(listed):
         raise CorruptError(
-            f"there are master weights of {len(masters)} param groups, but {len(listed)} groups",
+            f"the optimizer has master weights for {len(masters)} param groups, but it has "
+            f"{len(listed)} param groups",
             rank=rank,
         )
 
@@ -221,7 +222,9 @@ def _read_groups(
         if repeated is not None:
             raise CorruptError(f"param group {number} lists parameter {repeated} twice", rank=rank)
         if not grouped.isdisjoint(ids):
-            raise CorruptError(f"param group {number} lists parameters of another group", rank=rank)
+            raise CorruptError(
+                f"param group {number} lists parameters of a different group", rank=rank
+            )
         grouped.update(ids)
         states = [
             _as_names(state.get(i, {}), f"the state of parameter {i}", rank=rank) for i in ids
@@ -231,7 +234,7 @@ def _read_groups(
             leaves = [leaf for leaf in masters[number] if isinstance(leaf, TensorLeaf)]
             if len(leaves) < len(masters[number]):
                 raise CorruptError(
-                    f"an entry of the master weights of param group {number} is not a tensor",
+                    f"an entry in the master weights of param group {number} is not a tensor",
                     rank=rank,
                 )
         groups.append(StoredGroup(group, states, leaves))
@@ -239,7 +242,7 @@ def _read_groups(
     # States without a parameter are reported and dropped.
     for key in state:
         if key not in grouped:
-            problem = f"the optimizer has a state of {key!r}, which is in no param group"
+            problem = f"the optimizer has a state for {key!r}, which is in no param group"
             report(CorruptError(problem, rank=rank, rule="optim.numbers"))
     return groups
 

@@ -101,7 +101,7 @@ def layer_wise_files(
     cp = args.get("context_parallel_size")
     if type(cp) is int and cp > 1:
         raise UnsupportedError(
-            f"the optimizer is distributed by layers over CP {cp}, whose ranks overwrote each "
+            f"the layer-wise optimizer was saved with CP {cp}, and the CP ranks overwrote each "
             "other's layer_wise_optimizer_N.pt, so states are missing",
             hint=HINT,
         )
@@ -125,7 +125,7 @@ def layer_wise_files(
             name = f"layer_wise_optimizer_{number}.pt"
             if number not in contents[file.folder]:
                 raise MissingShardError(
-                    f"{name}, which holds the states of some parameters, is missing",
+                    f"{name}, which contains the states of some parameters, is missing",
                     rank=file.folder,
                     hint="copy the checkpoint again, with all of its files, or drop the optimizer "
                     "with --no-optim",

@@ -266,8 +266,8 @@ class _CollectedStates:
             self.has_masters = (stored.has_masters, rank)
         if stored.has_masters != self.has_masters[0]:
             raise CorruptError(
-                f"the optimizer has {'' if stored.has_masters else 'no '}master weights here, "
-                f"unlike in {self.has_masters[1]}",
+                f"the optimizer has {'' if stored.has_masters else 'no '}master weights, unlike in "
+                f"{self.has_masters[1]}",
                 rank=rank,
             )
 
@@ -301,8 +301,8 @@ class _CollectedStates:
         first_names, first = self.names.setdefault(by_muon, (names, f"{param.name} of {rank}"))
         if set(names) != set(first_names):
             raise MissingShardError(
-                f"the parameter has the optimizer states {', '.join(names) or 'none'}, but "
-                f"{first} has {', '.join(first_names) or 'none'}",
+                f"the parameter's optimizer states are {', '.join(names) or 'missing'}, but those "
+                f"of {first} are {', '.join(first_names) or 'missing'}",
                 key=param.name,
                 rank=rank,
                 hint="drop the optimizer with --no-optim",
@@ -323,8 +323,8 @@ class _CollectedStates:
             shape = self.catalog.tensor(leaf.key).shape
             if shape != param.array.shape or FACTORS.get(name) == "SOAP":  # of a square matrix
                 raise UnsupportedError(
-                    f"the optimizer state {name}{owner} has shape {shape}, and its parameter "
-                    f"{param.array.shape}, so it cannot be cut like the parameter",
+                    f"the optimizer state {name}{owner} has shape {shape} and its parameter has "
+                    f"shape {param.array.shape}, so ckpt cannot split the state like the parameter",
                     key=param.name,
                     rank=rank,
                     hint=HINT,
@@ -347,18 +347,18 @@ class _CollectedStates:
         kind = _step_kind(step)
         if kind is not _step_kind(first) or (kind is int and step != first):
             raise CorruptError(
-                f"the optimizer's number of steps is {_step_text(step)} here, but "
-                f"{_step_text(first)} in {first_rank}",
+                f"the optimizer's number of steps is {_step_text(step)}, but {_step_text(first)} "
+                f"in {first_rank}",
                 key=name,
                 rank=rank,
-                hint="check that all rank directories are from the same checkpoint and intact",
+                hint="check that all rank directories are intact and from the same checkpoint",
                 rule="optim.step",
             )
         if isinstance(step, TensorLeaf):
             array = stored_array(self.catalog, step.key)
             if array.n_bytes > 8 or (self.steps and array.dtype != self.steps[0].dtype):
                 raise CorruptError(
-                    f"the optimizer's number of steps is not a single number: a tensor of "
+                    "the optimizer's number of steps is not a single number but a tensor of "
                     f"{array.n_bytes} bytes ({array.dtype})",
                     key=name,
                     rank=rank,
@@ -375,7 +375,8 @@ class _CollectedStates:
         for name in dict.fromkeys([*first, *renamed]):
             if name not in renamed or name not in first or not are_same(renamed[name], first[name]):
                 raise CorruptError(
-                    f"the optimizer's entry {name} differs from that of {first_rank}", rank=rank
+                    f"the optimizer's entry {name} differs from the entry in {first_rank}",
+                    rank=rank,
                 )
 
     def states_with(self, merged: MergedGroups) -> RankStates:
@@ -388,7 +389,8 @@ class _CollectedStates:
         shapes = {array.shape for array in self.steps}
         if len(shapes) > 1:
             raise CorruptError(
-                f"the optimizer's numbers of steps have different shapes: {sorted(shapes)}"
+                "the optimizer's numbers of steps have different shapes: "
+                f"{' and '.join(map(str, sorted(shapes)))}"
             )
         step = None if self.step is None else self.step[0]
         return RankStates(

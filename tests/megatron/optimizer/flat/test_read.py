@@ -172,14 +172,15 @@ def test_buckets_that_the_arguments_do_not_tell_are_discovered_with_a_note() -> 
     unsharded = unshard(catalog, rules=RULES, store=store)
     assert_states(DENSE, store, unsharded)
     assert any(
-        "mp_rank_00: the offsets of parameters in buffer 0" in note for note in unsharded.notes
+        "mp_rank_00: ckpt found the parameters' offsets in the optimizer's buffer 0" in note
+        for note in unsharded.notes
     )
 
 
 def test_without_values_buckets_are_not_discovered() -> None:
     args = {"ddp_bucket_size": None, "overlap_grad_reduce": False}
     _, catalog = with_optimizer(DENSE, Topology(2, 1), Run(bucket_size=400), args=args)
-    with pytest.raises(UnsupportedError, match="fits no layout of Megatron's"):
+    with pytest.raises(UnsupportedError, match="fits none of Megatron's layouts"):
         unshard(catalog, rules=RULES)
 
 
@@ -210,12 +211,14 @@ def test_values_that_fit_several_places_are_refused() -> None:
         label="buffer 0",
         rank="mp_rank_00",
     )
-    with pytest.raises(UnsupportedError, match="ambiguous: b may begin at several elements"):
+    with pytest.raises(
+        UnsupportedError, match="ambiguous, because b may begin at several elements"
+    ):
         find_starts(space, lambda place, start: True)
     result = find_starts(space, lambda place, start: start != 67)
     assert result.starts == [131, 128, 64, 0]
     assert len(result.notes) == 1
-    with pytest.raises(UnsupportedError, match="has 132 elements, and its 4 parameters have 12"):
+    with pytest.raises(UnsupportedError, match="has 132 elements and its 4 parameters have 12"):
         find_starts(space, lambda place, start: start != 64)
 
 
@@ -262,17 +265,19 @@ def test_contents_that_contradict_the_model_are_refused() -> None:
     refused(
         keyed(half),
         CorruptError,
-        "buffer 0 is for bfloat16 parameters, but should be for float32 ones",
+        "buffer 0 is for bfloat16 parameters, but should be for float32 parameters",
     )
     refused(keyed("x"), CorruptError, "not a pair of dtypes")
     refused(stating(5), CorruptError, "should have 5 elements")
     refused(
         lambda content: content | {1: content[0]}, CorruptError, "buffer 1 belongs to no parameter"
     )
-    refused(lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer holds embedding")
-    refused(lambda content: content | {2: content[0]}, CorruptError, "not numbered from 0")
+    refused(
+        lambda content: {"buckets_coalesced": True}, CorruptError, "no buffer contains embedding"
+    )
+    refused(lambda content: content | {2: content[0]}, CorruptError, "should be numbered from 0")
     refused(lambda content: [content, None, None], CorruptError, "contains 3 optimizers")
-    refused(lambda content: {0: {}}, CorruptError, "by its dtypes")
+    refused(lambda content: {0: {}}, CorruptError, "a pair of dtypes")
 
 
 def test_ranks_of_different_steps_are_refused() -> None:
@@ -335,5 +340,7 @@ def test_parameters_that_are_not_trained_are_found_by_values() -> None:
     # No such layout is as long as the buffer.
     assert find_trained(space, lambda place, start: (place, start) == (3, 0)) is None
     # a has the values of b.
-    with pytest.raises(UnsupportedError, match="holds b or a, whose values are equal"):
+    with pytest.raises(
+        UnsupportedError, match="contains either b or a, but ckpt cannot tell which"
+    ):
         find_trained(space, lambda place, start: (place, start) in {*at, (0, 64)})

@@ -246,9 +246,7 @@ def test_grouped_experts_are_refused_for_a_megatron_without_them(
     asked = parse_version(version)
     err = refusal(source, tmp_path, megatron_version=asked)
     assert isinstance(err, UnsupportedError)
-    assert (
-        f"GroupedMLP (experts.weight1), which megatron-core {version} does not have" in err.message
-    )
+    assert f"(experts.weight1), which megatron-core {version} does not support" in err.message
     assert str(err.hint).endswith("--experts sequential")
     reshard(source, tmp_path / "out", Topology(tp=1), megatron_version=asked, experts="sequential")
     assert not any("weight1" in name for name in _names(tmp_path / "out"))
@@ -353,7 +351,7 @@ def test_a_kind_of_experts_that_the_model_cannot_have_is_refused(tmp_path: Path)
     assert "the model has no experts" in refusal(source, tmp_path, experts="sequential").message
     source = save(MOE, Topology(tp=2), tmp_path / "moe")
     err = refusal(source, tmp_path, experts="te-grouped")
-    assert "the local transformer implementation has no te-grouped experts" in err.message
+    assert "the local transformer implementation does not support te-grouped experts" in err.message
     assert "is not one of: sequential, grouped" in refusal(source, tmp_path, experts="x").message
     # The kind that they have already is no error.
     reshard(source, tmp_path / "out", Topology(), moe=True, experts="sequential")
@@ -439,10 +437,7 @@ def test_settings_that_differ_between_ranks_are_named(tmp_path: Path) -> None:
     change(source, "mp_rank_00_001", lambda content: _groups(content)[1].update(lr=7.0))
     err = refusal(source, tmp_path)
     assert isinstance(err, CorruptError)
-    assert (
-        "lr of the optimizer's param group 1 is 7.0 here, but 5e-05 in mp_rank_00_000"
-        in err.message
-    )
+    assert "lr of the optimizer's param group 1 is 7.0, but 5e-05 in mp_rank_00_000" in err.message
     assert err.rank == "mp_rank_00_001"
 
 
@@ -498,7 +493,7 @@ def test_a_parameter_without_states_is_named(tmp_path: Path) -> None:
     assert isinstance(err, MissingShardError)
     assert err.key is not None
     assert (
-        "has the optimizer states none, but embedding.word_embeddings.weight of mp_rank_00 has"
+        "states are missing, but those of embedding.word_embeddings.weight of mp_rank_00 are"
         in err.message
     )
 
@@ -525,7 +520,7 @@ def test_masters_that_do_not_round_to_the_weights_are_refused(tmp_path: Path) ->
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
     assert err.key == "decoder.layers.0.self_attention.linear_proj.weight"
-    assert "no assignment has master weights that round" in err.message
+    assert "has master weights that round" in err.message
     assert "--no-optim" in (err.hint or "")
 
 
@@ -548,7 +543,7 @@ def test_several_consistent_assignments_are_refused(tmp_path: Path) -> None:
     source = save(replace(DENSE, layers=2), Topology(), tmp_path / "a", style)
     err = refusal(source, tmp_path)
     assert isinstance(err, UnsupportedError)
-    assert "several assignments" in err.message
+    assert "in several ways" in err.message
 
 
 def test_names_and_shapes_that_fit_no_group_are_refused(tmp_path: Path) -> None:
@@ -602,7 +597,7 @@ def test_settings_of_experts_that_differ_cannot_come_to_one_group(tmp_path: Path
         change(source, folder, slower)
     err = refusal(source, tmp_path, moe=True)
     assert isinstance(err, UnsupportedError)
-    assert "their lr is" in err.message
+    assert "their lr values differ" in err.message
 
 
 def _factored(optimizer: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
