@@ -214,7 +214,7 @@ def _describe_use(layers: Iterable[_Layer], call: str) -> str:
         return f"to load these adapters, configure Megatron-Bridge with {call}"
     return (
         f"Megatron-Bridge 067f987d cannot use {call}, because there are no adapters for "
-        f"{' and '.join(missing)}; to train on with Megatron, {_FOLD}"
+        f"{' and '.join(missing)}; to continue with Megatron, {_FOLD}"
     )
 
 
