@@ -33,7 +33,7 @@ class Box:
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
             raise ValueError(
-                f"box offset {self.offset} and shape {self.shape} have different numbers of axes"
+                f"box offset {self.offset} and shape {self.shape} have different ranks"
             )
         if self.shape and (min(self.offset) < 0 or min(self.shape) < 0):
             raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")

@@ -347,7 +347,7 @@ def _foreign_distribution(rank: int, world: int) -> None:
         0,
         1,
     }
-    with pytest.raises(ValueError, match="another state dict: it does not contain more"):
+    with pytest.raises(ValueError, match="different state dict and lacks more"):
         distribute_main_replicas_with_precomputed_distribution(
             _with_more(rank, world), None, save.cached_distribution
         )

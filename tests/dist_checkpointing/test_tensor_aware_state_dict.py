@@ -179,7 +179,7 @@ def _kept_in_parts(rank: int, world: int) -> Any:
     )
     extra = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(2), replica_id=rank)}
     more = {**state_dict, **extra}
-    with pytest.raises(ValueError, match="another state dict: it does not contain more"):
+    with pytest.raises(ValueError, match="different state dict and lacks more"):
         MCoreTensorAwareStateDict.from_state_dict(more, cached_metadata=distribution)
     assert all(leaf.data is not None for leaf in state_dict["layers"])
     n_bytes = sum(tensor.nbytes for tensor in apart.tensors)

@@ -117,7 +117,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "no main replica at all": ([[replace(A, replica_id=1)]], r"no main replica holds shard \(0,\)"),
     "a hole in a 2-d grid": (
         [[_part((i, j), (2, 3), (4, 2)) for j in range(3) if (i, j) != (1, 1)] for i in range(2)],
-        r"shard \(1, 1\) of the grid of \(2, 3\) shards \(1 of 6 are missing\)",
+        r"shard \(1, 1\) of the grid of \(2, 3\) shards \(1 of 6 missing\)",
     ),
     "dtypes": (
         [[A], [_part((1,), dtype=torch.bfloat16)]],
@@ -125,11 +125,11 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "global shapes": (
         [[A], [_part((1,), (3,))]],
-        r"global shape: \(8,\) on rank 0, \(12,\) on rank 1",
+        r"global shape: \(8,\) on rank 0, but \(12,\) on rank 1",
     ),
     "local shapes": (
         [[_part((0,), (2,), (4,))], [_part((2,), (2,), (2,), global_shape=(8,))]],
-        r"local shape: \(4,\) on rank 0, \(2,\) on rank 1",
+        r"local shape: \(4,\) on rank 0, but \(2,\) on rank 1",
     ),
     "regular and irregular": (
         [[A], [replace(B, axis_fragmentations=None)]],
@@ -137,7 +137,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "grids": (
         [[A], [replace(B, axis_fragmentations=(4,))]],
-        r"regular grid .*\(2,\) on rank 0, \(4,\) on rank 1",
+        r"regular grid .*\(2,\) on rank 0, but \(4,\) on rank 1",
     ),
     "flattened and not": (
         [[A], [_part((1,), flat=(0, 4))]],
@@ -174,7 +174,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "object shapes": (
         [[_object(0, 2)], [_object(1, 3)]],
-        r"global shape: \(2,\) on rank 0, \(3,\) on rank 1",
+        r"global shape: \(2,\) on rank 0, but \(3,\) on rank 1",
     ),
     "tensor and object": (
         [[A], [_object(key="w")]],

@@ -199,7 +199,7 @@ def test_a_bucket_is_listed_like_a_directory(
         (["inspect", "s3://runs/nothing"], 2, "no such object"),
         (["inspect", "s3://nowhere/x"], 6, "no such bucket: nowhere"),
         (["inspect", "s3://runs/x", "--storage-option", "color=red"], 2, "no such option"),
-        (["inspect", "s3://runs/x", "--storage-option", "region"], 2, "takes KEY=VALUE"),
+        (["inspect", "s3://runs/x", "--storage-option", "region"], 2, "expects KEY=VALUE"),
         (
             ["convert", "a", "b", "--to", "dcp", "--config", "s3://runs/c"],
             2,

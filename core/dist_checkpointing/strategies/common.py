@@ -251,7 +251,7 @@ def _find_file(store: ReadStore, item: ShardedObject) -> str:
     # Name the shards that exist: the parallel sizes of the save may have been different.
     siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
     hint = (
-        f"request one of these shards of {item.key}: {', '.join(siblings[:8])}"
+        f"the checkpoint contains these shards of {item.key}: {', '.join(siblings[:8])}"
         if siblings
         else None
     )
