@@ -221,8 +221,10 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
             ) from err
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
         if err.errno in CAPACITY_HINTS:
-            hint = CAPACITY_HINTS[err.errno]
-            raise CapacityError(f"cannot {doing} {label}: {reason}", file=label, hint=hint) from err
+            advice = CAPACITY_HINTS[err.errno]
+            raise CapacityError(
+                f"cannot {doing} {label}: {reason}", file=label, hint=advice
+            ) from err
         hint = _HINTS.get(err.errno or 0)
         raise StorageError(f"cannot {doing} {label}: {reason}", file=label, hint=hint) from err
 
