@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ckpt_cli.commands.transfer import build_job, transfer
 from ckpt_cli.options.transfer import CONTENT_OPTIONS
 from core.errors import UsageError
-from core.formats.registry import TARGETS
+from core.formats.registry import TARGETS, explain_other_software
 from core.verbs.convert.job_options import implied_format
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ def convert(options: TransferOptions) -> int:
         unknown = (
             f", and the suffix {dst.suffix} does not imply a format" if dst and dst.suffix else ""
         )
+        advice = explain_other_software(dst.suffix) if dst else None
         raise UsageError(
             f"no target format was specified{unknown}",
-            hint=f"pass --to with one of: {', '.join(TARGETS)}",
+            hint=advice or f"pass --to with one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.
     return transfer(build_job(replace(options, to=to)), options)

@@ -125,6 +125,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
     from ckpt_cli.findings.verdict import Verdict
     from ckpt_cli.workers.current_team import default_memory
     from ckpt_cli.workers.progress import show_progress
+    from core.opening.iterations import ITERATION_DIR
     from core.verbs.checks.finding import Severity
     from core.verbs.validate.accepted import Acceptance
     from core.verbs.validate.run import validate
@@ -140,11 +141,15 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
         yield lambda screen: listing_lines(screen, path, listing, limit=0, command="ckpt explain")
         return
     yield lambda screen: text_lines(screen, [verdict], limit=_PLACES, is_quiet=False)
+    folder, name = os.path.split(validation.path.rstrip("/"))
+    root = None if str(path) == validation.path else str(path)
+    if ITERATION_DIR.match(name):
+        root = folder or os.curdir
     # A note needs no explanation of its own.
     counted = [item for item in verdict.judgement.counted if item.severity != Severity.NOTE]
     for name in dict.fromkeys(finding.code for finding in counted):
         yield ""
-        yield from code_blocks(codes()[name], path=validation.path)
+        yield from code_blocks(codes()[name], path=validation.path, root=root)
     yield ""
     if not verdict.judgement.is_valid:
         yield escaped(f"to see what can be read: ckpt inspect {shlex.quote(str(path))}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ckpt_cli.commands.transfer import build_job, transfer
+from ckpt_cli.screen.other_tools import ZERO_HINT
 from core.verbs.convert.job import SIZES
 from core.verbs.convert.options import check_reshard
 
@@ -32,7 +33,7 @@ def _target_size_hint(options: TransferOptions) -> str:
     """
     source_sizes = {name: size for name in SIZES if (size := getattr(options, name)) is not None}
     if not source_sizes:
-        return "for example: --tp-new 4 --pp-new 2"
+        return f"for example: --tp-new 4 --pp-new 2; {ZERO_HINT}"
     names = ", ".join(f"--{name}" for name in source_sizes)
     verb = "describes" if len(source_sizes) == 1 else "describe"
     target_sizes = ", ".join(f"{name.upper()} {size}" for name, size in source_sizes.items())

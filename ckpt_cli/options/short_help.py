@@ -233,7 +233,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
                 "the newest three, and every ten-thousandth (dry run)",
                 "ckpt prune run --keep-last 3 --keep-every 10000 --dry-run",
             ),
-            ("in a batch job, without confirmation", "ckpt prune run --keep-last 3 --yes"),
+            ("in a batch job, without confirmation", "ckpt prune run --keep-last 3 --deep --yes"),
         ),
         options=(
             "--keep-last",
@@ -241,6 +241,7 @@ SHORT_HELP: Mapping[str, ShortHelp] = {
             "--dry-run",
             "--yes",
             "--deep",
+            "--trust-metadata",
             "--json",
             "--quiet",
         ),

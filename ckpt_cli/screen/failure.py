@@ -34,7 +34,6 @@ one line that tells what remains::
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
@@ -283,10 +282,12 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
             "the metadata is nested too deeply to read", hint="do not trust this checkpoint"
         )
     if isinstance(err, OSError):
+        from core.files.store import CAPACITY_HINTS
+
         file = os.fsdecode(err.filename) if isinstance(err.filename, (str, bytes)) else None
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
-        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
-            return CapacityError(reason, file=file, hint="free some space and rerun the command")
+        if err.errno in CAPACITY_HINTS:
+            return CapacityError(reason, file=file, hint=CAPACITY_HINTS[err.errno])
         return StorageError(reason, file=file)
     if isinstance(err, ModuleNotFoundError) and err.name in PACKAGES:
         title, package = PACKAGES[err.name]

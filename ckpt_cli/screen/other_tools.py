@@ -7,6 +7,12 @@ aliases: it refuses them with a hint. Options are spelled with ``-`` for ``_``.
 
 from __future__ import annotations
 
+ZERO_HINT = (
+    "for a DeepSpeed ZeRO checkpoint: ckpt convert SRC DST --to deepspeed_universal, which loads "
+    "on any number of GPUs (with load_universal)"
+)
+"""What to do instead of resharding files that depend on the number of data-parallel ranks."""
+
 _COMMANDS = (
     ("ls list show info cat head tree stat describe summary print", "use ckpt inspect PATH"),
     ("check verify fsck lint doctor test", "use ckpt validate PATH"),
@@ -68,16 +74,22 @@ _HINTS = (
         ),
     ),
     (
-        "--dp --dp-new --data-parallel-size --cp --cp-new --cp-size --context-parallel-size",
         (
-            "omit it, because a checkpoint's layout does not depend on the data-parallel and "
-            "context-parallel sizes"
+            "--dp --dp-new --dp-size --data-parallel-size --world-size "
+            "--cp --cp-new --cp-size --context-parallel-size"
+        ),
+        (
+            "omit it, because Megatron and DCP checkpoints load with any data-parallel and "
+            f"context-parallel size; {ZERO_HINT}"
         ),
     ),
     # Optimizer and random states.
     (
         "--only-optim --optim-only --optimizer-only",
-        "use --include 'optim*' for the optimizer alone; ckpt inspect --optim shows its keys",
+        (
+            "use --include 'optim*' --to torch for the optimizer alone; "
+            "ckpt inspect --optim shows its keys"
+        ),
     ),
     (
         "--no-load-optim --no-save-optim",

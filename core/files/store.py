@@ -182,6 +182,21 @@ def check_name(name: object, *, found_in: str | None = None) -> str:
 
 
 _READING = ("open", "read", "check")
+CAPACITY_HINTS = {
+    errno.ENOSPC: "free some space and run again",
+    errno.EDQUOT: "free some space within the quota and run again",
+    errno.EFBIG: (
+        "raise the limit on file sizes (ulimit -f unlimited), or write to a file system that "
+        "allows larger files"
+    ),
+    errno.ENOMEM: "lower --memory or --threads, or use a machine with more memory",
+}
+"""Error of the system for lack of capacity → hint."""
+_HINTS = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "check the permissions"),
+    errno.ELOOP: "replace the symbolic link by the file that it should lead to (see ls -l)",
+}
+"""Other error of the system → hint."""
 
 
 @contextmanager
@@ -194,7 +209,7 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
 
     Raises:
         MissingShardError: the file to read does not exist.
-        CapacityError: the disk is full, a quota is exceeded, or the file is too large.
+        CapacityError: disk, quota or memory are exhausted, or the file is too large.
         StorageError: any other error of the system.
     """
     try:
@@ -204,14 +219,13 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
             raise MissingShardError(
                 f"cannot {doing} {label}: the file does not exist", file=label
             ) from err
-        if err.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise CapacityError(
-                f"cannot {doing} {label}: {os.strerror(err.errno).lower()}",
-                file=label,
-                hint="free some space and run the command again",
-            ) from err
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
-        hint = "check the permissions" if err.errno in (errno.EACCES, errno.EPERM) else None
+        if err.errno in CAPACITY_HINTS:
+            advice = CAPACITY_HINTS[err.errno]
+            raise CapacityError(
+                f"cannot {doing} {label}: {reason}", file=label, hint=advice
+            ) from err
+        hint = _HINTS.get(err.errno or 0)
         raise StorageError(f"cannot {doing} {label}: {reason}", file=label, hint=hint) from err
 
 

@@ -188,6 +188,18 @@ _OTHER_WORDS = {
 }
 """Words for formats that are no names or aliases here → name of the format to suggest."""
 
+_OTHER_SOFTWARE = {
+    **dict.fromkeys(
+        ("vllm", "sglang", "trtllm", "trt_llm", "tensorrt_llm", "tgi", "lmdeploy", "mlx"),
+        "use --to hf, as {} loads Hugging Face models",
+    ),
+    **dict.fromkeys(
+        ("gguf", "ggml", "llama.cpp", "llama_cpp", "llamacpp", "ollama"),
+        "GGUF cannot be written: use --to hf, then run llama.cpp's convert_hf_to_gguf.py on DST",
+    ),
+}
+"""Software or its format, which ``ckpt`` does not write → hint; ``{}`` stands for the word."""
+
 
 def formats() -> list[Format]:
     """Return all formats, the built-in ones first.
@@ -279,8 +291,16 @@ def format_called(name: str) -> Format:
     guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
     raise UsageError(
         f"unknown format {name!r}",
-        hint=guess or f"the formats that ckpt can write are {', '.join((*TARGETS, *plug_ins))}",
+        hint=explain_other_software(name)
+        or guess
+        or f"the formats that ckpt can write are {', '.join((*TARGETS, *plug_ins))}",
     )
+
+
+def explain_other_software(name: str) -> str | None:
+    """Return the hint for other software, or its format, named as a format; None if unknown."""
+    hint = _OTHER_SOFTWARE.get(name.lower().replace("-", "_").removeprefix("."))
+    return None if hint is None else hint.format(name)
 
 
 def format_of_suffix(suffix: str) -> str | None:
@@ -302,7 +322,7 @@ def sniffed(store: ReadStore) -> Format:
     """Return the format of the checkpoint in a store.
 
     Raises:
-        UnsupportedError: no format recognises the store.
+        UnsupportedError: no format recognizes the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
     names = list_names(store)

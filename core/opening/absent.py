@@ -17,8 +17,14 @@ _MOST_NAMES = 10_000
 """Maximum number of names of a directory that are compared with a misspelt one."""
 
 
+SAVE_STREAM = "save the stream to a file first, and pass the file"
+"""Hint for standard input, a pipe or a device in place of a file."""
+
+
 def absent(path: Path, *, what: str = "no such file or directory") -> UsageError:
     """Return the error for a path that does not exist, with the most similar one that does."""
+    if str(path) == "-":
+        return UsageError("standard input cannot be read", file="-", hint=SAVE_STREAM)
     hint = None if os.path.lexists(path) else _similar_path(path)
     if hint is None and _HUB_ID.fullmatch(str(path)) and not path.parent.exists():
         command = hub_download(str(path))

@@ -161,6 +161,15 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
 
                 raise absent(path)
             is_dir = path.is_dir()
+            # The metadata of most formats is at the end of a file.
+            if not (is_dir or path.is_file()) and path.exists():
+                from core.opening.absent import SAVE_STREAM
+
+                raise UsageError(
+                    "a pipe or a device, which can only be read from beginning to end",
+                    file=str(path),
+                    hint=SAVE_STREAM,
+                )
     descent = _descend(open_store(path), iteration) if is_dir else _Descent(store_of_file(path))
     store, passed = descent.store, descent.passed
     # The caller gets the open store in any case but these: a wrong request, and an interruption.

@@ -83,7 +83,10 @@ def _refusal_of_file(store: SourceStore, file: str, known: str) -> Checkpointing
         return TruncatedError("the file is empty", file=store.label, hint="copy the file again")
     substitute = substitute_in(store, file)
     if substitute is not None:
-        return UnsupportedError(substitute.title, file=store.label, hint=substitute.hint)
+        # Text under the name of another kind of file was hardly downloaded in place of weights.
+        is_download = substitute.is_download or file.endswith((*SUFFIXES, SUFFIX))
+        hint = substitute.hint if is_download else "pass a weights file or a checkpoint directory"
+        return UnsupportedError(substitute.title, file=store.label, hint=hint)
     return explain_unrecognised(store, known=known) or UnsupportedError(
         "not a checkpoint in a known format", file=store.label, hint=known
     )

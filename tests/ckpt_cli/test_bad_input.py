@@ -209,7 +209,7 @@ def test_no_permission_is_an_input_output_error(
     assert "permission denied" in capsys.readouterr().err
 
 
-def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(
+def test_a_file_above_the_size_limit_is_a_capacity_error_and_leaves_nothing(
     golden: Path, tmp_path: Path, repo_dir: Path
 ) -> None:
     command = (
@@ -222,7 +222,7 @@ def test_a_full_disk_is_a_capacity_error_and_leaves_nothing(
     assert done.returncode == 7
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
-    assert "\n  hint: free some space" in done.stderr
+    assert "\n  hint: raise the limit on file sizes (ulimit -f unlimited)" in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

@@ -65,6 +65,13 @@ def test_a_missing_file_is_a_missing_shard(tmp_path: Path) -> None:
         LocalStore(tmp_path).read("absent", 0, 1)
 
 
+def test_a_link_that_leads_to_itself_is_to_be_replaced(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(StorageError, match="symbolic links") as refusal:
+        LocalStore(tmp_path).read("loop", 0, 1)
+    assert "replace the symbolic link" in str(refusal.value.hint)
+
+
 def test_fifos_and_directories_are_refused_without_blocking(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from ckpt_cli.app import main
 from core.errors import UsageError
 from core.opening.open import open_checkpoint
 from core.verbs.validate.newest import iteration_paths
@@ -45,6 +47,16 @@ def test_a_similar_path_is_suggested(wrong: str, right: str, runs: Path) -> None
 def test_without_a_similar_path_the_hub_is_named(runs: Path) -> None:
     assert hint_of("runs/xyz") == "check the spelling of the path"
     assert "hf download meta/some-model" in str(hint_of("meta/some-model"))
+
+
+def test_a_stream_is_to_be_saved_to_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in ("-", str(tmp_path / "pipe"), "/dev/null"):
+        for command in ("inspect", "validate", "manifest"):
+            assert main([command, path]) == 2
+            assert "  hint: save the stream to a file first" in capsys.readouterr().err
 
 
 def test_training_roots_too(runs: Path) -> None:

@@ -61,6 +61,18 @@ def test_what_was_saved_in_place_of_weights_is_told(case: str, name: str, tmp_pa
 
 
 @pytest.mark.parametrize("case", INSTEAD)
+def test_text_under_the_name_of_another_kind_of_file_is_not_to_be_downloaded_again(
+    case: str, tmp_path: Path
+) -> None:
+    data, title = INSTEAD[case]
+    (tmp_path / "notes.txt").write_bytes(data)
+    with pytest.raises(CheckpointingException, match=title) as refusal:
+        open_checkpoint(tmp_path / "notes.txt")
+    is_download = case in ("a page", "a page of XML")
+    assert ("download the file again" in str(refusal.value.hint)) == is_download
+
+
+@pytest.mark.parametrize("case", INSTEAD)
 def test_a_directory_of_downloads_that_failed_is_told(case: str, tmp_path: Path) -> None:
     data, title = INSTEAD[case]
     for name in ("model.safetensors", "config.json"):

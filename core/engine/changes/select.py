@@ -27,6 +27,9 @@ from core.engine.changes.rename import strip_prefix as strip_prefix
 from core.errors import UsageError
 from core.values import dataclass
 
+_MOST_GLOBS = 4
+"""Maximum number of globs that a message proposes for the model or the optimizer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:
@@ -105,9 +108,19 @@ def _name_globs(keys: Iterable[str]) -> str:
         members["optimizer" if is_optimizer_key(key) else "model"].append(key)
     globs = []
     for part, others in (("model", "optimizer"), ("optimizer", "model")):
-        prefix = find_shared_prefix(members[part])
-        if prefix and not any(key.startswith(prefix) for key in members[others]):
-            globs.append(f"{shlex.quote(f'{prefix}*')} matches the {part}")
+        # Without a shared prefix, one glob for each first component: decoder.*, embedding.*.
+        shared = find_shared_prefix(members[part])
+        prefixes = (
+            [shared]
+            if shared
+            else sorted({"".join(key.partition(".")[:2]) for key in members[part]})
+        )
+        is_apart = not any(key.startswith(tuple(prefixes)) for key in members[others])
+        if is_apart and 0 < len(prefixes) <= _MOST_GLOBS:
+            quoted = [shlex.quote(f"{prefix}*") for prefix in prefixes]
+            globs.append(
+                f"{' and '.join(quoted)} match{'es' if len(quoted) == 1 else ''} the {part}"
+            )
     return "; ".join([*globs, LIST_THEM])
 
 

@@ -114,7 +114,7 @@ def capabilities_of(checkpoint: Checkpoint, model: ModelTraits) -> tuple[Capabil
     written = writable_formats()
     targets = [(format.name, format) for format in written if format is not checkpoint.format]
     if not model.is_hf:
-        targets += [(HF, format) for _, format in targets if HF in format.aliases]
+        targets += [(HF, format) for format in written if HF in format.aliases]
     # Megatron-FSDP's checkpoints are DCP with a form of its own, for Megatron's models only.
     if model.has_layout:
         targets += [(FSDP_DTENSOR, format) for format in written if FSDP_DTENSOR in format.aliases]

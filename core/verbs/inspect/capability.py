@@ -181,9 +181,7 @@ def list_plain_capabilities(
         why = masters.why if row.stores is Stores.MASTERS else None
         possible.setdefault(why, []).append(name)
     # A format under a name that asks for Hugging Face's names as well.
-    refused += [
-        HF for row in BUILT_IN if HF in row.names and row.names[0] != checkpoint.format.name
-    ]
+    refused += [HF for row in BUILT_IN if HF in row.names]
     reason = model.layout_refusal
     return (
         *(Capability("convert", True, tuple(names), why) for why, names in possible.items()),

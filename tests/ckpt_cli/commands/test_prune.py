@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
+from ckpt_cli.options.short_help import SHORT_HELP
 from ckpt_cli.screen.failure import Terminated
 
 
@@ -75,6 +77,22 @@ class Terminal(io.StringIO):
 class Interrupted(Terminal):
     def readline(self, size: int | None = -1) -> str:
         raise Terminated(signal.SIGINT)
+
+
+def test_the_example_for_a_batch_job_works(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = (line for title, line in SHORT_HELP["prune"].examples if "batch job" in title)
+    words = line.removeprefix("ckpt ").replace("--keep-last 3", "--keep-last 1").split()
+    assert main([str(root) if word == "run" else word for word in words]) == 0
+    assert "removed" in capsys.readouterr().out
+
+
+def test_the_options_that_the_refusal_names_are_on_the_short_help_page(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["prune", str(root), "--keep-last", "1", "--yes"]) == 2
+    hint = capsys.readouterr().err.partition("hint:")[2]
+    named = set(re.findall(r"--[a-z-]+", hint))
+    assert {"--deep", "--trust-metadata"} <= named <= set(SHORT_HELP["prune"].options)
 
 
 @pytest.mark.parametrize("option", ["--deep", "--trust-metadata"])

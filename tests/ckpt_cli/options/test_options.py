@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -324,6 +325,46 @@ def test_options_of_other_tools_are_answered_with_ours(
 ) -> None:
     assert main(["reshard", "a", "b", *words]) == 2
     assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--dp-new", "4"], ["--world_size=4"]])
+def test_another_number_of_zero_ranks_is_answered_with_a_command_that_works(
+    options: list[str], golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src, dst = str(golden / "deepspeed/zero1_dp2_bf16"), str(tmp_path / "universal")
+    assert main(["reshard", src, dst, *options]) == 2
+    hint = capsys.readouterr().err
+    match = re.search(r"DeepSpeed ZeRO checkpoint: ckpt (convert SRC DST --to \w+)", hint)
+    assert match is not None
+    words = {"SRC": src, "DST": dst}
+    assert main([words.get(word, word) for word in match[1].split()]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["x", "--to", "vLLM"], "use --to hf, as vLLM loads Hugging Face models"),
+        (["x", "--to", "tensorrt-llm"], "use --to hf, as tensorrt-llm loads"),
+        (["x", "--to", "transformers"], "did you mean hf?"),
+        (["x", "--to", "gguf"], "GGUF cannot be written: use --to hf, then run llama.cpp's"),
+        (["x.gguf"], "GGUF cannot be written: use --to hf, then run llama.cpp's"),
+    ],
+)
+def test_software_that_is_named_as_a_format_is_answered_with_the_format_it_reads(
+    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", "a", *words]) == 2
+    assert f"  hint: {hint}" in capsys.readouterr().err
+
+
+def test_the_optimizer_alone_is_written_as_the_hint_says(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["convert", str(golden / "mcore_legacy/dense_gqa/tp2_pp2_optim"), str(tmp_path / "o")]
+    assert main([*line, "--optim-only"]) == 2
+    match = re.search(r"use (--include .+) for the optimizer alone", capsys.readouterr().err)
+    assert match is not None
+    assert main([*line, *shlex.split(match[1])]) == 0
 
 
 @pytest.mark.parametrize(

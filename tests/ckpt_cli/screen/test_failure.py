@@ -78,6 +78,16 @@ def test_an_operating_system_error_names_its_file() -> None:
     assert line.startswith("no space left on device (file /out/file)")
 
 
+def test_a_lack_of_memory_or_file_size_is_not_blamed_on_the_disk() -> None:
+    hints = {
+        name: failure_of(OSError(getattr(errno, name), "x")).hint
+        for name in ("ENOSPC", "EFBIG", "ENOMEM")
+    }
+    assert "free some space" in hints["ENOSPC"]
+    assert "ulimit -f" in hints["EFBIG"] and "free" not in hints["EFBIG"]
+    assert "--memory" in hints["ENOMEM"] and "free" not in hints["ENOMEM"]
+
+
 def test_a_bug_says_that_it_is_one() -> None:
     line = failure_of(AttributeError("'NoneType' object has no attribute 'x'")).line
     assert line.startswith("internal error, AttributeError: 'NoneType' object has no attribute 'x'")

@@ -120,6 +120,26 @@ def test_a_glob_that_matches_nothing_is_answered_with_those_of_model_and_optimiz
     assert main([*command, "--include", "app.optim.*"]) == 0
 
 
+@pytest.mark.parametrize(
+    ("source", "globs"),
+    [
+        (
+            "mcore_legacy/dense_gqa/tp2_pp2",
+            "the model is 'decoder.*' and 'embedding.*' and 'output_layer.*'; list",
+        ),
+        (
+            "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
+            "the optimizer is 'optimizer.state.*'; list",
+        ),
+    ],
+)
+def test_the_globs_of_a_megatron_model_are_named_too(
+    source: str, globs: str, golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(golden / source), str(tmp_path / "a"), "--include", "no*"]) == 2
+    assert globs in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("others", [[], ["app.step"]])
 def test_a_wrapper_that_holds_the_optimizer_as_well_is_not_proposed(others: list[str]) -> None:
     keys = ["app.model.w", "app.model.v", "app.optim.state.model.w.exp_avg", *others]

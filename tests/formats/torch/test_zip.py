@@ -359,8 +359,9 @@ def test_torchscript_is_refused_by_name(method: int) -> None:
 
 
 def test_a_zip_without_a_pickle_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="the zip has no data.pkl"):
+    with pytest.raises(UnsupportedError, match="the zip has no data.pkl") as refusal:
         check_kind(archive_of(zipped([("a/b", b"N.")])))
+    assert "unpack it" in str(refusal.value.hint)
 
 
 @pytest.mark.parametrize(

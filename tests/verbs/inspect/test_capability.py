@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from ckpt_cli.app import main
 from core.errors import CheckpointingException
 from core.hf.to_megatron import to_megatron
 from core.opening.open import open_checkpoint
@@ -55,6 +57,19 @@ def test_golden_checkpoints_get_the_answers_of_plans(
 ) -> None:
     plain, planned = answers(golden / name, has_optimizer=has_optimizer)
     assert plain == (planned if has_optimizer is GOLDEN[name] else None)
+
+
+def test_a_model_file_without_config_json_says_what_to_hf_needs(
+    golden: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = golden / "hf/llama/safetensors_single"
+    path = tmp_path / "bare.safetensors"
+    shutil.copyfile(model / "model.safetensors", path)
+    assert main(["inspect", str(path)]) == 0
+    assert f"convert to megatron, hf: {UNDESCRIBED}" in capsys.readouterr().out
+    line = ["convert", str(path), str(tmp_path / "out"), "--to", "hf"]
+    assert main(line) != 0
+    assert main([*line, "--config", str(model / "config.json")]) == 0
 
 
 STATE = {

@@ -724,6 +724,7 @@ def check_kind(archive: Archive) -> None:
         raise UnsupportedError(
             "the zip has no data.pkl, which torch.save always writes",
             file=archive.file,
+            hint="pass a file that torch.save wrote; if this zip contains a checkpoint, unpack it",
             rule="torch.kind",
         )
 
