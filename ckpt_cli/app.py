@@ -282,7 +282,7 @@ def _prune(options: PruneOptions) -> Work:
     """Remove iterations of a training run that no rule keeps, after asking for confirmation.
 
     The newest valid iteration is always kept, and so is every iteration that a tracker names,
-    that is still being written, or that is not recognised as a checkpoint.
+    that is still being written, or that is not recognized as a checkpoint.
     """
     from ckpt_cli.commands.prune import prune
 

@@ -81,7 +81,7 @@ class _Suite:
         yield f"  <testsuite {_counts(validation.path, [self], validation.seconds)}>"
         yield "    <properties>"
         for name, value in (
-            ("format", validation.format or "not recognised"),
+            ("format", validation.format or "not recognized"),
             ("level", validation.level.name.lower()),
             ("files", validation.n_files),
             ("bytes", validation.n_bytes),

@@ -116,7 +116,7 @@ def validation_facts(verdict: Verdict) -> Iterator[tuple[str, Cell | str]]:
     """Yield facts about one validation: what was read and what not, and accepted findings."""
     validation, judgement = verdict.validation, verdict.judgement
     # What was read.
-    yield "format", validation.format or Cell("not recognised", ("yellow",))
+    yield "format", validation.format or Cell("not recognized", ("yellow",))
     if validation.n_files:
         tensors = f", {n_text(validation.n_tensors, 'tensor')}" if validation.n_tensors else ""
         files = n_text(validation.n_files, "file")

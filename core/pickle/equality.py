@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from core.pickle.fields import describe_value
 from core.pickle.inert import NO_STATE, Inert, TensorLeaf
+
+_MAX_DEPTH = 8
+"""Levels of dicts in which a difference is located."""
 
 
 def are_same(first: object, second: object) -> bool:
@@ -66,3 +73,38 @@ def _are_same_leaves(a: object, b: object) -> bool:
         return (a.key.partition(":")[2] or a.key) == (b.key.partition(":")[2] or b.key)
     is_nan = isinstance(a, float) and isinstance(b, float) and a != a and b != b
     return a == b or is_nan
+
+
+def describe_difference(
+    first: Mapping[Any, object], other: Mapping[Any, object], name: object
+) -> tuple[str, str, str]:
+    """Describe where an entry of two dicts differs.
+
+    Args:
+        first, other: dicts of which the entry ``name`` is unequal.
+
+    Returns:
+        The path of the first unequal value in the entry, and both values as short texts.
+    """
+    path = str(name)
+    # Dicts of a pickle may contain themselves.
+    for _ in range(_MAX_DEPTH):
+        inner, other_inner = first.get(name), other.get(name)
+        if not isinstance(inner, dict) or not isinstance(other_inner, dict):
+            break
+        differing = [
+            key
+            for key in [*inner, *other_inner]
+            if key not in inner
+            or key not in other_inner
+            or not are_same(inner[key], other_inner[key])
+        ]
+        if not differing:  # only the order of the keys differs
+            break
+        first, other, name = inner, other_inner, differing[0]
+        path = f"{path}/{name}"
+    texts = [
+        describe_value(entries[name]) if name in entries else "missing"
+        for entries in (first, other)
+    ]
+    return path, texts[0], texts[1]

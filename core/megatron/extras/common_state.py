@@ -41,7 +41,7 @@ from core.engine.catalog.dropped import Dropped, dropped_each
 from core.engine.catalog.stored import Coords, PlannedArray
 from core.errors import CorruptError, UnsupportedError
 from core.megatron.model.topology import Rank, Topology
-from core.pickle.equality import are_same
+from core.pickle.equality import are_same, describe_difference
 from core.pickle.fields import FieldReader, int_or_none
 from core.pickle.inert import (
     Global,
@@ -411,8 +411,9 @@ def _reason_to_drop(
     )
     if differing is not None:
         if name in OF_THE_RUN:
+            path, expected, actual = describe_difference(first_root, dict(roots)[differing], name)
             raise CorruptError(
-                f"{name} differs from the value in {first_folder}",
+                f"{path} is {actual}, but {expected} in {first_folder}",
                 rank=differing,
                 hint="check that all rank directories are from the same training step",
             )

@@ -44,7 +44,7 @@ TITLES = {
     "torch_by_name": "torch.optim state by parameter name",
     "torch_by_number": "torch.optim state by parameter number",
     "bitsandbytes": "bitsandbytes states (8-bit, with scales)",
-    "other": "not recognised",
+    "other": "not recognized",
 }
 """Form → its description for people."""
 

@@ -273,14 +273,24 @@ def test_entries_that_differ_between_ranks_are_left_out_with_a_note() -> None:
     assert ranks_of(target)[(("tp", 0), ("pp", 0))][1]["shared"] == {"a": [1, (2, None)]}
 
 
-@pytest.mark.parametrize("entries", [{"opt_param_scheduler": {"num_steps": 99}}, {"iteration": 20}])
-def test_ranks_of_different_steps_are_refused(entries: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"opt_param_scheduler": {"num_steps": 99}},
+            "opt_param_scheduler/num_steps is 99, but 80 in mp_rank_00",
+        ),
+        ({"opt_param_scheduler": None}, "opt_param_scheduler is None, but {'num_steps': 80} in"),
+        ({"iteration": 20}, "iteration is 20, but .* in mp_rank_00"),
+    ],
+)
+def test_ranks_of_different_steps_are_refused(entries: dict[str, object], message: str) -> None:
     _, catalog = Model().catalog(Topology(tp=2), opt_param_scheduler={"num_steps": 80})
     ranks = ranks_of(catalog)
     coords = (("tp", 1), ("pp", 0))
     folder, root = ranks[coords]
     ranks[coords] = (folder, {**root, **entries})
-    with pytest.raises(CorruptError, match="differs from the value in mp_rank_00") as caught:
+    with pytest.raises(CorruptError, match=message) as caught:
         unshard(with_facts(catalog, RankFacts, ranks=ranks), rules=RULES)
     assert caught.value.rank == "mp_rank_01"
 

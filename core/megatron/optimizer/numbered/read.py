@@ -49,7 +49,7 @@ from core.megatron.optimizer.numbered.layer_wise import DataRank, layer_wise_fil
 from core.megatron.optimizer.proof import is_master
 from core.megatron.optimizer.rank_state import Param, ParamState, RankFile, RankStates, stored_array
 from core.megatron.rules.rules import Rules
-from core.pickle.equality import are_same
+from core.pickle.equality import are_same, describe_difference
 from core.pickle.inert import TensorLeaf
 from core.values import dataclass
 
@@ -374,8 +374,9 @@ class _CollectedStates:
         first, first_rank = self.entries
         for name in dict.fromkeys([*first, *renamed]):
             if name not in renamed or name not in first or not are_same(renamed[name], first[name]):
+                path, expected, actual = describe_difference(first, renamed, name)
                 raise CorruptError(
-                    f"the optimizer's entry {name} differs from the entry in {first_rank}",
+                    f"the optimizer's entry {path} is {actual}, but {expected} in {first_rank}",
                     rank=rank,
                 )
 
