@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from core.errors import CorruptError, UsageError
+from core.errors import CorruptError, UnsupportedError, UsageError
 from core.files.store import LocalStore
 from core.formats.deepspeed.experts import numbered, split_expert_name
 from core.formats.deepspeed.universal import format as universal
@@ -117,6 +117,21 @@ def test_steps_of_one_directory_must_be_equal(deepspeed_parallel: Path, tmp_path
     with pytest.raises(CorruptError, match="differ"):
         written(tmp_path / "run.pt", tmp_path / "ucp", ep=2)
     assert not (tmp_path / "ucp").exists()
+
+
+def test_experts_of_one_directory_must_have_one_dtype(
+    deepspeed_parallel: Path, tmp_path: Path
+) -> None:
+    convert(
+        Job(src=deepspeed_parallel / "moe_zero1", dst=tmp_path / "run.pt", to="torch", fsync=False)
+    )
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    states = state["optimizer"]["state"]
+    name = numbered(UP_0, 2)
+    states[name]["exp_avg"] = states[name]["exp_avg"].double()
+    torch.save(state, tmp_path / "run.pt")
+    with pytest.raises(UnsupportedError, match=r"float64 of shape .*, but .* is float32 of shape"):
+        written(tmp_path / "run.pt", tmp_path / "ucp", ep=2)
 
 
 @pytest.mark.parametrize(
