@@ -31,8 +31,9 @@ def _load_core() -> ModuleType:
             return loaded
         where = file or ", ".join(getattr(loaded, "__path__", ["an unknown place"]))
         raise ImportError(
-            f"another package named 'core' has been imported ({where}), and ckpt needs its own "
-            f"({path}): in a new process, import ckpt_cli before it, or run ckpt as a program"
+            f"a different package named 'core' has already been imported ({where}), but ckpt "
+            f"needs its own ({path}); start a new process and import ckpt_cli first, or run "
+            "python -m ckpt_cli"
         )
     # As the import system does, enter the module in ``sys.modules`` before it runs, because it
     # imports its own submodules, and remove it if it fails.

@@ -49,14 +49,14 @@ FailureFilter = Callable[[BaseException, Failure], Failure | None]
 """Called with the error that ended the work; returns the failure to print, None for no message."""
 
 _TRANSFER_EPILOG = (
-    "Sizes to write can also be given under the names that other tools use: --target-tp, "
-    "--target-tensor-parallel-size, and so on. The layout of SRC is detected; --tp, --pp, --vpp, "
-    "--ep, --etp (or --tensor-model-parallel-size, …) only check it. Content options apply in this "
-    "order, wherever they are on the command line: --dequantize, --dequantize-optim; --include, "
-    "--exclude; "
+    "The sizes to write can also be set with the option names of other tools, such as --target-tp "
+    "and --target-tensor-parallel-size. The layout of SRC is detected; --tp, --pp, --vpp, --ep "
+    "and --etp (or --tensor-model-parallel-size, …) only check it. Content options are applied in "
+    "this order, regardless of their order on the command line: --dequantize, --dequantize-optim; "
+    "--include, --exclude; "
     "--strip-prefix, --add-prefix, --rename; --untie, --tie; "
     "--stack-layers, --unstack-layers, both with --layer-axis; "
-    "--dtype; --quantize. Each sees the names that the previous ones produced."
+    "--dtype; --quantize. Each option sees the names that the previous options produced."
 )
 
 _NOT_IN_MERGE = (
@@ -74,7 +74,8 @@ _NOT_IN_MERGE = (
 app = Typer(
     name="ckpt",
     cls=Group,
-    help="Inspect, convert, reshard and verify training checkpoints. ckpt PATH inspects one.",
+    help="Inspect, convert, reshard and verify training checkpoints. ckpt PATH is short for "
+    "ckpt inspect PATH.",
     epilog="Exit codes: 0 success, 1 findings, 2 usage error, 3 corrupt or incomplete, "
     "4 unsupported, 5 unsafe, 6 I/O error, 7 out of memory or disk space, 8 worker failed, "
     "70 internal error, 130 interrupted.",
@@ -106,7 +107,7 @@ def _install_completion(is_given: bool) -> None:
         from ckpt_cli.completion.install import install_script
 
         shell, path = install_script()
-        print(f"completion for {shell} installed in {path}; it works in new shells")
+        print(f"installed {shell} completion in {path}; it takes effect in new shells")
         raise Exit
 
 
@@ -127,7 +128,7 @@ def _root(
             "--version",
             callback=_show_version,
             is_eager=True,
-            help="Show version and commit, and exit.",
+            help="Show the version and commit, then exit.",
         ),
     ] = False,
     help_all: Annotated[bool, HELP_ALL] = False,
@@ -137,7 +138,7 @@ def _root(
             "--install-completion",
             callback=_install_completion,
             is_eager=True,
-            help="Install TAB completion for the current shell (bash, zsh or fish) and exit.",
+            help="Install tab completion for the current shell (bash, zsh or fish) and exit.",
         ),
     ] = False,
     show_completion: Annotated[
@@ -146,7 +147,7 @@ def _root(
             "--show-completion",
             callback=_show_completion,
             is_eager=True,
-            help="Print the completion script, and exit.",
+            help="Print the completion script and exit.",
         ),
     ] = False,
 ) -> None:
@@ -172,9 +173,9 @@ def _inspect(options: InspectOptions) -> Work:
 @app.command("explore", cls=Command, short_help="Browse a checkpoint in the terminal.")
 @accepts("explore.ExploreOptions")
 def _explore(options: ExploreOptions) -> Work:
-    """Browse a checkpoint: names, shapes, places, values, differences and damage.
+    """Browse a checkpoint: names, shapes, shard locations, values, differences and damage.
 
-    The keys are shown at the bottom of the screen. Nothing is written.
+    The key bindings are shown at the bottom of the screen. Nothing is written.
     """
     from ckpt_cli.commands.explore import explore
 
@@ -185,11 +186,11 @@ def _explore(options: ExploreOptions) -> Work:
     "convert",
     cls=Command,
     epilog=_TRANSFER_EPILOG,
-    short_help="Write a checkpoint in another format.",
+    short_help="Convert a checkpoint to another format.",
 )
 @accepts("transfer.TransferOptions")
 def _convert(options: TransferOptions) -> Work:
-    """Write a checkpoint in another format; tensors are streamed, so memory use stays small."""
+    """Convert a checkpoint to another format; tensors are streamed, so memory use stays low."""
     from ckpt_cli.commands.convert import convert
 
     return partial(convert, options)
@@ -199,11 +200,11 @@ def _convert(options: TransferOptions) -> Work:
     "reshard",
     cls=Command,
     epilog=_TRANSFER_EPILOG,
-    short_help="Write a Megatron checkpoint with other parallel sizes.",
+    short_help="Reshard a Megatron checkpoint to new parallel sizes.",
 )
 @accepts("transfer.TransferOptions")
 def _reshard(options: TransferOptions) -> Work:
-    """Write a Megatron checkpoint with other parallel sizes (--tp-new, --pp-new, …)."""
+    """Reshard a Megatron checkpoint to new parallel sizes (--tp-new, --pp-new, …)."""
     from ckpt_cli.commands.reshard import reshard
 
     return partial(reshard, options)
@@ -212,13 +213,13 @@ def _reshard(options: TransferOptions) -> Work:
 @app.command(
     "merge",
     cls=Command,
-    epilog="Content options apply to the computed tensors, under the names of the first source, in "
-    "the order that ckpt convert --help-all gives.",
-    short_help="Average or add checkpoints, or fold in a LoRA adapter.",
+    epilog="Content options apply to the computed tensors, under the first source's names, in the "
+    "order that ckpt convert --help-all lists.",
+    short_help="Average or combine checkpoints, or fold in a LoRA adapter.",
 )
 @accepts("merge.MergeOptions", "transfer.TransferOptions", without=_NOT_IN_MERGE)
 def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
-    """Compute one checkpoint from several, in float32; optimizers are not merged."""
+    """Compute one checkpoint from several, in float32; optimizer states are not merged."""
     from ckpt_cli.commands.merge import merge
 
     return partial(merge, options, merge_options)
@@ -227,11 +228,11 @@ def _merge(merge_options: MergeOptions, options: TransferOptions) -> Work:
 @app.command(
     "manifest",
     cls=Command,
-    short_help="Record checksums and fingerprints, to verify a checkpoint later.",
+    short_help="Record checksums and fingerprints to verify a checkpoint later.",
 )
 @accepts("manifest.ManifestOptions")
 def _manifest(options: ManifestOptions) -> Work:
-    """Record file sizes, checksums and fingerprints in ckpt-manifest.json, to verify them later."""
+    """Record file sizes, checksums and fingerprints in ckpt-manifest.json to verify them later."""
     from ckpt_cli.commands.manifest import manifest
 
     return partial(manifest, options)
@@ -260,14 +261,15 @@ def _diff(options: DiffOptions) -> Work:
 
 
 @app.command(
-    "explain", cls=Command, short_help="Say what an error or a finding means, and what to do."
+    "explain", cls=Command, short_help="Explain what an error or a finding means and how to fix it."
 )
 @accepts("explain.ExplainOptions")
 def _explain(options: ExplainOptions) -> Work:
-    """Say what an error message or a finding means, what causes it, and what to do.
+    """Explain what an error message or a finding means, what causes it, and how to fix it.
 
-    Messages of torch, Megatron-LM, DeepSpeed, transformers, vLLM and others are recognised by
-    their wording. For a checkpoint, its metadata is checked and the findings are explained.
+    Error messages from PyTorch, Megatron-LM, DeepSpeed, Transformers, vLLM and other tools are
+    identified by their wording. Given a checkpoint, ckpt checks its metadata and explains the
+    findings.
     """
     from ckpt_cli.commands.explain import explain
 
@@ -279,8 +281,8 @@ def _explain(options: ExplainOptions) -> Work:
 def _prune(options: PruneOptions) -> Work:
     """Remove iterations of a training run that no rule keeps, after asking for confirmation.
 
-    The newest valid iteration always stays, and so do those that a tracker names, that are being
-    written, or that are not recognised as checkpoints.
+    The newest valid iteration is always kept, and so is every iteration that a tracker names,
+    that is still being written, or that is not recognised as a checkpoint.
     """
     from ckpt_cli.commands.prune import prune
 
@@ -291,13 +293,13 @@ def _prune(options: PruneOptions) -> Work:
     "launch",
     cls=Command,
     context_settings={"allow_interspersed_args": False},  # words after the command belong to it
-    short_help="Run a command with several workers, on one or more hosts.",
+    short_help="Run a command with several workers on one or more hosts.",
 )
 @accepts("launch.LaunchOptions")
 def _launch(options: LaunchOptions) -> Work:
     """Run convert, reshard, merge, manifest, validate or diff with PyTorch's elastic launcher.
 
-    Options have torchrun's names, with - or _ inside, and go before COMMAND.
+    Options have the same names as in torchrun, with - or _, and precede COMMAND.
     """
     from ckpt_cli.launch.run import check_command, launch
 

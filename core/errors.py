@@ -218,8 +218,8 @@ def placing_errors(
 
 
 UNLIKE_ANY_WRITER = (
-    "no training framework writes this: compare the file with the original (size, checksum); if "
-    "they differ, copy it again, otherwise ask whoever wrote it to save it again"
+    "no training framework writes such a file; compare its size and checksum with the original, "
+    "and if they differ, copy it again; if not, ask whoever wrote the file to save it again"
 )
 """Hint for content that contradicts itself in a file of the right kind.
 

@@ -29,11 +29,13 @@ def convert(options: TransferOptions) -> int:
     dst = options.output or options.dst
     to = options.to or implied_format(dst, options.names)
     if to is None and not any(getattr(options, name) for name in CONTENT_OPTIONS):
-        unknown = f", and the suffix {dst.suffix} implies no format" if dst and dst.suffix else ""
+        unknown = (
+            f", and the suffix {dst.suffix} does not imply a format" if dst and dst.suffix else ""
+        )
         advice = explain_other_software(dst.suffix) if dst else None
         raise UsageError(
-            f"no target format: --to is missing{unknown}",
-            hint=advice or f"choose one of: {', '.join(TARGETS)}",
+            f"no target format was specified{unknown}",
+            hint=advice or f"pass --to with one of: {', '.join(TARGETS)}",
         )
     # To change only the content is to keep the source's format, with its parallel sizes.
     return transfer(build_job(replace(options, to=to)), options)

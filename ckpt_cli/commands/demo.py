@@ -41,7 +41,7 @@ def demo(options: DemoOptions) -> int:
     if target_dir.exists() and (not target_dir.is_dir() or any(target_dir.iterdir())):
         state = "is not empty" if target_dir.is_dir() else "is a file"
         raise UsageError(
-            f"{target_dir} {state}", hint="name a directory that does not exist: ckpt demo DIR"
+            f"{target_dir} {state}", hint="pass a directory that does not exist yet: ckpt demo DIR"
         )
     try:
         n_bytes = unpack_playground(target_dir)

@@ -58,7 +58,7 @@ def explain(options: ExplainOptions) -> int:
         from ckpt_cli.commands.help import answer_blocks
 
         blocks = list(answer_blocks(text))
-        blocks[:0] = ["no known message has this text, but these pages may help:", ""] * bool(
+        blocks[:0] = ["this text matches no known message, but these pages may help:", ""] * bool(
             blocks
         )
     exit_code = 0
@@ -80,7 +80,7 @@ def _text_blocks(text: str) -> Iterator[Block]:
     unknown = [name for name in names if name not in codes()]
     if unknown:
         raise UsageError(
-            f"there is no code {unknown[0]}", hint="list them with: ckpt validate --list-checks"
+            f"there is no code {unknown[0]}", hint="list all codes: ckpt validate --list-checks"
         )
     for number, name in enumerate(names):
         yield from [""] if number else []
@@ -100,10 +100,10 @@ def _text_blocks(text: str) -> Iterator[Block]:
 
 def _unknown_blocks() -> Iterator[Block]:
     """Yield what to do about a text of which nothing is known."""
-    yield "ckpt knows nothing about this text"
+    yield "this text matches no known message"
     yield Facts(
         [
-            ("do", "paste the line that names the error, or a few words of it"),
+            ("do", "paste the line that names the error, or a few words from it"),
             ("", "or examine the checkpoint itself"),
             ("run", Cell("ckpt explain PATH", ("cyan",))),
             ("", Cell("ckpt inspect PATH", ("cyan",))),
@@ -125,6 +125,7 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
     from ckpt_cli.findings.verdict import Verdict
     from ckpt_cli.workers.current_team import default_memory
     from ckpt_cli.workers.progress import show_progress
+    from core.opening.iterations import ITERATION_DIR
     from core.verbs.checks.finding import Severity
     from core.verbs.validate.accepted import Acceptance
     from core.verbs.validate.run import validate
@@ -140,11 +141,15 @@ def _checkpoint_blocks(path: Path) -> Iterator[Block]:
         yield lambda screen: listing_lines(screen, path, listing, limit=0, command="ckpt explain")
         return
     yield lambda screen: text_lines(screen, [verdict], limit=_PLACES, is_quiet=False)
+    folder, name = os.path.split(validation.path.rstrip("/"))
+    root = None if str(path) == validation.path else str(path)
+    if ITERATION_DIR.match(name):
+        root = folder or os.curdir
     # A note needs no explanation of its own.
     counted = [item for item in verdict.judgement.counted if item.severity != Severity.NOTE]
     for name in dict.fromkeys(finding.code for finding in counted):
         yield ""
-        yield from code_blocks(codes()[name], path=validation.path)
+        yield from code_blocks(codes()[name], path=validation.path, root=root)
     yield ""
     if not verdict.judgement.is_valid:
         yield escaped(f"to see what can be read: ckpt inspect {shlex.quote(str(path))}")
@@ -168,5 +173,5 @@ def _capability_blocks(path: Path) -> Iterator[Block]:
     finally:
         checkpoint.store.close()
     command = f"ckpt validate {shlex.quote(str(path))} --deep"
-    yield escaped(f"it opens; to read every byte: {command}")
+    yield escaped(f"the checkpoint opens; to read every byte: {command}")
     yield Facts(list(capability_facts(summary)), indent=2)

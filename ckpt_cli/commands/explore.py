@@ -62,15 +62,17 @@ def require_terminal(
     """
     path = shlex.quote(str(options.path))
     iteration = "" if options.iteration is None else f" --iteration {options.iteration}"
-    hint = f"print it instead: ckpt inspect {path}{iteration}"
+    hint = f"print the checkpoint instead: ckpt inspect {path}{iteration}"
     # textual reads keys from stdin and draws on stderr; results of a program are read from stdout.
     names = ("stdin", "stdout", "stderr")
     for name, stream in zip(names, streams, strict=True):
         if not stream.isatty():
-            raise UsageError(f"ckpt explore needs a terminal, but {name} is not one", hint=hint)
+            raise UsageError(
+                f"ckpt explore needs a terminal, but {name} is not a terminal", hint=hint
+            )
     terminal = environ.get("TERM", "")
     if terminal in ("", "dumb", "unknown"):
         raise UsageError(
-            f"ckpt explore needs a terminal that can move its cursor, but TERM is {terminal!r}",
+            f"ckpt explore needs a terminal with cursor movement, but TERM is {terminal!r}",
             hint=hint,
         )

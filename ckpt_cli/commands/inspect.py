@@ -153,7 +153,7 @@ def inspect(options: InspectOptions) -> int:
         CheckpointingException: the checkpoint cannot be read.
     """
     _check_pictures(options)
-    unread = NoEffect(("threads",), not options.stats, "no values are read", "add --stats")
+    unread = NoEffect(("threads",), not options.stats, "no tensor data is read", "add --stats")
     refuse_without_effect(changed_fields(options), [unread])
     if options.report is not None:
         from ckpt_cli.html_report.page import announce_report, check_html_path
@@ -303,7 +303,7 @@ def _page(
     screen = screen_of(sys.stdout)
     notes = [*selection.notes]
     if statistics and summary.view.is_rank_local:
-        notes.append("measured rank by rank: data that several ranks hold is counted several times")
+        notes.append("measured per rank, so data that several ranks hold is counted more than once")
     yield from _note_lines(screen, checkpoint, notes)
     tensors = selection.tensors
     if statistics:
@@ -356,7 +356,7 @@ def _check_pictures(options: InspectOptions) -> None:
     if other is not None:
         raise UsageError(
             f"{subject} cannot be combined with {other}",
-            hint=f"run ckpt inspect twice, once with {flag} alone",
+            hint=f"run ckpt inspect twice: once with {flag} alone, and once without it",
         )
 
 
@@ -371,9 +371,9 @@ def _grid_of(checkpoint: Checkpoint, summary: Summary) -> RankGrid:
     grid = rank_grid(checkpoint)
     if grid is None:
         raise UsageError(
-            f"--ranks needs a checkpoint that is laid out by Megatron's ranks, but this one"
-            f" ({summary.format}) is not",
-            hint="--sizes shows where the bytes of any checkpoint are",
+            "--ranks needs a checkpoint with a Megatron rank layout, but this "
+            f"{summary.format} checkpoint has none",
+            hint="use --sizes, which works with any checkpoint",
         )
     return grid
 
@@ -402,7 +402,9 @@ def _picture_lines(
         lines = list(size_lines(screen, *sizes_of(summary.view), sort=options.sort))
         yield from first_lines(screen, lines, limit)
         if summary.view.is_rank_local:
-            note = "note: rank by rank: data that several ranks hold is counted several times"
+            note = (
+                "note: listed per rank, so data that several ranks hold is counted more than once"
+            )
             yield screen.styled(note, "yellow")
     if grid is not None:
         yield ""
@@ -430,7 +432,7 @@ def _print_listing(options: InspectOptions) -> None:
     if not listing.checkpoints:
         # A root whose tracker names a missing iteration, for example.
         raise UnsupportedError(
-            "not a checkpoint, and no checkpoint was found below"
+            "not a checkpoint, and no checkpoint was found below it"
             + (f"; {listing.rest}" if listing.rest else ""),
             file=str(options.path),
             hint="pass a directory that contains a checkpoint's files",

@@ -45,7 +45,7 @@ def merge(options: TransferOptions, merge_options: MergeOptions) -> int:
         keep_first=merge_options.keep_first,
     )
     if options.output is None:
-        raise UsageError("no destination", hint="name it with -o DST")
+        raise UsageError("the destination is missing", hint="pass -o DST")
     to = options.to or implied_format(options.output, options.names)
     # Without a target format the result has the first source's, with its parallel sizes.
     options = replace(options, src=merge_options.paths[0], to=to)

@@ -100,7 +100,7 @@ def _hints(root: Path) -> Iterator[str]:
         is_single = is_checkpoint(store)
     runs = runs_below(root)
     if runs:
-        yield f"it contains {n_text(len(runs), 'run')}, the one with the newest iteration first:"
+        yield f"it contains {n_text(len(runs), 'run')}, listed by newest iteration:"
         yield from (
             escaped(f"ckpt validate --newest-valid {quote(str(run))}") for run in runs[:_MOST_RUNS]
         )
@@ -122,7 +122,10 @@ def _single_root(options: ValidateOptions) -> Path:
     """
     paths = options.paths or [Path()]
     if len(paths) != 1:
-        raise UsageError("--newest-valid takes one training root", hint="run it once for each root")
+        raise UsageError(
+            "--newest-valid accepts only one training root",
+            hint="run the command once for each root",
+        )
     if options.format not in (None, "text", "json"):
         raise UsageError(
             f"--newest-valid does not support --format {options.format}",

@@ -103,12 +103,12 @@ def _check_asking(options: PruneOptions) -> None:
     if options.yes:
         return
     if options.json or options.quiet or not sys.stdin.isatty():
-        why = "there is no terminal"
+        why = "stdin is not a terminal"
         if sys.stdin.isatty():
-            why = f"{'--json' if options.json else '--quiet'} cannot ask"
+            why = f"{'--json' if options.json else '--quiet'} disables the prompt"
         raise UsageError(
-            f"{why}, and removing iterations needs confirmation",
-            hint="look at the plan with --dry-run, then pass --yes",
+            f"removing iterations requires confirmation, but {why}",
+            hint="review the plan with --dry-run, then pass --yes",
         )
 
 

@@ -121,9 +121,14 @@ def _check_conflicts(options: TransferOptions) -> None:
         changed_fields(options),
         (
             NoEffect(
-                ("rank", "report"), not options.dry_run, "nothing is planned", "add --dry-run"
+                ("rank", "report"),
+                not options.dry_run,
+                "only --dry-run reports a plan",
+                "add --dry-run",
             ),
-            NoEffect(("map",), not options.explain, "nothing is explained", "add --explain"),
+            NoEffect(
+                ("map",), not options.explain, "only --explain draws tensors", "add --explain"
+            ),
         ),
     )
     if options.report is not None:
@@ -132,7 +137,8 @@ def _check_conflicts(options: TransferOptions) -> None:
         check_html_path(options.report)
     if options.dst is not None and options.output not in (None, options.dst):
         raise UsageError(
-            f"two destinations: {options.dst} and -o {options.output}", hint="use only one"
+            f"there are two destinations: {options.dst} and -o {options.output}",
+            hint="pass only one destination",
         )
     conflicts = (
         ("--explain and --dry-run", options.explain and options.dry_run),
@@ -140,7 +146,7 @@ def _check_conflicts(options: TransferOptions) -> None:
     )
     for pair, are_given in conflicts:
         if are_given:
-            raise UsageError(f"{pair} cannot be combined", hint="use only one")
+            raise UsageError(f"{pair} cannot be combined", hint="use only one of the two")
 
 
 def transfer(job: Job, options: TransferOptions) -> int:
@@ -332,8 +338,8 @@ def _run(job: Job, workers: Team, options: TransferOptions) -> Report:
         alias = next((alias for alias, original in job.tie if original == err.key), None)
         if alias is None:
             raise
-        message = f"--tie: {alias!r} is not identical to {err.key!r}: {err.message}"
-        raise UsageError(message, hint="drop --tie; both tensors are needed") from err
+        message = f"--tie cannot drop {alias!r}, which differs from {err.key!r}: {err.message}"
+        raise UsageError(message, hint="omit --tie, because both tensors are needed") from err
     except Terminated as err:
         err.remaining = destination.remaining()
         raise

@@ -140,7 +140,7 @@ def _check_options(options: ValidateOptions) -> None:
             changed_fields(options),
             (
                 NoEffect(("all_iterations",), True, considered),
-                NoEffect(others, True, printed, "omit it, or --newest-valid"),
+                NoEffect(others, True, printed, "omit either it or --newest-valid"),
             ),
         )
     # Options that cannot be combined.
@@ -154,17 +154,17 @@ def _check_options(options: ValidateOptions) -> None:
         (
             options.json and options.format not in (None, "json"),
             f"--json and --format {options.format} cannot be combined",
-            "use only one",
+            "use only one of the two",
         ),
         (
             options.iteration is not None and checks_all,
             "--iteration selects one iteration, but another option checks all of them",
-            "drop --iteration, or --all-iterations and --newest-valid",
+            "omit --iteration, or omit --all-iterations and --newest-valid",
         ),
         (
             options.baseline is not None and options.write_baseline is not None,
             "--baseline and --write-baseline cannot be combined",
-            "use only one",
+            "use only one of the two",
         ),
     )
     for is_conflict, message, hint in conflicts:
@@ -175,8 +175,8 @@ def _check_options(options: ValidateOptions) -> None:
     for path in options.report or ():
         if path.suffix.lower() not in _SUFFIXES:
             raise UsageError(
-                f"--report: the name {path.name!r} has none of the suffixes {', '.join(_SUFFIXES)}",
-                hint="rename it, or use --format and -o",
+                f"--report cannot infer a format from the file name {path.name!r}",
+                hint=f"use one of the suffixes {', '.join(_SUFFIXES)}, or pass --format and -o",
             )
     for path in (options.output, options.write_baseline, *(options.report or ())):
         if path is not None:

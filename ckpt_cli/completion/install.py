@@ -13,7 +13,7 @@ from ckpt_cli.completion.shell import SHELLS, VARIABLE
 from core.errors import UsageError
 
 _ZSH_FIRST_TIME = """
-# zsh runs this file at the first TAB, and asks nobody else then.
+# At the first tab, zsh only runs this file, so complete here.
 [[ $zsh_eval_context[-1] == loadautofunc ]] && _ckpt_completion "$@"
 """
 """Lines that typer's script for zsh lacks: without them, the first TAB of a shell does nothing."""
@@ -67,6 +67,6 @@ def _current_shell(option: str) -> str:
         if shell in SHELLS:
             return str(shell)
     raise UsageError(
-        f"{option}: cannot tell which shell this is, or it is not one of: {', '.join(SHELLS)}",
-        hint=f"run it from that shell: bash -c 'ckpt {option}'",
+        f"{option} cannot identify the current shell as one of: {', '.join(SHELLS)}",
+        hint=f"run the command from one of these shells: bash -c 'ckpt {option}'",
     )

@@ -79,7 +79,7 @@ class TensorDetails:
     statistics: ValueStatistics | Reading | str | Exception | None = None
 
 
-NO_NUMBERS = "the dtype has no numbers"
+NO_NUMBERS = "this dtype does not store numbers"
 _Part = TypeVar("_Part")
 
 

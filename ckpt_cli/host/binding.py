@@ -82,7 +82,8 @@ def bind(
     )
     if share.cores is not None and not bind_to_cores(share.cores):
         raise UnsupportedError(
-            f"--bind {mode}: this system does not bind processes to cores", hint="omit --bind"
+            f"--bind {mode} is not supported: this system cannot pin processes to cores",
+            hint="omit --bind",
         )
     return share
 

@@ -102,8 +102,7 @@ def identify_worker(environ: Mapping[str, str] = os.environ) -> WorkerIdentity:
             hint=f"start workers with srun python -m ckpt_cli.worker …, {_BY_HAND}",
         )
     raise UsageError(
-        "no rendezvous: this process has no rank "
-        "(it was not started by torchrun, srun or an MPI launcher)",
+        "this process has no rank, because it was not started by torchrun, srun or an MPI launcher",
         hint=f"start workers with ckpt launch, torchrun -m, srun or mpirun, {_BY_HAND}",
     )
 
@@ -113,7 +112,8 @@ def _identify_below_torchrun(environ: Mapping[str, str]) -> WorkerIdentity:
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
     if missing:
         raise UsageError(
-            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}", hint="set all four"
+            f"RANK and WORLD_SIZE are set, but not {' and '.join(missing)}",
+            hint="set all four variables",
         )
     rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
     # The three differ only in what they set in addition: ckpt launch a directory for results.
@@ -251,7 +251,8 @@ def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -
         )
     if rank >= size:
         raise UsageError(
-            f"{rank_name} is {rank}, but {size_name} is {size}", hint="ranks are numbered from 0"
+            f"{rank_name} is {rank}, but {size_name} is {size}",
+            hint=f"set {rank_name} to a number from 0 to {size - 1}",
         )
     return rank, size
 

@@ -48,7 +48,7 @@ def _legend(tables: Iterable[Grid], scale: HeatScale) -> Legend:
         for level in range(N_LEVELS)
     ]
     others = [("equal", "equal"), ("close", "within the tolerance"), ("unread", "not read")]
-    others.append(("kind", "other dtype or shape, missing, NaN"))
+    others.append(("kind", "different dtype or shape, missing, NaN"))
     return Legend(
         "Relative difference |A−B| / |A| of each layer and module, about:",
         tuple(item for item in (*levels, *others) if item[0] in styles),
@@ -80,7 +80,7 @@ def _layer_table(heat: HeatMap, scale: HeatScale) -> Grid:
             )
             for row in rows
         ),
-        left_out and f"The greatest differences, without {left_out}.",
+        left_out and f"Only the largest differences; {left_out} not shown.",
     )
 
 

@@ -62,7 +62,7 @@ def inspect_html(
         numbers_of=_numbers_of,
     )
     note = (
-        "Equal layers share a row. Open a row to see a tensor's"
+        "Identical layers share a row. Expand a row to see a tensor's"
         f" {'shards and values' if statistics else 'shards'}.{left_out_text(table)}"
     )
     problems = checkpoint.problems

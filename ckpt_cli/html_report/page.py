@@ -42,7 +42,7 @@ def check_html_path(path: Path) -> None:
     """
     if path.suffix.lower() not in SUFFIXES:
         raise UsageError(
-            f"--report writes HTML, but the name {path.name!r} does not end with .html",
+            f"--report writes HTML, but the name {path.name!r} does not end in .html",
             hint=f"for example: --report {path.stem or 'report'}.html",
         )
     check_report_path(path)

@@ -45,8 +45,8 @@ def plan_html(prepared: Prepared, expected: Forecast, *, verb: str) -> str:
     }
     table = table_json(tensors, move_of=move_of)
     note = (
-        "Equal layers share a row. Open a row to see a tensor's shards at the source and at the"
-        f" destination, side by side.{left_out_text(table)}"
+        "Identical layers share a row. Expand a row to see a tensor's shards in the source and in"
+        f" the destination, side by side.{left_out_text(table)}"
     )
     sections = [
         ReportSection("summary", "Plan", [Facts(plan_facts(prepared, expected))]),

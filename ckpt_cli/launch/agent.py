@@ -346,19 +346,19 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
     # The least specific class comes last: any other error means that the connection broke.
     rendezvous = job.rendezvous
     again = " again" if history.attempts else ""
-    least, most = job.nodes
-    hosts = f"{least}" if least == most else f"{least} to {most}"
+    least, _ = job.nodes
     if isinstance(err, RendezvousClosedError):
         return WorkerError(
             f"another host ended the job at {rendezvous.endpoint}",
-            hint="that host's output has the error; then start the same command on all hosts",
+            hint="look for the error in that host's output, then start the same command on all "
+            "hosts again",
         )
     if isinstance(err, (RendezvousTimeoutError, TimeoutError)):
         return WorkerError(
-            f"not all {hosts} hosts met{again} at {rendezvous.endpoint} "
+            f"fewer than {least} hosts joined{again} at {rendezvous.endpoint} "
             f"within {rendezvous.join_s:g} s",
-            hint="start the same command on all hosts; "
-            "--rdzv-conf join_timeout=SECONDS waits longer",
+            hint="start the same command on all hosts, or wait longer with "
+            "--rdzv-conf join_timeout=SECONDS",
         )
     # torch wraps the error that caused the others: report the innermost message that is not empty.
     reason = ""
@@ -369,5 +369,5 @@ def _rendezvous_error(job: AgentJob, history: LaunchHistory, err: Exception) -> 
     return WorkerError(
         f"lost contact with the rendezvous at {rendezvous.endpoint}: "
         f"{reason.rstrip('.') or type(err).__name__}",
-        hint="its host has exited or is unreachable; start the same command on all hosts",
+        hint="that host has exited or is unreachable; start the same command on all hosts again",
     )

@@ -17,11 +17,12 @@ from core.values import dataclass
 _STOPPED = {128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + signal.SIGHUP}
 _WORKER_FAILED = WorkerError.exit_code
 _MEMORY_HINT = (
-    "the kernel may have killed it because memory ran out: use fewer workers or a lower --memory"
+    "the kernel may have killed the worker because the host ran out of memory; use fewer workers "
+    "or a lower --memory"
 )
 _FROZEN_HINT = (
-    "the other workers gave up on it because it had sent no heartbeat: it was stopped, or waited "
-    "for a disk or network that does not respond; --timeout SECONDS waits longer"
+    "the worker sent no heartbeat, so the other workers gave up on it; it was stopped, or waited "
+    "for a disk or network that does not respond; to wait longer, pass --timeout SECONDS"
 )
 
 

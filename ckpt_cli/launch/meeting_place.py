@@ -31,6 +31,7 @@ _READ_S = 20
 counts a host as lost."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
 _ETCD = ("etcd", "etcd-v2")
+_OTHER_PORT = "choose a different port and use it on all hosts"
 """Backends that need a server, which must already listen at the endpoint."""
 _PROBE_S = 10
 """Seconds that a listening program may take to answer as a rendezvous does."""
@@ -90,7 +91,7 @@ def rendezvous_of(options: LaunchOptions) -> Rendezvous:
     names = [name for name in _OPTIONS if getattr(options, name) is not None]
     others = [*names, "nnodes"] if most > 1 else names
     reason = "--standalone uses only this host"
-    hint = "omit it, or --standalone"
+    hint = "omit either it or --standalone"
     refuse_without_effect(others, [NoEffect(others, options.standalone, reason, hint)])
     settings = _with_limits(parse_settings(options.rdzv_conf))
     # Only this host: any free port will do, and no other host needs to know the id.
@@ -122,27 +123,30 @@ def _static_rendezvous(
     rank = options.node_rank or 0
     if least != most:
         raise UsageError(
-            "--nnodes MIN:MAX needs --rdzv-backend c10d: "
-            "a static rendezvous has a fixed number of hosts"
+            "--nnodes MIN:MAX needs --rdzv-backend c10d, because a static rendezvous has a fixed "
+            "number of hosts"
         )
     if most > 1 and options.node_rank is None:
         raise UsageError(
-            "--node-rank is missing: a static rendezvous needs the rank of each host",
-            hint="pass --node-rank 0, 1, …, or only --rdzv-endpoint HOST:PORT, "
-            "which numbers the hosts automatically",
+            "--node-rank is missing, but a static rendezvous needs each host's rank",
+            hint="pass --node-rank 0 on the first host, 1 on the second, …, or pass only "
+            "--rdzv-endpoint HOST:PORT, which numbers the hosts automatically",
         )
     if options.rdzv_endpoint is not None and options.master_addr is not None:
         raise UsageError(
-            "--rdzv-endpoint and --master-addr both give the address of host 0",
+            "--rdzv-endpoint and --master-addr both specify the address of host 0",
             hint="omit one of the two options",
         )
     if rank >= most:
-        raise UsageError(f"--node-rank {rank}, but --nnodes {most}: hosts are numbered from 0")
+        raise UsageError(
+            f"--node-rank is {rank}, but --nnodes is {most}",
+            hint=f"number the hosts from 0 to {most - 1}",
+        )
     # Several hosts also need the address of host 0.
     if most > 1 and options.rdzv_endpoint is None and options.master_addr is None:
         raise UsageError(
-            f"no rendezvous for {most} hosts: --master-addr is missing",
-            hint="pass the same --master-addr HOST on all hosts, the name of host 0",
+            f"--master-addr is missing, so the {most} hosts cannot find each other",
+            hint="pass the same --master-addr HOST on all hosts, where HOST is host 0",
         )
     endpoint = options.rdzv_endpoint or options.master_addr or "127.0.0.1"
     host, port = parse_endpoint(endpoint, options.master_port or _STATIC_PORT)
@@ -162,7 +166,7 @@ def _served_rendezvous(
     if options.rdzv_endpoint is None:
         _, most = parse_nodes(options.nnodes)
         raise UsageError(
-            f"no rendezvous for {most} hosts: --rdzv-endpoint is missing",
+            f"--rdzv-endpoint is missing, so the {most} hosts cannot find each other",
             hint="pass the same --rdzv-endpoint HOST:PORT on all hosts, where HOST is one of them",
         )
     host, port = parse_endpoint(options.rdzv_endpoint, _C10D_PORT)
@@ -181,7 +185,9 @@ def _with_limits(settings: Mapping[str, str]) -> dict[str, str]:
     for name in ("join_timeout", "timeout", "read_timeout"):
         text = limited[name]
         if not text.isdigit() or int(text) == 0:
-            raise UsageError(f"--rdzv-conf: {name}={text} is not a number of seconds")
+            raise UsageError(
+                f"--rdzv-conf {name} must be a positive whole number of seconds, not {text!r}"
+            )
     return limited
 
 
@@ -197,8 +203,8 @@ def parse_endpoint(text: str, port: int) -> tuple[str, int]:
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not host or not number.isdigit() or not 0 < int(number) < 2**16:
         raise UsageError(
-            f"{text!r} is not HOST:PORT",
-            hint="write node1:29400, 10.0.0.1:29400 or [fd00::1]:29400",
+            f"{text!r} is not of the form HOST:PORT",
+            hint="write, for example, node1:29400, 10.0.0.1:29400 or [fd00::1]:29400",
         )
     return host, int(number)
 
@@ -223,7 +229,7 @@ def check_rendezvous(
             raise UsageError(
                 f"--rdzv-backend {rendezvous.backend} needs python-etcd, "
                 f"which cannot be imported: {err}",
-                hint="install it, or omit --rdzv-backend: the hosts then meet without a server",
+                hint="install python-etcd, or omit --rdzv-backend to run without an etcd server",
             ) from err
         _wait_for_listener(rendezvous, note)
         return
@@ -239,12 +245,11 @@ def check_rendezvous(
         if is_listener:
             raise WorkerError(
                 f"port {rendezvous.port} is in use by another program",
-                hint="choose another port, the same on all hosts",
+                hint=_OTHER_PORT,
             )
         raise WorkerError(
             f"the program listening at {rendezvous.endpoint} is not a rendezvous",
-            hint="start the same command on that host, or choose another port, "
-            "the same on all hosts",
+            hint=f"start the same command on that host, or {_OTHER_PORT}",
         )
 
 
@@ -265,7 +270,7 @@ def _is_port_free(rendezvous: Rendezvous) -> bool:
                 return False
             raise WorkerError(
                 f"this host cannot listen on port {rendezvous.port}: {_reason_text(err)}",
-                hint="choose another port, the same on all hosts",
+                hint=_OTHER_PORT,
             ) from err
     return True
 
@@ -304,15 +309,15 @@ def _wait_for_listener(rendezvous: Rendezvous, note: Callable[[str], None]) -> N
     # The last attempt decides whether the name or the host is to blame.
     if isinstance(cause, (socket.gaierror, UnicodeError)):
         raise UsageError(
-            f"rendezvous host {rendezvous.host!r} not found: {_reason_text(cause)}",
-            hint="check the name, or use its address",
+            f"the rendezvous host {rendezvous.host!r} was not found: {_reason_text(cause)}",
+            hint="check the host name, or use the host's IP address",
         ) from cause
     server = "etcd" if rendezvous.backend in _ETCD else "the same command"
     raise WorkerError(
         f"no answer from {rendezvous.endpoint} within {rendezvous.join_s:g} s: "
         f"{_reason_text(cause)}",
-        hint=f"start {server} on that host as well, and check the name and the port; "
-        "--rdzv-conf join_timeout=SECONDS waits longer",
+        hint=f"start {server} on that host and check the host name and port, or wait longer "
+        "with --rdzv-conf join_timeout=SECONDS",
     ) from cause
 
 

@@ -71,19 +71,25 @@ def check_command(command: Sequence[str] | None) -> Sequence[str]:
         )
     if command[0] == "inspect":
         raise UsageError(
-            "inspect reads no tensor data, so one process is enough", hint="use ckpt inspect …"
+            "ckpt launch does not support inspect, which runs in one process",
+            hint="use ckpt inspect …",
         )
     if command[0] == "explore":
-        raise UsageError("explore needs a terminal of its own", hint="use ckpt explore …")
+        raise UsageError(
+            "ckpt launch does not support explore, which is interactive", hint="use ckpt explore …"
+        )
     if command[0] == "prune":
-        raise UsageError("prune removes files, so one process is enough", hint="use ckpt prune …")
+        raise UsageError(
+            "ckpt launch does not support prune, which runs in one process",
+            hint="use ckpt prune …",
+        )
     if command[0] == "launch":
         raise UsageError(
-            "launch cannot be launched", hint="use ckpt launch OPTIONS -- COMMAND ARGS"
+            "ckpt launch cannot launch itself", hint="use ckpt launch OPTIONS -- COMMAND ARGS"
         )
     if command[0] not in COMMANDS:
         raise UsageError(
-            f"cannot launch {command[0]!r}: no such command",
+            f"ckpt launch does not support the command {command[0]!r}",
             hint=did_you_mean(command[0], COMMANDS) or f"use one of: {', '.join(COMMANDS)}",
         )
     return command
@@ -152,7 +158,7 @@ def _launch(
             return report(Terminated(overdue.signal))
         if overdue.is_done:
             return _agreed_exit_code(history, command) or 0
-        lost = WorkerError(f"lost hosts have not returned within {overdue.seconds:.0f} s")
+        lost = WorkerError(f"the lost hosts did not return within {overdue.seconds:.0f} s")
         return report(_failure(history, command, lost=lost if overdue.is_rejoin else None) or lost)
 
     def note_wait() -> None:
@@ -250,7 +256,7 @@ def _run(
         if _agreed_exit_code(history, command) is not None:
             return False
         if history.first is None and not is_quiet(command):
-            print_note("a worker on another host failed, or a host joined: restarting all workers")
+            print_note("restarting all workers: a worker on another host failed, or a host joined")
         return True
 
     lost = None
@@ -269,7 +275,7 @@ def _run(
         _failure(history, command, lost=lost)
         or lost
         or WorkerError(
-            f"a worker on {socket.gethostname()} ended without a result",
+            f"a worker on {socket.gethostname()} exited without reporting a result",
             hint="this is a bug in ckpt: rerun with --debug and report the output",
         )
     )
@@ -307,7 +313,7 @@ def _finish_if_published(history: LaunchHistory) -> bool:
         return False
     with suppress(StorageError):  # only a useless staging directory remains
         finish_published(report)
-    print_note(f"{report.dst} is complete; the worker that should have reported it has died")
+    print_note(f"{report.dst} is complete, although the worker that should have reported this died")
     return True
 
 
@@ -324,7 +330,7 @@ def _failure(
         return None
     hints = [hint for hint in (cause.hint, None if lost is None else lost.message) if hint]
     if cause.log_path is not None:
-        hints.append(f"its log is {cause.log_path}")
+        hints.append(f"see the worker's log, {cause.log_path}")
     if command[0] in _WRITING:
         hints.append(_CONTINUE)
     n_restarts = history.attempts[-1].n_restarts if history.attempts else 0
@@ -425,13 +431,13 @@ def _log_dir(log_dir: Path | None) -> Iterator[Path]:
             raise UsageError("--log-dir is a file", file=str(log_dir), hint="choose a directory")
         if not log_dir.absolute().parent.is_dir():
             raise UsageError(
-                "--log-dir: its parent directory does not exist",
+                "the parent directory of --log-dir does not exist",
                 file=str(log_dir),
                 hint="check the path",
             )
         log_dir.mkdir(exist_ok=True)
         if not os.access(log_dir, os.W_OK | os.X_OK):
-            raise StorageError("--log-dir: permission denied", file=str(log_dir))
+            raise StorageError("no permission to write to --log-dir", file=str(log_dir))
         yield log_dir.absolute()
         return
     temporary_dir = Path(tempfile.mkdtemp(prefix="ckpt-launch-"))

@@ -130,13 +130,13 @@ def iteration_option(panel: Panel) -> Any:
     """Declare ``--iteration``."""
     return panel.option(
         "--iteration N",
-        "Iteration to read, in a training root. [the tracker's, else the newest]",
+        "Iteration to read from a training root. [tracked or newest]",
         parser=whole_number(0),
     )
 
 
 def threads_option(
-    text: str = "Number of reading threads. [one per core]", panel: Panel = ENGINE
+    text: str = "Number of reader threads. [one per core]", panel: Panel = ENGINE
 ) -> Any:
     """Declare ``--threads``.
 
@@ -152,7 +152,7 @@ def memory_option(panel: Panel = ENGINE, *, text: str = "Memory limit.") -> Any:
     Args:
         text: help text: what the limit is of; the default is added.
     """
-    default = "[a quarter of the machine's, at least 512MiB]"
+    default = "[a quarter of the machine's memory, at least 512MiB]"
     return panel.option("--memory SIZE", f"{text} {default}", parser=parse_memory)
 
 
@@ -167,7 +167,9 @@ def report_option(text: str, panel: Panel = OPTIONS) -> Any:
 
 def rules_option() -> Any:
     """Declare ``--rules``."""
-    return LAYOUT.option("--rules FILE.toml", "Extra layout rules, tried before the built-in ones.")
+    return LAYOUT.option(
+        "--rules FILE.toml", "Extra layout rules, tried before the built-in rules."
+    )
 
 
 def no_optim_flag() -> Any:
@@ -179,7 +181,7 @@ def missing_chunks_option(panel: Panel) -> Any:
     """Declare ``--missing-chunks``."""
     return panel.option(
         "--missing-chunks fill|error",
-        "Missing zarr chunks: use the fill value if their writer omits such chunks, or fail. "
+        "For missing Zarr chunks: use the fill value if the writer omits such chunks, or fail. "
         "[fill]",
         parser=one_of("fill", "error"),
     )
@@ -189,7 +191,7 @@ def storage_option(panel: Panel = MESSAGES) -> Any:
     """Declare ``--storage-option``, for commands that read URLs."""
     return panel.option(
         "--storage-option KEY=VALUE",
-        "Setting of the object store of a URL, such as endpoint=URL or region=NAME; repeatable.",
+        "Object store setting for URLs, such as endpoint=URL or region=NAME; repeatable.",
     )
 
 

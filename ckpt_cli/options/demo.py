@@ -13,6 +13,6 @@ class DemoOptions:
     """Options of ``ckpt demo``."""
 
     dir: Path = argument(
-        "DIR", "Directory to create; it must be empty or not exist.", default=Path("playground")
+        "DIR", "Directory to create; if it exists, it must be empty.", default=Path("playground")
     )
     debug: bool = debug_flag(OPTIONS)

@@ -56,13 +56,13 @@ class DiffOptions:
         parser=_tolerance,
     )
     atol: float | None = CHECKS.option(
-        "--atol X", "ATOL in the formula of --rtol. [0]", parser=_tolerance
+        "--atol X", "ATOL in the --rtol formula. [0]", parser=_tolerance
     )
     nan_differs: bool = CHECKS.flag(
-        "--nan-differs", "With --rtol or --atol: NaN is not equal to NaN."
+        "--nan-differs", "With --rtol or --atol: treat NaN as different from NaN."
     )
     stat_only: bool = CHECKS.flag(
-        "--stat-only", "Compare names, shapes, dtypes and entries; read no tensor."
+        "--stat-only", "Compare names, shapes, dtypes and entries without reading tensors."
     )
     read: bool = CHECKS.flag("--read", "Read the tensors even if both manifests have fingerprints.")
     # What is compared.
@@ -73,12 +73,12 @@ class DiffOptions:
         "--exclude GLOB", "Skip tensors and entries that match; repeatable."
     )
     tensors_only: bool = CONTENT.flag(
-        "--tensors-only", "Skip arguments, settings, counters and random states."
+        "--tensors-only", "Skip arguments, settings, counters and RNG states."
     )
     no_optim: bool = no_optim_flag()
     strip_prefix: list[str] | None = CONTENT.option(
         "--strip-prefix TEXT",
-        "Remove this prefix from keys if more of them then match; repeatable.",
+        "Remove this prefix from keys if more keys match without it; repeatable.",
     )
     # How the checkpoints are read.
     iteration: int | None = LAYOUT.option(
@@ -96,12 +96,12 @@ class DiffOptions:
         "Also write a heat map and the worst tensors to FILE (.html).", MESSAGES
     )
     map: bool = MESSAGES.flag(
-        "--map", "Draw layers × modules: where the checkpoints differ, and how much."
+        "--map", "Draw a map of layers × modules: where the checkpoints differ, and by how much."
     )
     limit: int | None = MESSAGES.option(
         "--limit N", "Show at most N lines of each list; 0 for all. [10]", parser=whole_number(0)
     )
-    flat: bool = MESSAGES.flag("--flat", "One line per tensor, without folding layers.")
+    flat: bool = MESSAGES.flag("--flat", "Print one line per tensor, without folding layers.")
     json: bool = json_flag()
     quiet: bool = MESSAGES.flag("-q, --quiet", "Print only the verdict.")
     no_pager: bool = no_pager_flag()

@@ -27,7 +27,7 @@ class ExplainOptions:
 
     subject: list[Any] = argument(
         "CODE… | 'TEXT' | PATH",
-        "Codes of ckpt validate; the text of an error (- reads it from stdin); or a checkpoint.",
+        "Codes from ckpt validate; the text of an error (- reads it from stdin); or a checkpoint.",
         parser=parse_subject,
     )
     no_pager: bool = no_pager_flag(OPTIONS)

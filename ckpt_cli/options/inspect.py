@@ -37,7 +37,9 @@ class InspectOptions:
     )
     iteration: int | None = iteration_option(OPTIONS)
     tree: bool | None = OPTIONS.flag(
-        "--tree/--flat", "Folded tree (layers.[0-31]), or one line per tensor. [tree]", default=None
+        "--tree/--flat",
+        "Folded tree (layers.[0-31]) or one line per tensor. [tree]",
+        default=None,
     )
     optim: bool = OPTIONS.flag(
         "--optim", "Show the optimizer's tensors in the tree. [one line for all]"
@@ -53,20 +55,20 @@ class InspectOptions:
     )
     stats: bool = OPTIONS.flag(
         "--stats",
-        "Read the model, or the tensors that KEY selects: min, max, mean, std, NaN, Inf, "
-        "zeros, histogram.",
+        "Read the model, or the tensors that KEY selects, and show min, max, mean, std, NaN, Inf, "
+        "zeros and a histogram.",
     )
-    sizes: bool = OPTIONS.flag("--sizes", "Show where the bytes are: a bar per module.")
+    sizes: bool = OPTIONS.flag("--sizes", "Show where the bytes are, with one bar per module.")
     ranks: bool = OPTIONS.flag(
         "--ranks", "Show what each rank holds: pipeline stages × tensor ranks (× expert ranks)."
     )
-    map: bool = OPTIONS.flag("--map", "Draw the boxes of KEY's tensors, with rank and file.")
+    map: bool = OPTIONS.flag("--map", "Draw the shards of KEY's tensors, with rank and file.")
     report: Path | None = report_option(
-        "Also write the page with pictures, every tensor and its shards to FILE (.html)."
+        "Also write a report with pictures, all tensors and their shards to FILE (.html)."
     )
     limit: int | None = OPTIONS.option(
         "--limit N",
-        "Show at most N lines; 0 for all. [200 for a tree without pager, else all]",
+        "Show at most N lines; 0 for all. [200 for a tree without a pager, else all]",
         parser=whole_number(0),
     )
     missing_chunks: str | None = missing_chunks_option(OPTIONS)
@@ -75,11 +77,11 @@ class InspectOptions:
     )
     memory: int | None = memory_option(OPTIONS)
     threads: int | None = threads_option(
-        "Number of reading threads of --stats. [one per core]", OPTIONS
+        "Number of reader threads for --stats. [one per core]", OPTIONS
     )
     storage_option: list[str] | None = storage_option(OPTIONS)
     progress: str | None = progress_option(
-        OPTIONS, "Progress of --stats on stderr. [a bar on a terminal, else log]"
+        OPTIONS, "How to show the progress of --stats on stderr. [a bar on a terminal, else log]"
     )
     json: bool = json_flag(OPTIONS)
     no_pager: bool = no_pager_flag(OPTIONS)

@@ -75,7 +75,7 @@ def _check_streams(text: str) -> str:
     """
     if not re.fullmatch(r"[0-3]|(\d:[0-3],)*\d:[0-3]", text):
         raise UsageError(
-            f"{text!r} is neither 0, 1 (stdout), 2 (stderr), 3 (both) nor RANK:N,RANK:N,…"
+            f"{text!r} is not 0 (neither), 1 (stdout), 2 (stderr), 3 (both) or RANK:N,RANK:N,…"
         )
     return text
 
@@ -89,7 +89,7 @@ def parse_settings(text: str | None) -> dict[str, str]:
 def _check_settings(text: str) -> str:
     """Return the text if ``parse_settings`` finds a key and a value in each part, else raise."""
     if not all(key and value for key, value in parse_settings(text).items()):
-        raise UsageError(f"{text!r} is not KEY=VALUE,KEY=VALUE,…")
+        raise UsageError(f"{text!r} is not of the form KEY=VALUE,KEY=VALUE,…")
     return text
 
 
@@ -109,8 +109,8 @@ class LaunchOptions:
     )
     nproc_per_node: str | None = WORKERS.option(
         "--nproc-per-node N|auto|cpu|gpu",
-        "Workers per host: a number, cpu (one per core), gpu (one per GPU); "
-        "auto: one per GPU unless --device is cpu, else one per core, at most 16. [auto]",
+        "Workers per host: a number, cpu (one per core), gpu (one per GPU) or auto "
+        "(one per GPU unless --device is cpu, else one per core, at most 16). [auto]",
         parser=_check_workers,
         envvar="PET_NPROC_PER_NODE",
     )
@@ -127,7 +127,7 @@ class LaunchOptions:
     bind: str | None = WORKERS.option(
         f"--bind {'|'.join(MODES)}",
         "Pin each worker to its own cores or to a NUMA node; "
-        "auto: to a node, if there are several nodes and a worker for each. [auto]",
+        "auto: to a node, if the host has several nodes and a worker for each. [auto]",
         parser=one_of(*MODES),
     )
     timeout: float | None = WORKERS.option(
@@ -138,11 +138,11 @@ class LaunchOptions:
 
     # How the hosts find each other.
     standalone: bool = HOSTS.flag(
-        "--standalone", "Run on this host only. [unless an option below is given]"
+        "--standalone", "Run on this host only. [default unless an option below is set]"
     )
     rdzv_endpoint: str | None = HOSTS.option(
         "--rdzv-endpoint HOST[:PORT]",
-        "Meeting point of the hosts: one of them, the same for all. [port 29400]",
+        "Host where all hosts meet; pass the same one on every host. [port 29400]",
         envvar="PET_RDZV_ENDPOINT",
     )
     rdzv_backend: str | None = HOSTS.option(
@@ -165,7 +165,7 @@ class LaunchOptions:
     )
     node_rank: int | None = HOSTS.option(
         "--node-rank N",
-        "Rank of this host, from 0 (static rendezvous).",
+        "Rank of this host, starting at 0 (static rendezvous).",
         parser=whole_number(0),
         envvar="PET_NODE_RANK",
     )
@@ -180,7 +180,7 @@ class LaunchOptions:
     )
     local_addr: str | None = HOSTS.option(
         "--local-addr ADDRESS",
-        "Address at which other hosts reach this one. [its fully qualified name]",
+        "Address at which other hosts reach this host. [its fully qualified name]",
         envvar="PET_LOCAL_ADDR",
     )
 
@@ -199,7 +199,7 @@ class LaunchOptions:
     )
     monitor_interval: float = FAILURES.option(
         "--monitor-interval SECONDS",
-        "Time between checks on the workers. [0.1]",
+        "How often to check on the workers. [0.1]",
         default=0.1,
         parser=seconds(0.01),
         envvar="PET_MONITOR_INTERVAL",
@@ -215,25 +215,28 @@ class LaunchOptions:
     # The workers' output.
     log_dir: Path | None = LOGS.option(
         "--log-dir DIR",
-        "Directory for worker logs. [a temporary one, kept if the job fails]",
+        "Directory for worker logs. [a temporary directory, kept if the job fails]",
         envvar="PET_LOG_DIR",
     )
     redirects: str | None = LOGS.option(
         "-r, --redirects N",
-        "Streams redirected to log files: 1 stdout, 2 stderr, 3 both; "
+        "Streams to redirect to log files: 1 stdout, 2 stderr, 3 both; "
         "or per local rank: 0:3,1:2. [both, except for local rank 0]",
         parser=_check_streams,
         envvar="PET_REDIRECTS",
     )
     tee: str | None = LOGS.option(
         "-t, --tee N",
-        "Streams written to log files and to the terminal.",
+        "Streams to write to both log files and the terminal.",
         parser=_check_streams,
         envvar="PET_TEE",
     )
     role: str = LOGS.option(
-        "--role NAME", "Prefix of teed lines. [ckpt]", default="ckpt", envvar="PET_ROLE"
+        "--role NAME",
+        "Prefix for the lines that --tee prints. [ckpt]",
+        default="ckpt",
+        envvar="PET_ROLE",
     )
     progress: str | None = progress_option(
-        LOGS, "Progress of COMMAND, unless it has this option itself: a bar, lines, or none."
+        LOGS, "Progress of COMMAND, unless COMMAND itself has this option: a bar, lines, or none."
     )

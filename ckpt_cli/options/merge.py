@@ -20,7 +20,7 @@ def parse_numbers(text: str) -> tuple[float, ...]:
     except ValueError:
         raise UsageError(
             f"--weights: {text!r} is not a list of numbers",
-            hint="separate them by commas: 0.5,0.3,0.2",
+            hint="separate the numbers with commas: 0.5,0.3,0.2",
         ) from None
 
 
@@ -40,17 +40,19 @@ def parse_number(text: str) -> float:
 class MergeOptions:
     """The options of ``ckpt merge`` that name its sources and the computation."""
 
-    paths: list[Path] = argument("SRC…", "Checkpoints of one model, of any format and layout.")
+    paths: list[Path] = argument("SRC…", "Checkpoints of the same model, in any format and layout.")
     output: Path | None = OUTPUT.option("-o, --output DST", "Destination. [required]")
     average: bool = MERGE.flag("--average", "Mean of all sources.")
     weights: str | None = MERGE.option(
         "--weights W,W,…", "Weighted sum: one number per source, adding up to 1."
     )
     ema: float | None = MERGE.option(
-        "--ema DECAY", "Exponential moving average, the oldest first.", parser=parse_number
+        "--ema DECAY",
+        "Exponential moving average; list the oldest source first.",
+        parser=parse_number,
     )
     slerp: float | None = MERGE.option(
-        "--slerp T", "Spherical interpolation of two: 0 is the first.", parser=parse_number
+        "--slerp T", "Spherical interpolation of two sources; 0 is the first.", parser=parse_number
     )
     delta: bool = MERGE.flag("--delta", "Task vector: a tuned model minus its base.")
     add_delta: list[Path] | None = MERGE.option(
@@ -60,12 +62,12 @@ class MergeOptions:
         "--scale S", "Factor for --add-delta. [1]", parser=parse_number
     )
     lora: Path | None = MERGE.option(
-        "--lora ADAPTER", "Fold a peft or Megatron-Bridge LoRA adapter into its base."
+        "--lora ADAPTER", "Fold a PEFT or Megatron-Bridge LoRA adapter into its base."
     )
     replace: bool = MERGE.flag(
-        "--replace", "Take the second source's tensors, and the rest from the first."
+        "--replace", "Use the second source's tensors, and take the rest from the first."
     )
     keep_first: bool = CONTENT.flag(
         "--keep-first",
-        "If integers or objects differ, use the first source's instead of failing.",
+        "If integers or objects differ, keep the first source's values instead of failing.",
     )

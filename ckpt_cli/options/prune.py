@@ -32,12 +32,16 @@ class PruneOptions:
     keep_every: int | None = CONTENT.option(
         "--keep-every N", "Also keep iterations divisible by N.", parser=whole_number(1)
     )
-    deep: bool = CHECKS.flag("--deep", "Read every byte of an iteration before it counts as valid.")
+    deep: bool = CHECKS.flag(
+        "--deep", "Read every byte of an iteration before treating it as valid."
+    )
     trust_metadata: bool = CHECKS.flag(
         "--trust-metadata",
-        "Remove iterations even if the data of the newest valid one was not read.",
+        "Remove iterations even if the newest valid iteration's data was not read.",
     )
-    dry_run: bool = OUTPUT.flag("-n, --dry-run", "Show what would be removed; remove nothing.")
+    dry_run: bool = OUTPUT.flag(
+        "-n, --dry-run", "Show what would be removed without removing anything."
+    )
     yes: bool = OUTPUT.flag(
         "-y, --yes", "Do not ask for confirmation; required without a terminal and with --json."
     )

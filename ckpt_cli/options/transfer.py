@@ -88,29 +88,32 @@ class TransferOptions:
     to: str | None = OUTPUT.option(
         "--to FORMAT",
         f"Format to write: {', '.join(TARGETS)}. "
-        "[by DST's suffix; SRC's format if only the content changes]",
+        "[from DST's suffix, or SRC's format if only the content changes]",
         parser=check_format,
     )
     iteration: int | None = iteration_option(OUTPUT)
     max_shard_size: int | None = OUTPUT.option(
-        "--max-shard-size SIZE", "Maximum size of each output file: 5GB, 500MB.", parser=parse_size
+        "--max-shard-size SIZE",
+        "Maximum size of each output file, such as 5GB or 500MB.",
+        parser=parse_size,
     )
     force: bool = OUTPUT.flag("-f, --force", "Replace DST after the new checkpoint is complete.")
     resume: bool = OUTPUT.flag(
-        "--resume", "Keep partial output after any failure; the same command continues."
+        "--resume", "Keep partial output after any failure, so that the same command can continue."
     )
     dry_run: bool = OUTPUT.flag(
-        "-n, --dry-run", "Print the plan: bytes, files, free space, expected time; write nothing."
+        "-n, --dry-run",
+        "Print the plan (bytes, files, free space, expected time) without writing anything.",
     )
     metadata_only: bool = OUTPUT.flag(
         "--metadata-only", "torch_dist, dcp: hard-link SRC's data files instead of copying them."
     )
     explain: bool = OUTPUT.flag(
-        "--explain", "Print each tensor's layout rule; read and write no tensor data."
+        "--explain", "Print each tensor's layout rule without reading or writing tensor data."
     )
     map: str | None = OUTPUT.option(
         "--map KEY",
-        "With --explain: draw the boxes of these tensors of DST before and after, "
+        "With --explain: draw the shards of the matching DST tensors before and after, "
         "and what moves where.",
     )
     report: Path | None = report_option(
@@ -119,25 +122,21 @@ class TransferOptions:
     )
     rank: int | None = OUTPUT.option(
         "--rank R",
-        "With --dry-run: list the files of SRC that rank R of DST needs, counted from 0.",
+        "With --dry-run: list the SRC files that rank R of DST needs; ranks start at 0.",
         parser=whole_number(0),
     )
 
     # Layout: sizes to write (--tp-new), hidden ones that describe the source (--tp), the pipeline.
-    tp_new: int | None = _target_size(
-        "tp", "tensor-parallel-size", "Tensor parallel size to write."
-    )
+    tp_new: int | None = _target_size("tp", "tensor-parallel-size", "Tensor parallel size of DST.")
     pp_new: int | None = _target_size(
-        "pp", "pipeline-parallel-size", "Pipeline parallel size to write."
+        "pp", "pipeline-parallel-size", "Pipeline parallel size of DST."
     )
     vpp_new: int | None = _target_size(
         "vpp",
         "virtual-pipeline-parallel-size",
         "Model chunks per pipeline stage (virtual pipeline).",
     )
-    ep_new: int | None = _target_size(
-        "ep", "expert-parallel-size", "Expert parallel size to write."
-    )
+    ep_new: int | None = _target_size("ep", "expert-parallel-size", "Expert parallel size of DST.")
     etp_new: int | None = _target_size(
         "etp", "expert-tensor-parallel-size", "Tensor parallel size of the experts."
     )
@@ -189,13 +188,13 @@ class TransferOptions:
     )
     config: Path | None = LAYOUT.option(
         "--config config.json",
-        "The model's config.json, if SRC has none (from Megatron: the original one).",
+        "The model's config.json, if SRC has none (from Megatron: the original model's).",
     )
     family: Path | None = LAYOUT.option(
         "--family FILE.toml", "TOML file that describes an unsupported model family."
     )
     text_model: bool = CONTENT.flag(
-        "--text-model", "Take only the text model of a vision-language model."
+        "--text-model", "Convert only the text model of a vision-language model."
     )
     tokenizer: Path | None = CONTENT.option(
         "--tokenizer DIR", "Copy DIR's tokenizer files into a Hugging Face DST."
@@ -203,23 +202,23 @@ class TransferOptions:
     transformer_impl: str | None = LAYOUT.option(
         "--transformer-impl IMPL",
         "Megatron module names to write: local or transformer_engine. "
-        "[those of SRC; from Hugging Face transformer_engine]",
+        "[those of SRC; transformer_engine for a Hugging Face SRC]",
         parser=one_of(*CHOICES["transformer_impl"]),
     )
     megatron_version: str | None = LAYOUT.option(
         "--megatron-version X.Y",
-        "megatron-core version that will load the rank files. [the one that wrote SRC]",
+        "Megatron-Core version that will load the rank files. [the version that wrote SRC]",
     )
     experts: str | None = LAYOUT.option(
         "--experts KIND",
-        "Module of the experts: sequential, te-grouped (Transformer Engine), or grouped "
-        "(the old GroupedMLP, removed in megatron-core 0.17). [that of SRC]",
+        "Expert module: sequential, te-grouped (Transformer Engine), or grouped "
+        "(the old GroupedMLP, removed in Megatron-Core 0.17). [SRC's module]",
         parser=one_of(*CHOICES["experts"]),
     )
     rules: Path | None = rules_option()
     unknown: str | None = LAYOUT.option(
         "--unknown POLICY",
-        "Tensors without a layout rule: refuse, or replicate those identical on all "
+        "For tensors without a layout rule: refuse, or replicate those that are identical on all "
         "ranks. [refuse]",
         parser=one_of(*CHOICES["unknown"]),
     )
@@ -247,29 +246,30 @@ class TransferOptions:
         "--add-prefix TEXT", "Add this prefix to the model's keys."
     )
     rename: list[str] | None = CONTENT.option(
-        "--rename OLD=NEW", "Rename keys by a regular expression; NEW may use \\1."
+        "--rename OLD=NEW", "Rename keys with a regular expression; NEW may use \\1."
     )
     untie: list[str] | None = CONTENT.option(
-        "--untie NEW=KEY", "Write KEY a second time as NEW (untied weights)."
+        "--untie NEW=KEY", "Also write KEY under the name NEW (untied weights)."
     )
     tie: list[str] | None = CONTENT.option(
         "--tie OLD=KEY", "Drop OLD after checking that it is identical to KEY (tied weights)."
     )
     param_order: str | None = CONTENT.option(
         "--param-order model|FILE",
-        "Replace the numbers of an optimizer's parameters by names: in the order of the "
-        "checkpoint's model, or from a file with one name per line. Shapes must agree.",
+        "Replace the optimizer's parameter numbers with names: in the order of the checkpoint's "
+        "model, or from a file with one name per line. Shapes must match.",
     )
     stack_layers: bool = CONTENT.flag(
         "--stack-layers", "Stack layers.0, layers.1, … along a new axis."
     )
     unstack_layers: list[str] | None = CONTENT.option(
         "--unstack-layers GLOB",
-        f"Split these stacked tensors into one per layer; {AUTO}: all with 'layers' in their key.",
+        "Split the matching stacked tensors into one tensor per layer; "
+        f"{AUTO}: all tensors with 'layers' in their key.",
     )
     layer_axis: int | None = CONTENT.option(
         "--layer-axis N",
-        "Axis along which layers are stacked: 0 (default), or 1 in MaxText.",
+        "Axis along which layers are stacked: 0 (default), or 1 for MaxText.",
         parser=whole_number(0),
     )
     dtype: list[str] | None = CONTENT.option(
@@ -280,35 +280,35 @@ class TransferOptions:
     quantize: list[str] | None = CONTENT.option(
         "--quantize [GLOB=]KIND",
         "Quantize linear weights, or those matching GLOB, to scaled float8: "
-        "block (128 × 128), tensor, none.",
+        "block (128 × 128), tensor or none.",
         parser=check_quantization,
     )
     no_optim: bool = no_optim_flag()
     rng: str | None = CONTENT.option(
         "--rng keep|drop",
-        "Random states: keep them (or fail), or drop them. "
+        "Keep the RNG states (and fail if that is impossible), or drop them. "
         "[kept if the ranks stay the same, else dropped]",
         parser=one_of(*CHOICES["rng"]),
     )
     missing_chunks: str | None = missing_chunks_option(CONTENT)
     on_replica_mismatch: str | None = CONTENT.option(
         "--on-replica-mismatch error|first",
-        "If ranks hold different copies of one tensor: fail, or use the first. [error]",
+        "If ranks hold different copies of the same tensor: fail, or use the first copy. [error]",
         parser=one_of(*CHOICES["on_replica_mismatch"]),
     )
     weights_only: bool = CONTENT.flag(
         "--weights-only",
-        "Write a .pt that torch.load(weights_only=True) accepts; "
-        "objects it refuses get a separate key.",
+        "Write a .pt file that torch.load(weights_only=True) accepts; "
+        "objects that it rejects go under a separate key.",
     )
     drop_unknown: bool = CONTENT.flag("--drop-unknown", "Drop objects of unknown classes.")
     drop_missing: bool = CONTENT.flag(
-        "--drop-missing", "Leave out entries that an index lists without data."
+        "--drop-missing", "Omit entries that an index lists but that have no data."
     )
 
     # Engine: resources, checksums and durability.
     memory: int | None = memory_option()
-    threads: int | None = threads_option("Number of copying threads. [2]")
+    threads: int | None = threads_option("Number of copy threads. [2]")
     no_crc: bool = ENGINE.flag(
         "--no-crc", "Skip CRC-32 checksums (zip tools then reject torch files)."
     )
@@ -323,7 +323,7 @@ class TransferOptions:
     no_fsync: bool = ENGINE.flag("--no-fsync", "Skip fsync (faster; a crash may lose data).")
 
     json: bool = json_flag()
-    quiet: bool = MESSAGES.flag("-q, --quiet", "Print only errors and what is not carried.")
+    quiet: bool = MESSAGES.flag("-q, --quiet", "Print only errors and what is not carried over.")
     storage_option: list[str] | None = storage_option()
     progress: str | None = progress_option()
     debug: bool = debug_flag()

@@ -41,12 +41,12 @@ class ValidateOptions:
     strict: bool = CHECKS.flag("--strict", "Treat warnings as errors.")
     ignore: list[str] | None = CHECKS.option(
         "--ignore CODE[:GLOB]",
-        "Ignore a code (CK101), a group (CK7), or either in matching files or keys only; "
-        "repeatable.",
+        "Ignore a code (CK101) or a group of codes (CK7); with GLOB, only in matching files or "
+        "keys; repeatable.",
     )
     baseline: Path | None = CHECKS.option("--baseline FILE", "Ignore findings recorded in FILE.")
     write_baseline: Path | None = CHECKS.option(
-        "--write-baseline FILE", "Record the findings in FILE, for --baseline."
+        "--write-baseline FILE", "Record the findings in FILE for use with --baseline."
     )
     against: Path | None = CHECKS.option(
         "--against PATH",
@@ -65,7 +65,9 @@ class ValidateOptions:
     all_iterations: bool = CHECKS.flag(
         "--all-iterations", "Check every iteration in a training root."
     )
-    list_checks: bool = CHECKS.flag("--list-checks", "List all codes and their meaning, and exit.")
+    list_checks: bool = CHECKS.flag(
+        "--list-checks", "List all codes and their meanings, then exit."
+    )
 
     # Where the report goes, and in which format.
     format: str | None = OUTPUT.option(
@@ -76,13 +78,13 @@ class ValidateOptions:
     )
     report: list[Path] | None = OUTPUT.option(
         "--report FILE",
-        "Write another report, in the format of FILE's suffix: "
+        "Also write a report in the format that FILE's suffix implies: "
         ".html (with pictures), .json, .xml (JUnit), .sarif, .txt; repeatable.",
     )
     json: bool = OUTPUT.flag("--json", "Same as --format json.")
     limit: int | None = OUTPUT.option(
         "--limit N",
-        "Show at most N locations per code in text; 0 for all. [8]",
+        "Show at most N locations per code in text output; 0 for all. [8]",
         parser=whole_number(0),
     )
 

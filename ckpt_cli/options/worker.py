@@ -18,8 +18,8 @@ LONGEST_S = 86_400
 """Largest time limit that can be set, in seconds: a day."""
 
 USAGE = """usage: python -m ckpt_cli.worker [options] VERB ARGS
-One of several workers that run a ckpt command together; started by ckpt launch, torchrun -m,
-srun or mpirun.
+Run one of several workers that execute a ckpt command together. Start the workers with
+ckpt launch, torchrun -m, srun or mpirun.
 
   --device cpu|cuda|auto   device for casts and checks (cpu); auto: a GPU, if each worker has one
   --backend auto|gloo|nccl how workers communicate (auto: gloo, plus nccl on GPUs)
@@ -27,7 +27,7 @@ srun or mpirun.
   --join-timeout SECONDS   how long workers wait for each other at the start (300)
   --bind none|cores|numa|auto
                            cores to pin each worker to (auto)
-VERB ARGS are those of ckpt."""
+VERB and ARGS are the same as for ckpt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def parse_worker_arguments(arguments: Sequence[str]) -> tuple[WorkerOptions, lis
             raise UsageError(
                 f"no such worker option: {option}",
                 hint=did_you_mean(option, _OPTIONS)
-                or "options of the command go after it; see --help",
+                or "put options of the ckpt command after the command; see --help",
             )
         if not equals:
             if not words:

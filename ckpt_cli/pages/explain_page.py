@@ -37,24 +37,30 @@ def message_blocks(message: Message) -> Iterator[Block]:
     )
 
 
-def code_blocks(code: Code, *, path: str | None = None) -> Iterator[Block]:
+def code_blocks(code: Code, *, path: str | None = None, root: str | None = None) -> Iterator[Block]:
     """Yield a code of ``ckpt validate`` with its meaning, how it comes about and what to do.
 
     Args:
         path: the checkpoint with findings of this code, which are shown above with what to do.
+        root: the directory of its run; None if it is not an iteration of one.
     """
     cause = read_causes()[code.code]
     level = LEVELS[code.level]
-    commands = [
-        re.sub(r"\bPATH\b", lambda _: shlex.quote(path), command) if path else command
-        for command in cause.commands
-    ]
+    commands = list(cause.commands)
+    if path is not None:
+        places = {"PATH": path} | ({} if root is None else {"ROOT": root})
+        commands = [
+            re.sub(r"\b(PATH|ROOT)\b", lambda match: shlex.quote(places[match[1]]), command)
+            for command in commands
+            if root is not None or "ROOT" not in command
+        ]
     option = "" if code.level == Level.METADATA else f" --{level}"
     yield (Cell(code.code, ("bold", STYLES[code.severity])), "  ", Cell(code.title, ("bold",)))
     yield Facts(
         [
             ("severity", f"{code.severity.label}, reported by ckpt validate{option}"),
-            ("cause", cause.text),
+            # What a finding above says of its own cause goes before.
+            ("cause" if path is None else "usually", cause.text),
             *([("do", code.hint)] if path is None else ()),
             *fact_list("run", commands, "cyan"),
         ],

@@ -23,11 +23,11 @@ def forecast_facts(
     yield from _existing_facts(expected, has_force=has_force)
     if expected.free_bytes is not None:
         needed = bytes_text(expected.needed_bytes)
-        space = f"{bytes_text(expected.free_bytes)} for {needed} to write"
+        free = bytes_text(expected.free_bytes)
         if expected.shortage is not None:
-            yield "free space", Cell(f"{space}: too little", ("red",))
+            yield "free space", Cell(f"{free}, too little for {needed} to write", ("red",))
         else:
-            yield "free space", f"{space}: it fits"
+            yield "free space", f"{free}, enough for {needed} to write"
     if expected.resumed_bytes:
         yield "resume", f"{bytes_text(expected.resumed_bytes)} are already written"
     if expected.seconds is None:
@@ -48,10 +48,10 @@ def forecast_facts(
     if expected.reading is not None and expected.reading.is_from_memory:
         yield (
             "",
-            Cell("the source was in memory: reading it from disk takes longer", ("dim",)),
+            Cell("the source was cached in memory; reading it from disk takes longer", ("dim",)),
         )
     elif expected.reading is not None and expected.reading.was_cached:
-        yield "", Cell("at most: part of the source is cached in memory", ("dim",))
+        yield "", Cell("at most, because part of the source is cached in memory", ("dim",))
 
 
 def _existing_facts(expected: Forecast, *, has_force: bool) -> Iterator[tuple[str, Cell | str]]:

@@ -292,7 +292,8 @@ def _translated(err: BaseException, command: str) -> CheckpointingException | No
     if isinstance(err, ModuleNotFoundError) and err.name in PACKAGES:
         title, package = PACKAGES[err.name]
         return UnsupportedError(
-            f"{command} needs {title}, which is not installed", hint=f"pip install {package}"
+            f"{command} needs {title}, which is not installed",
+            hint=f"pip install {package}",
         )
     # typer's own errors have this method, whether they come from click or from typer's copy of it.
     format_message = getattr(err, "format_message", None)

@@ -79,7 +79,7 @@ _HINTS = (
             "--cp --cp-new --cp-size --context-parallel-size"
         ),
         (
-            "omit it: Megatron and DCP checkpoints load with any data-parallel and "
+            "omit it, because Megatron and DCP checkpoints load with any data-parallel and "
             f"context-parallel size; {ZERO_HINT}"
         ),
     ),
@@ -107,11 +107,11 @@ _HINTS = (
             "--dist-ckpt-optim-fully-reshardable --fully-reshardable "
             "--dist-ckpt-optim-fully-reshardable-mem-eff"
         ),
-        "omit it: torch_dist always stores the distributed optimizer as fully_reshardable",
+        "omit it, because torch_dist always stores the distributed optimizer as fully_reshardable",
     ),
     (
         "--use-distributed-optimizer",
-        "omit it: the kind of optimizer does not change; ckpt inspect shows it",
+        "omit it, because the type of optimizer does not change; ckpt inspect PATH shows the type",
     ),
     # Paths and formats.
     (
@@ -133,7 +133,7 @@ _HINTS = (
     ),
     # Everything else.
     ("--ckpt-step", "use --iteration N"),
-    ("--level", "use --headers or --deep; the default is the metadata level"),
+    ("--level", "use --headers or --deep; by default only metadata is checked"),
     ("--overwrite", "use --force"),
     ("--true-vocab-size", "use --vocab-size N"),
     ("--export-dtype", "use --dtype"),
@@ -145,7 +145,7 @@ _HINTS = (
     ),
     (
         "--no-checking --not-strict --non-strict --dist-ckpt-strictness",
-        "omit it: every mismatch is an error that names the option to resolve it",
+        "omit it, because each mismatch is an error that names the option that resolves it",
     ),
 )
 """Options of other tools, separated by spaces; hint."""
@@ -157,21 +157,21 @@ _LAUNCH_HINTS = (
     (
         "-m --module --no-python --run-path",
         (
-            "omit it: ckpt launch only runs ckpt commands, "
-            "as in ckpt launch -- convert SRC DST --to dcp; use torchrun for other programs"
+            "omit it, because ckpt launch only runs ckpt commands, as in "
+            "ckpt launch -- convert SRC DST --to dcp; use torchrun for other programs"
         ),
     ),
-    ("--numa-binding", "use --bind numa (a NUMA node for each worker) or --bind cores"),
+    ("--numa-binding", "use --bind numa (one NUMA node per worker) or --bind cores"),
     (
         (
             "--local-ranks-filter --logs-specs --event-log-handler --duplicate-stdout-filters "
             "--duplicate-stderr-filters"
         ),
-        "use --log-dir DIR to keep all logs, and --tee N or --redirects N to choose their streams",
+        "use --log-dir DIR to keep all logs, and --tee N or --redirects N to choose the streams",
     ),
-    ("--start-method", "omit it: each worker is a new process"),
-    ("--signals-to-handle", "omit it: SIGINT, SIGTERM and SIGHUP stop all workers"),
-    ("--virtual-local-rank", "omit it: worker N of a host uses its GPU N"),
+    ("--start-method", "omit it, because each worker is a new process"),
+    ("--signals-to-handle", "omit it, because SIGINT, SIGTERM and SIGHUP stop all workers"),
+    ("--virtual-local-rank", "omit it, because worker N on a host uses GPU N"),
     ("--nproc --num-processes --num-workers -n -np", "use --nproc-per-node N"),
     ("--num-nodes --num-machines -N", "use --nnodes N"),
     (

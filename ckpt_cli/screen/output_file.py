@@ -41,7 +41,9 @@ def check_report_path(path: Path) -> None:
         )
     if not path.parent.is_dir():
         raise UsageError(
-            "the report's directory does not exist", file=str(path.parent), hint="create it first"
+            "the report's directory does not exist",
+            file=str(path.parent),
+            hint="create the directory first",
         )
     with translate_os_errors(str(path), doing="read"):
         if path.is_file():
@@ -50,9 +52,9 @@ def check_report_path(path: Path) -> None:
             # An empty file may be replaced, such as one created by mktemp.
             if start.strip() and not start.startswith(_OPENINGS):
                 raise UsageError(
-                    "the file already exists, and is not a ckpt report",
+                    "the file already exists and is not a ckpt report",
                     file=str(path),
-                    hint="choose another name, or remove the file",
+                    hint="choose a different name, or remove the file",
                 )
 
 

@@ -74,7 +74,11 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
     # Compare the facts that must agree. The size comes first: with another size the ranks belong to
     # another job, so every further difference would mislead.
     for name, title, hint in (
-        ("size", "number of workers", "two jobs use the same MASTER_PORT: give each its own"),
+        (
+            "size",
+            "world size",
+            "two jobs may use the same MASTER_PORT; set a different port for each",
+        ),
         ("ckpt", "version of ckpt", "install the same version on all hosts"),
         ("torch", "version of torch", "install the same version on all hosts"),
         ("arguments", "command", "start all workers with the same command"),
@@ -87,8 +91,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
                     " ".join(map(str, v)) if isinstance(v, list) else str(v) for v in values
                 )
                 return UsageError(
-                    f"workers differ in the {title}: rank 0 on {members[0]['host']} has {first}, "
-                    f"rank {rank} on {member['host']} has {other}",
+                    f"all workers need the same {title}, but rank 0 on {members[0]['host']} has "
+                    f"{first} and rank {rank} on {member['host']} has {other}",
                     hint=hint,
                 )
     # No two workers may share a GPU. Device indices are not compared: under srun every worker may
@@ -100,8 +104,8 @@ def check_members(members: Sequence[Mapping[str, Any]]) -> CheckpointingExceptio
         owner = owners.setdefault((member["host"], member["gpu"]), rank)
         if owner != rank:
             return UsageError(
-                f"too few GPUs: ranks {owner} and {rank} on {member['host']} share one "
-                f"({member['device']})",
+                f"too few GPUs: ranks {owner} and {rank} on {member['host']} share the same "
+                f"GPU ({member['device']})",
                 hint="start one worker per GPU, or use --device cpu",
             )
     return None

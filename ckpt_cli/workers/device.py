@@ -24,7 +24,7 @@ def open_device(name: str, identity: WorkerIdentity) -> Device | None:
     if identity.local_rank is None:
         raise UsageError(
             f"--device {name} needs one GPU per worker, but {identity.launcher} does not number "
-            "the workers of a host",
+            "the workers on each host",
             hint="set LOCAL_RANK, or use --device cpu",
         )
     # srun --gpus-per-task shows each worker only its own GPU, as cuda:0. Workers of torchrun all
@@ -49,8 +49,8 @@ def backend_of(name: str, device: Device | None) -> str:
     if name == "nccl":
         if not has_nccl:
             raise UsageError(
-                "--backend nccl: this torch was built without NCCL",
-                hint="use --backend gloo, or install torch for CUDA",
+                "--backend nccl is not available, because this torch was built without NCCL",
+                hint="use --backend gloo, or install a CUDA build of torch",
             )
         if device is None:
             raise UsageError(

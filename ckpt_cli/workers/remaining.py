@@ -42,6 +42,6 @@ class InterruptedOutput:
         if self.keeps_partial:
             return "partial output, if any, is kept (rerun the same command to continue)"
         return (
-            "nothing was published (a long run keeps its partial output, and the same command "
-            "continues it; --resume always does)"
+            "nothing was published (a long run keeps its partial output so that the same command "
+            "can continue; with --resume, every run does)"
         )

@@ -142,10 +142,9 @@ def _wait_for_store(identity: WorkerIdentity, deadline: float, join_timeout_s: f
         except OSError as err:
             if monotonic() > deadline:
                 raise WorkerError(
-                    f"no answer from {identity.endpoint}, where the workers meet: "
-                    f"{err.strerror or err} "
-                    f"(rank {identity.rank} tried for {join_timeout_s:g} s)",
-                    hint="check that rank 0 runs, that MASTER_ADDR is its host, "
+                    f"rank {identity.rank} got no answer from {identity.endpoint}, where the "
+                    f"workers meet, within {join_timeout_s:g} s: {err.strerror or err}",
+                    hint="check that rank 0 is running, that MASTER_ADDR is its host, "
                     "and that MASTER_PORT is open",
                 ) from err
         sleep(_PAUSE_S)
@@ -172,7 +171,7 @@ def _connect(identity: WorkerIdentity, join_timeout_s: float) -> Any:
     except RuntimeError as err:  # DistNetworkError, whose message has the name of errno
         if "EADDRINUSE" in str(err):
             raise UsageError(
-                f"port {identity.port} of {identity.address}, where the workers meet, "
+                f"port {identity.port} on {identity.address}, where the workers meet, "
                 "is in use by another program",
                 hint="set MASTER_PORT to a free port",
             ) from err
@@ -200,11 +199,11 @@ def _welcome_others(
     # Check the workers, or report to those that joined which are missing.
     if missing:
         error: CheckpointingException | None = WorkerError(
-            f"{len(missing)} of {identity.size} workers have not joined at {identity.endpoint} "
-            f"within {join_timeout_s:g} s: "
-            f"rank {', '.join(map(str, missing[:8]))}{' …' if len(missing) > 8 else ''}",
-            hint="check that they were started and that their hosts can reach this host; "
-            "--join-timeout waits longer",
+            f"{len(missing)} of {identity.size} workers did not join at {identity.endpoint} "
+            f"within {join_timeout_s:g} s "
+            f"(rank {', '.join(map(str, missing[:8]))}{' …' if len(missing) > 8 else ''})",
+            hint="check that these workers were started and that their hosts can reach this host; "
+            "to wait longer, pass --join-timeout SECONDS",
         )
         members = [own_facts]
     else:
@@ -255,7 +254,7 @@ def _join_lead(
                 return prefix, welcome
         if monotonic() > deadline:
             raise WorkerError(
-                f"rank 0 has not answered rank {identity.rank} at {identity.endpoint} "
+                f"rank 0 did not answer rank {identity.rank} at {identity.endpoint} "
                 f"within {join_timeout_s:g} s",
                 hint="check that all workers were started, "
                 "and that no other job uses the same MASTER_PORT",

@@ -134,7 +134,7 @@ class StoreLine:
     def _silent_error(self, seconds: float) -> GoneError:
         return GoneError(
             f"{self._keeper}, which runs the workers' store, has not answered for {seconds:g} s",
-            hint="its host or the network to it is down; rerun the same command to continue",
+            hint="that host or its network is down; rerun the same command to continue",
         ).of_lead()
 
     def _lost_error(self, err: Exception) -> WorkerError:

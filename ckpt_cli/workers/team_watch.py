@@ -24,6 +24,9 @@ from ckpt_cli.workers.store import GoneError, ScopedStore
 
 _BEAT = struct.Struct("<qqqq")
 _ENDED = b"ended"
+GONE_HINT = (
+    "the worker was killed, or its host or network is down; rerun the same command to continue"
+)
 
 
 class TeamWatch:
@@ -204,8 +207,7 @@ class TeamWatch:
             self.error = error = GoneError(
                 f"rank {rank} on {self._hosts[rank]} has sent no heartbeat "
                 f"for {self._timeout_s:g} s",
-                hint="it was killed, or its host or network is down; "
-                "rerun the same command to continue",
+                hint=GONE_HINT,
             )
             if self._rank == 0:
                 self.leave(store, error)

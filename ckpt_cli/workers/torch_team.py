@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckpt_cli.workers.rendezvous import Meeting, interface_of
 from ckpt_cli.workers.store import POLL_S, GoneError, ScopedStore
-from ckpt_cli.workers.team_watch import TeamWatch
+from ckpt_cli.workers.team_watch import GONE_HINT, TeamWatch
 from core.engine.team.protocol import StoppedError
 from core.errors import WorkerError
 
@@ -304,9 +304,9 @@ class TorchTeam:
             self._check()
             if monotonic() > deadline:
                 raise GoneError(
-                    "the workers met but have not exchanged their data "
+                    "the workers joined, but did not exchange data "
                     f"within {2 * self._timeout_s:g} s",
-                    hint="check that their hosts can reach each other on all ports; "
+                    hint="check that the hosts can reach each other on all ports; "
                     "set GLOO_SOCKET_IFNAME to choose the network interface",
                 )
         if errors:
@@ -337,8 +337,7 @@ class TorchTeam:
             error = GoneError(
                 f"lost contact with rank {rank} on {self.hosts[rank]}: the connection broke, "
                 f"and it has sent no heartbeat for {seconds:.0f} s",
-                hint="it was killed, or its host or network is down; "
-                "rerun the same command to continue",
+                hint=GONE_HINT,
             )
             raise (error if rank else error.of_lead()) from err
         reason = str(err).split("\n")[0]
@@ -364,8 +363,8 @@ class TorchTeam:
             missing = next((rank for rank in ended if rank != self.rank), None)
             if missing is not None:
                 raise WorkerError(
-                    f"rank {missing} on {self.hosts[missing]} has ended, "
-                    f"but rank {self.rank} waits for it",
+                    f"rank {missing} on {self.hosts[missing]} has exited, "
+                    f"but rank {self.rank} is still waiting for it",
                     hint="this is a bug in ckpt: rerun with --debug and report the output",
                 )
             # Most waits are short, so pause briefly first; longer with many workers, which share

@@ -24,15 +24,15 @@ _FORMER_NAMES = {"optimizer": "optim", "memory_bytes": "memory"}
 _FORMER_SIZES = {name: f"{name}_new" for name in SIZES}
 """The same, of ``reshard`` only."""
 _OTHER_OPTIONS = """
-    tp_new, pp_new, vpp_new, ep_new, etp_new: parallel sizes of the destination; None keeps
-        those of the source.
+    tp_new, pp_new, vpp_new, ep_new, etp_new: parallel sizes of the destination; None keeps the
+        source's sizes.
     decoder_first_pipeline_num_layers, decoder_last_pipeline_num_layers: layers in the first and
         in the last pipeline stage of the destination.
     account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split: count the
         embedding (the loss) as a layer.
     pipeline_model_parallel_layout: contents of each model chunk: ``E|(t|)*3,m|L``.
-    optim: False leaves the optimizer out, True insists on it; None carries it, except into a
-        Hugging Face checkpoint, which has none.
+    optim: False omits the optimizer, True requires it; None carries it over, except into a
+        Hugging Face checkpoint, which cannot contain one.
     unstack_layers: globs of stacked tensors to split into layers; ``auto`` for the usual names.
     memory: memory limit of the process, in bytes or as text: ``8GiB``.
 """

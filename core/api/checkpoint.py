@@ -159,10 +159,11 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             CheckpointingException: tensors are missing, or shapes contradict the arguments.
         """
         if names not in NAMES:
-            raise UsageError(f"named({names!r}): names must be one of: {', '.join(NAMES)}")
+            raise UsageError(f"names={names!r} is not one of: {', '.join(NAMES)}")
         if self._catalog.is_rank_local:
             raise UsageError(
-                "named() renames global tensors, but these are the shards of single ranks",
+                "named() renames global tensors, but this checkpoint was opened as the shards "
+                "of single ranks",
                 file=str(self.path),
                 hint="open the checkpoint without ranks='local'",
             )
@@ -178,9 +179,10 @@ class OpenCheckpoint(Mapping[str, LazyTensor]):
             catalog = to_megatron(catalog, config, family=table)
         elif catalog.facet(MegatronModel) is None:
             raise UnsupportedError(
-                "the tensors have neither Megatron's names nor Hugging Face's with a config.json",
+                "ckpt cannot rename the tensors, which have neither Megatron names nor Hugging "
+                "Face names with a config.json",
                 file=str(self.path),
-                hint="read them under their own names",
+                hint="read the tensors under their stored names, without named()",
             )
         notes = (*self.notes, *catalog.notes)
         return OpenCheckpoint(self._source, catalog, notes=notes, closed=self._closed)

@@ -40,8 +40,8 @@ _GIVEN = re.compile(r"(?:\b(?:add|pass|use|using|with) |\()$")
 """Text before an option that is to be given, with a value that the user knows."""
 _PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*(\.[a-z]+)?|\d+")
 _PROSE = frozenset(
-    "afterwards and cannot compares contradict drop has if is keeps leave lists names or says sets "
-    "shows sum takes that the to when with".split()
+    "accepts afterwards and applies cannot compares contradict describes drop has if is keeps "
+    "leave lists names or requires says sets shows sum takes that the to when with would".split()
 )
 """Words after an option or a command in messages that are not its value."""
 _TEXTS = frozenset(

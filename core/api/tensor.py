@@ -124,7 +124,7 @@ class LazyTensor:
                     raise UnsupportedError(
                         f"slices with a step ({step}) are not supported",
                         key=self.key,
-                        hint="read the slice without the step, and index the array",
+                        hint="read the slice without the step, then index the array",
                     )
                 offset[axis] += start
                 shape[axis] = max(0, stop - start)
@@ -135,7 +135,7 @@ class LazyTensor:
                 raise UnsupportedError(
                     f"a lazy tensor cannot be indexed with {type(item).__name__}",
                     key=self.key,
-                    hint="use integers and slices, or read it first: numpy() or torch()",
+                    hint="use integers and slices, or read the tensor first: numpy() or torch()",
                 ) from err
             if not -shape[axis] <= number < shape[axis]:
                 raise IndexError(f"index {number} is out of range for axis {axis} of {self.key}")
@@ -172,7 +172,7 @@ class LazyTensor:
 
         if DTYPES[self.dtype].numpy is None:
             raise UnsupportedError(
-                f"NumPy has no dtype for {self.dtype}", key=self.key, hint="read it with torch()"
+                f"NumPy does not support {self.dtype}", key=self.key, hint="read it with torch()"
             )
         stored = numpy_dtype(self.dtype)
         data: np.ndarray[Any, Any] = np.empty(

@@ -194,7 +194,7 @@ def merge(
 
     paths = _list_locations(sources)
     if not paths:
-        raise UsageError("merge: no source", hint="pass at least one checkpoint")
+        raise UsageError("merge was called without sources", hint="pass at least one checkpoint")
     request = build_merge(
         paths,
         average=average,
@@ -252,7 +252,9 @@ def validate(
     from core.verbs.validate.run import validate as run_checks
 
     given = ["headers"] if headers else []
-    refuse_without_effect(given, [NoEffect(("headers",), deep, "deep includes it")])
+    refuse_without_effect(
+        given, [NoEffect(("headers",), deep, "deep already includes the header checks")]
+    )
     memory_bytes = _parse_memory(memory)
     rules_path = None if rules is None else parse_file(rules, option="--rules")
     check_values({"missing_chunks": missing_chunks, "threads": threads})

@@ -32,7 +32,9 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
-            raise ValueError(f"box offset {self.offset} and shape {self.shape} differ in rank")
+            raise ValueError(
+                f"box offset {self.offset} and shape {self.shape} have different ranks"
+            )
         if self.shape and (min(self.offset) < 0 or min(self.shape) < 0):
             raise ValueError(f"box offset {self.offset} or shape {self.shape} is negative")
 
@@ -133,7 +135,7 @@ class Box:
         sizes = list(sizes)
         if sum(sizes) != self.shape[axis]:
             raise ValueError(
-                f"sizes {sizes} do not add up to extent {self.shape[axis]} of axis {axis}"
+                f"sizes {sizes} do not add up to {self.shape[axis]}, the extent of axis {axis}"
             )
         cuts = [self.offset[axis]]
         for size in sizes:

@@ -111,7 +111,9 @@ def dtype_of(name: str) -> DType:
     plain = name.removeprefix("torch.").lower()
     dtype = DTYPES.get(_ALIASES.get(plain, plain))
     if dtype is None:
-        raise UnsupportedError(f"unknown dtype {name!r}", hint=f"known dtypes: {', '.join(DTYPES)}")
+        raise UnsupportedError(
+            f"unknown dtype {name!r}", hint=f"supported dtypes: {', '.join(DTYPES)}"
+        )
     return dtype
 
 
@@ -144,7 +146,7 @@ def numpy_dtype(name: str) -> Any:
 
     numpy_name = dtype_of(name).numpy
     if numpy_name is None:
-        raise UnsupportedError(f"NumPy has no dtype for {name}")
+        raise UnsupportedError(f"NumPy does not support {name}")
     if hasattr(np, numpy_name):
         return np.dtype(numpy_name)
     import ml_dtypes

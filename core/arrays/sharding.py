@@ -73,7 +73,9 @@ def _split(
 ) -> tuple[ShardPiece, ...]:
     """Compute ``split_axis``; cached, as the tensors of a model have few different shapes."""
     if sum(parts) != shape[axis] or any(part % n for part in parts) or not 0 <= rank < n:
-        raise ValueError(f"shard {rank} of {n} of parts {list(parts)} on axis {axis} of {shape}")
+        raise ValueError(
+            f"cannot take shard {rank} of {n} from parts {list(parts)} along axis {axis} of {shape}"
+        )
     origin = (0,) * len(shape)
     pieces = []
     part_start = local_start = 0

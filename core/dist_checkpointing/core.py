@@ -83,7 +83,7 @@ def maybe_load_config(checkpoint_dir: str | os.PathLike[str]) -> CheckpointingCo
     ]
     if wrong:
         raise CorruptError(
-            f"unexpected key {wrong[0]!r}, or unexpected value {entries[wrong[0]]!r}",
+            f"the key {wrong[0]!r} or its value {entries[wrong[0]]!r} is not valid",
             file=CONFIG_FNAME,
         )
     if "sharded_backend" not in entries:

@@ -314,7 +314,7 @@ def exchange_by_distribution(
 
 def _require_distribution(distribution: ShardDistribution | None) -> ShardDistribution:
     if distribution is None:
-        raise ValueError("shard_distribution is None, but is needed to exchange tensors")
+        raise ValueError("shard_distribution is None, but exchanging tensors requires it")
     return distribution
 
 
@@ -380,7 +380,7 @@ def _check_loaded(tensor: torch.Tensor, expected: ShardedTensor) -> None:
 
 
 def _missing_error(shards: Iterable[_ShardId]) -> MissingShardError:
-    return MissingShardError(f"no rank of the group has loaded {_format_shards(shards)}")
+    return MissingShardError(f"no rank in the group loaded {_format_shards(shards)}")
 
 
 def _format_shards(shards: Iterable[_ShardId]) -> str:
@@ -432,7 +432,8 @@ def distribute_shards_to_ranks(
     for shard, ranks in shard_to_ranks.items():
         if not ranks or not all(0 <= rank < num_ranks for rank in ranks):
             raise ValueError(
-                f"shard {shard} needs holders among ranks 0–{num_ranks - 1}, but has {list(ranks)}"
+                f"shard {shard} needs one or more ranks from 0 to {num_ranks - 1}, "
+                f"got {list(ranks)}"
             )
     loads = [0] * num_ranks
     assignment: dict[T, int] = {}
@@ -492,7 +493,7 @@ def determine_main_replica_uniform_distribution(
             for name in ("dtype", "local_shape"):
                 if getattr(first, name) != getattr(tensor, name):
                     raise CheckpointingException(
-                        f"ranks disagree about the {name.replace('_', ' ')} of the shard at offset "
+                        f"ranks disagree on the {name.replace('_', ' ')} of the shard at offset "
                         f"{first.global_offset}: "
                         f"{getattr(first, name)} and {getattr(tensor, name)}",
                         key=first.key,

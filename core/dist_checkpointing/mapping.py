@@ -123,8 +123,8 @@ class ShardedTensor(ShardedBase):
         if not len(self.global_shape) == len(self.global_offset) == n_axes:
             raise self._error(
                 f"global shape {self.global_shape}, global offset {self.global_offset} and local "
-                f"shape {self.local_shape} with {self.prepend_axis_num} prepended axes have "
-                "different numbers of axes"
+                f"shape {self.local_shape} with prepend_axis_num={self.prepend_axis_num} do not "
+                "have the same number of axes"
             )
         if self.has_regular_grid:
             # Shards of a grid are equal, so each begins at a multiple of its extent. Prepended axes
@@ -139,7 +139,7 @@ class ShardedTensor(ShardedBase):
         flat = self.flattened_range
         if flat is not None:
             if flat.step is not None:
-                raise self._error(f"the flattened range {flat} has a step")
+                raise self._error(f"the flattened range {flat} must not have a step")
             is_bounded = isinstance(flat.start, int) and isinstance(flat.stop, int)
             if not (is_bounded and 0 <= flat.start <= flat.stop <= prod(self.local_shape)):
                 raise self._error(
@@ -148,10 +148,10 @@ class ShardedTensor(ShardedBase):
         data = self.data
         if data is not None:
             if data.dtype != self.dtype:
-                raise self._error(f"the data has dtype {data.dtype}, but {self.dtype} is declared")
+                raise self._error(f"the data has dtype {data.dtype}, not the declared {self.dtype}")
             if tuple(data.shape) != self.data_shape:
                 raise self._error(
-                    f"the data has shape {tuple(data.shape)}, but {self.data_shape} is declared"
+                    f"the data has shape {tuple(data.shape)}, not the declared {self.data_shape}"
                 )
 
     def _error(self, message: str) -> CheckpointingException:
@@ -210,7 +210,7 @@ class ShardedTensor(ShardedBase):
         """
         if self.flattened_range is None:
             raise self._error(
-                "only flattened tensors have coordinates, and this tensor has no flattened range"
+                "this tensor has no flattened range, so it has no flattened coordinates"
             )
         elements = np.arange(self.flattened_range.start, self.flattened_range.stop)
         # numpy cannot unravel indices into the shape of a 0-d tensor, which has no axes anyway.
@@ -296,7 +296,7 @@ class ShardedTensor(ShardedBase):
         """
         if flattened_range is not None:
             raise ValueError(
-                "from_rank_offsets takes no flattened_range; use from_rank_offsets_flat"
+                "from_rank_offsets does not accept flattened_range; use from_rank_offsets_flat"
             )
         extents = (1,) * prepend_axis_num + tuple(data.shape)
         shape, offset, fragmentations = list(extents), [0] * len(extents), [1] * len(extents)
@@ -304,8 +304,8 @@ class ShardedTensor(ShardedBase):
         for axis, index, n_shards in rank_offsets:
             if not (0 <= axis < len(extents) and 0 <= index < n_shards):
                 raise CheckpointingException(
-                    f"shard {index} of {n_shards} along axis {axis} does not exist in a tensor of "
-                    f"{len(extents)} axes",
+                    f"shard {index} of {n_shards} along axis {axis} does not exist in a tensor "
+                    f"of shape {extents}",
                     key=key,
                     hint="count shards and axes from 0",
                 )
@@ -349,7 +349,7 @@ class ShardedTensor(ShardedBase):
                 or is not 1-D, or ``from_rank_offsets`` refuses an argument.
         """
         if flattened_range is None:
-            raise CheckpointingException("from_rank_offsets_flat needs a flattened_range", key=key)
+            raise CheckpointingException("from_rank_offsets_flat requires flattened_range", key=key)
         # Let a tensor without memory stand for the complete shard, and then put in the slice.
         placeholder = torch.empty(non_flat_local_shape, dtype=data.dtype, device="meta")
         shard = cls.from_rank_offsets(key, placeholder, *args, **kwargs)
@@ -442,8 +442,8 @@ class ShardedTensor(ShardedBase):
         first = start + extent if start < 0 else start
         if min(first, length) < 0 or first + length > extent:
             raise ValueError(
-                f"{length} elements from {start} exceed the extent {extent} of axis {dim} of "
-                f"{self.key}"
+                f"{length} elements starting at {start} do not fit in axis {dim} of {self.key}, "
+                f"which has size {extent}"
             )
         return dim % n_axes, first
 

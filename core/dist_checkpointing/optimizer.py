@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 KEEP_VARS_HINT = (
     "pass keep_vars=True to state_dict() so that it contains the optimizer's own parameters, and "
-    "use a ShardedTensorFactory for a parameter that is stored in another form"
+    "use a ShardedTensorFactory for a parameter that is stored in a different form"
 )
 
 
@@ -132,8 +132,7 @@ def optim_state_to_sharding_state(
     ]
     if unknown:
         raise ValueError(
-            f"parameter {unknown[0]} of the optimizer is not in the model's state dict; "
-            f"{KEEP_VARS_HINT}"
+            f"optimizer parameter {unknown[0]} is not in the model's state dict; {KEEP_VARS_HINT}"
         )
     # Shard every tensor like its parameter.
     state = {

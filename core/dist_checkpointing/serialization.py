@@ -257,7 +257,7 @@ def _choose_save_strategies(
     if is_async and not isinstance(sharded, AsyncSaveShardedStrategy):
         raise UnsupportedError(
             f"{sharded} cannot save asynchronously",
-            hint="choose a strategy that can, such as ('torch_dist', 1)",
+            hint="choose a strategy that supports it, such as ('torch_dist', 1)",
         )
     return sharded, common
 
@@ -323,8 +323,8 @@ def _require_agreement(begin: Callable[[], tuple[T, U, V]], **arguments: object)
         for name, value in arguments_of_rank_0.items():
             if arguments_of_rank[name] != value:
                 raise UsageError(
-                    f"ranks were called with different arguments: {name} is {value} on rank 0, "
-                    f"{arguments_of_rank[name]} on rank {rank}",
+                    f"ranks made the call with different arguments: {name} is {value} on rank 0, "
+                    f"but {arguments_of_rank[name]} on rank {rank}",
                     rank=str(rank),
                     hint="pass the same arguments on all ranks",
                 )

@@ -371,7 +371,7 @@ def _names_for_torch(
         first = dict.fromkeys(key.partition(".")[0] for key in (*catalog.tensors, *catalog.objects))
         raise UsageError(
             f"the checkpoint has no entry {root!r}",
-            hint=f"use one of its entries: {', '.join(list(first)[:8])}",
+            hint=f"set root= to one of these entries: {', '.join(list(first)[:8])}",
         )
     return keys, paths
 
@@ -410,9 +410,9 @@ def _missing_error(name: str, stored: Sequence[str], *, n_more: int = 0) -> Miss
         if similar
         else f"the checkpoint contains {', '.join(stored[:5])}"
     )
-    more = f" (and {n_more} more like it)" if n_more else ""
+    more = f" ({n_more} more missing)" if n_more else ""
     return MissingShardError(
-        f"not found in the checkpoint{more}",
+        f"the entry was not found in the checkpoint{more}",
         key=name,
         hint=f"{hint}; adapt the names with prefix=, root= or names=",
     )

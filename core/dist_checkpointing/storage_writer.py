@@ -177,8 +177,8 @@ class CkptStorageWriter(StorageWriter):
         """
         if not kwargs.get("use_collectives", True):
             raise UnsupportedError(
-                "a save without collectives is not supported: ranks share files, which requires a "
-                "coordinator",
+                "saving without collectives is not supported, because ranks share files and need "
+                "a coordinator",
                 hint="save with use_collectives=True",
             )
 
@@ -336,7 +336,7 @@ class CkptStorageWriter(StorageWriter):
                     f"with these options, {self._format.name} can only be saved to a local "
                     "directory",
                     file=str(dst),
-                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
+                    hint="save as dcp or torch_dist, then convert: ckpt convert URL DST --to "
                     f"{self._format.name}",
                 )
             return
@@ -344,7 +344,7 @@ class CkptStorageWriter(StorageWriter):
             raise UsageError(
                 "the destination already exists",
                 file=str(dst),
-                hint="choose another path, or pass overwrite=True",
+                hint="choose a different path, or pass overwrite=True",
             )
         if save.objects and self._format.writes_only_tensors(dst):
             raise UsageError(

@@ -186,8 +186,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 shard = _sharded_tensor_shard_id(leaf)
                 if shard not in distribution.main_rank_for_shard:
                     raise ValueError(
-                        "the cached distribution belongs to another state dict: "
-                        f"it does not contain {leaf.key}"
+                        "the cached distribution belongs to a different state dict and "
+                        f"lacks {leaf.key}"
                     )
                 if distribution.main_rank_for_shard[shard] != rank:
                     leaf.data = None
@@ -404,7 +404,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 raise _UnkeptShardError(
                     f"the shard at offset {leaf.global_offset} is missing",
                     key=leaf.key,
-                    hint="request the shards that the ranks saved",
+                    hint="request only shards that the ranks saved",
                 )
             return kept[shard]
 
@@ -413,7 +413,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
     def _require_tensors(self) -> None:
         if self.is_hollow:
             raise UsageError(
-                "the tensors have been taken out", hint="call insert_tensors or init_tensors first"
+                "the tensors were removed from the state dict",
+                hint="call insert_tensors or init_tensors first",
             )
 
     def _tensors_with_data(self) -> list[Any]:
@@ -432,7 +433,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             UsageError: the state dict is not hollow.
         """
         if not self.is_hollow:
-            raise UsageError("the tensors have not been taken out", hint="call pop_tensors first")
+            raise UsageError(
+                "the tensors are still in the state dict", hint="call pop_tensors first"
+            )
         # A ShardedTensor whose shard another rank keeps has no record of a device.
         return [tensor for tensor in self._all_tensors() if hasattr(tensor, "orig_device")]
 

@@ -48,7 +48,9 @@ def zip_strict(*args: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
     lists = [list(arg) for arg in args]
     lengths = [len(items) for items in lists]
     if len(set(lengths)) > 1:
-        raise ValueError(f"cannot zip iterables of {lengths} elements")
+        raise ValueError(
+            f"cannot zip iterables of different lengths: {', '.join(map(str, lengths))}"
+        )
     return zip(*lists, strict=True)
 
 

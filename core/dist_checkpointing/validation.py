@@ -327,7 +327,7 @@ def validate_sharded_objects_handling(
     ):
         raise UnsupportedError(
             f"neither {sharded_strategy} nor {common_strategy} handles ShardedObjects",
-            hint="choose a strategy with can_handle_sharded_objects",
+            hint="choose a strategy whose can_handle_sharded_objects is true",
         )
 
 
@@ -463,7 +463,7 @@ def maybe_report_missing_and_unexpected_keys(
     if raise_error:
         raise MissingShardError(
             f"the state dict and the checkpoint differ. {'. '.join(parts)}",
-            hint="pass strict='log_all' to load without them",
+            hint="pass strict='log_all' to load only the keys that both contain",
         )
     logger.warning("The state dict and the checkpoint differ. %s.", ". ".join(parts))
 
@@ -487,7 +487,7 @@ def build_missing_metadata_error(checkpoint_dir: Path) -> CheckpointingException
             f"the checkpoint directory {path} does not exist", hint="check the spelling of the path"
         )
     if not checkpoint_dir.is_dir():
-        hint = f"pass its directory, {checkpoint_dir.parent}, if that is a checkpoint"
+        hint = f"if the file belongs to a checkpoint, pass its directory: {checkpoint_dir.parent}"
         return UsageError(
             f"{path} is a file, not the directory of a distributed checkpoint", hint=hint
         )
@@ -497,7 +497,7 @@ def build_missing_metadata_error(checkpoint_dir: Path) -> CheckpointingException
             f"the save into this directory did not finish: it contains {STAGE}, "
             f"but no {CONFIG_FNAME}",
             file=path,
-            hint=f"wait if the save is still running, otherwise {_OLDER}",
+            hint=f"if the save is still running, wait for it to finish; otherwise, {_OLDER}",
         )
     if (checkpoint_dir / COMMON_FILE).is_file():
         return MissingShardError(
@@ -516,7 +516,7 @@ def build_missing_metadata_error(checkpoint_dir: Path) -> CheckpointingException
     source.store.close()
     if source.path.resolve() != checkpoint_dir.resolve():
         return UsageError(
-            f"{path} is not a distributed checkpoint, but contains one, {source.path.name}",
+            f"{path} is not a distributed checkpoint, but contains one: {source.path.name}",
             hint=f"load {source.path}",
         )
     return UnsupportedError(

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 20
 MAX_VALUES = 4_000_000
 """Maximum number of values, brackets and keys; an index of 10⁶ tensors has 2 · 10⁶."""
-_HINT = "this is a different file of the same name; copy the right one from the original"
+_HINT = (
+    "this is a different file with the same name; copy the right file from the original checkpoint"
+)
 """Hint for a file that is JSON, but no writer's of checkpoints."""
 
 
@@ -45,7 +47,7 @@ def read_small_file(
     size = store.size(file)
     if size > max_bytes:
         raise CorruptError(
-            f"the file is too large: {size:,} bytes (limit: {max_bytes:,})",
+            f"the file is {size:,} bytes long; the limit is {max_bytes:,}",
             file=file,
             key=key,
             hint=_HINT,
@@ -85,7 +87,7 @@ def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -
     n_values = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
     if n_values > max_values:
         raise CorruptError(
-            f"too many JSON values: up to {n_values:,} (limit: {max_values:,})",
+            f"the file has up to {n_values:,} JSON values; the limit is {max_values:,}",
             file=file,
             hint=_HINT,
         )
@@ -95,11 +97,13 @@ def parse_json_object(data: bytes, *, file: str, max_values: int = MAX_VALUES) -
         parsed = json.loads(data.decode("utf-8-sig"), object_pairs_hook=_without_repeated_keys)
     except (ValueError, RecursionError) as err:
         raise CorruptError(
-            f"not a JSON file: {err}", file=file, hint="copy the file again from its source"
+            f"the file is not valid JSON: {err}",
+            file=file,
+            hint="copy the file again from its source",
         ) from err
     if not isinstance(parsed, dict):
         raise CorruptError(
-            f"the file contains a JSON {type(parsed).__name__} instead of an object",
+            "the top level of the JSON file is not an object",
             file=file,
             hint=_HINT,
         )

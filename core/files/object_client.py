@@ -80,8 +80,8 @@ _IMPATIENT: dict[str, Any] = {
 _QUERY = re.compile(r"\?\S*")
 """The query of a URL, which may hold a signature."""
 _TRANSPORT = (
-    ("dns error", "its host name is unknown"),
-    ("Failed to resolve", "its host name is unknown"),
+    ("dns error", "its host name could not be resolved"),
+    ("Failed to resolve", "its host name could not be resolved"),
     ("Connection refused", "it refused the connection"),
     ("InvalidUri", "the endpoint is not a URL"),
     ("InvalidCertificate", "its certificate is not trusted"),
@@ -100,6 +100,11 @@ _WITHOUT_PERMISSION = ("AccessDenied", "AuthorizationPermissionMismatch")
 _DENIED, _NO_PERMISSION = "access denied", "no permission"
 _EXPIRED = ("ExpiredToken", "InvalidToken", "TokenRefreshRequired")
 _WRONG_REGION = ("PermanentRedirect", "IllegalLocation", "AuthorizationHeaderMalformed")
+_OTHER_REGION = (
+    "the bucket is in a different region",
+    "set AWS_REGION, or pass --storage-option region=NAME",
+)
+"""Message and hint."""
 _CERTIFICATE_HINT = "point SSL_CERT_FILE at its CA certificate, or check the endpoint"
 
 
@@ -204,7 +209,7 @@ def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
         from obstore.store import from_url
     except ImportError as err:
         raise UsageError(
-            f"{scheme}:// needs obstore", hint="install it: pip install obstore"
+            f"{scheme}:// paths need obstore", hint="install it with pip install obstore"
         ) from err
     try:
         settings = {
@@ -220,8 +225,8 @@ def _client(scheme: str, bucket: str, *, is_repeating: bool) -> ObjectStore:
     except UnknownConfigurationKeyError as err:
         names = re.search(r"key: '([^']*)'", str(err))
         raise UsageError(
-            f"--storage-option {names[1] if names else ''}: no such option for {scheme}://",
-            hint="options are those of obstore: endpoint, region, access_key_id …",
+            f"--storage-option {names[1] if names else ''}: {scheme}:// has no such option",
+            hint="use obstore's option names, such as endpoint, region or access_key_id",
         ) from err
 
 
@@ -457,9 +462,9 @@ def store_error(
         return SourceChangedError(
             "the object changed while it was being read"
             if doing != "write"
-            else "another process has written the object in the meantime",
+            else "another process wrote the object in the meantime",
             file=str(path),
-            hint="run again when nothing else is writing to it",
+            hint="run the command again when nothing else is writing to the object",
         )
     if code in ("NoSuchBucket", "ContainerNotFound"):
         return no_such_bucket(path)
@@ -487,7 +492,7 @@ def _advise_on_credentials(scheme: str) -> str:
     if kind.is_s3 and importlib.util.find_spec("boto3") is None:
         return (
             kind.credentials.replace(", AWS_SESSION_TOKEN or AWS_PROFILE", " or AWS_SESSION_TOKEN")
-            + "; to use a profile of ~/.aws (AWS_PROFILE): pip install 'ckpt-toolkit[s3]'"
+            + "; to use a profile from ~/.aws (AWS_PROFILE), run pip install 'ckpt-toolkit[s3]'"
         )
     return kind.credentials
 
@@ -497,7 +502,7 @@ def no_conditional_writes(path: Address) -> StorageError:
     return StorageError(
         "the store does not support conditional writes",
         file=str(path),
-        hint="use one that supports If-None-Match, or write to a local disk",
+        hint="use a store that supports If-None-Match, or write to a local disk",
     )
 
 
@@ -507,15 +512,15 @@ def _refused(
     """Return message and hint if the store knows neither the user nor the region; else None."""
     kind = store_kind(path.scheme)
     if code == "RequestTimeTooSkewed":
-        return "this machine's clock is wrong", "synchronize it, for example with NTP"
+        return "this machine's clock is wrong", "synchronize the clock, for example with NTP"
     if code in _EXPIRED:
-        return "the credentials have expired", "renew them, and run again"
+        return "the credentials have expired", "renew the credentials, and run the command again"
     if code in _WRONG_REGION or status in ("301", "307"):
-        return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
+        return _OTHER_REGION
     if code in _WITHOUT_PERMISSION and doing in kind.permissions:
         permission = kind.permissions[doing]
         verb = doing.partition(" ")[0]
-        return f"{_NO_PERMISSION} to {verb} this", f"the credentials need {permission}"
+        return f"{_NO_PERMISSION} to {verb} this path", f"the credentials need {permission}"
     if name in ("PermissionDeniedError", "UnauthenticatedError") or status in ("401", "403"):
         return _DENIED, _advise_on_credentials(path.scheme)
     return None
@@ -524,13 +529,13 @@ def _refused(
 def _unanswered(path: Address, text: str) -> tuple[str, str | None] | None:
     """Return message and hint if no store has answered; None if another reason is known."""
     if "redirect" in text:
-        return "the bucket is in another region", "set AWS_REGION or --storage-option region=NAME"
+        return _OTHER_REGION
     for part, happened in _TRANSPORT:
         if part in text:
             kind = store_kind(path.scheme)
             whom = "store" if kind.is_writable else "server"
             hint = _CERTIFICATE_HINT if "certificate" in happened else kind.network
-            return f"the request to the {whom} failed: {happened}", hint
+            return f"the request to the {whom} failed because {happened}", hint
     return None
 
 
@@ -538,13 +543,16 @@ def _failed(name: str, text: str, status: str) -> tuple[str, str | None]:
     """Return message and hint for a request that failed for another reason."""
     if name == "NotSupportedError" and "Range" in text:
         return (
-            "the server cannot send parts of files (HTTP range requests)",
+            "the server does not support HTTP range requests",
             "copy the checkpoint to a local disk, or serve it with nginx or an object store",
         )
     if status in ("429", "503"):
-        return "the store is throttling requests", "run again with a lower -j"
+        return "the store is throttling requests", "run the command again with a lower -j"
     if status:
-        return "the request failed", "run again; if it fails again, ask whoever runs the store"
+        return (
+            "the request failed",
+            "run the command again; if it fails again, ask whoever runs the store",
+        )
     return _QUERY.sub("", text.partition("\n")[0].strip()), None
 
 
@@ -553,5 +561,5 @@ def no_such_bucket(path: Address) -> StorageError:
     return StorageError(
         f"no such bucket: {path.bucket}",
         file=str(path),
-        hint="check the name, and the region or account",
+        hint="check the bucket name, and the region or account",
     )

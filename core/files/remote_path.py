@@ -38,7 +38,7 @@ class RemotePath(PosixPath):
     @override
     def __fspath__(self) -> NoReturn:
         raise UsageError(
-            f"{self} is a URL; this needs a local path",
+            f"{self} is a URL, but a local path is needed here",
             hint="copy it to a local disk first",
         )
 
@@ -92,7 +92,7 @@ class RemotePath(PosixPath):
             raise AccessDeniedError(
                 "access denied, or no such object",
                 file=str(self),
-                hint="check the spelling of the URL, and whether it needs a login",
+                hint="check the URL's spelling, and whether it needs a login",
             )
         return is_found
 
@@ -159,17 +159,19 @@ def location_of(path: str | PathLike[str]) -> Path:
 
         if scheme.lower() in ("http", "https") and (has_password or (has_query and "=" in query)):
             raise UsageError(
-                f"a web server's URL must not contain a {'password' if has_password else 'query'}",
+                "a web server's URL must not contain a "
+                f"{'password' if has_password else 'query string'}",
                 file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
-                hint=f"it would appear in messages; use {WRITABLE_STORES} with credentials in the "
+                hint=f"a secret in a URL would appear in messages; use {WRITABLE_STORES} with "
+                "credentials in the "
                 "environment, or download the file",
             )
         remote = RemotePath(text)
         # Stores know no directories: "..", which clients refuse, would be part of a name.
         if ".." in remote.parts or any(ord(character) < 32 for character in text):
             raise UsageError(
-                f"{str(remote)!r} cannot be the name of an object",
-                hint="write the URL without .. and control characters",
+                f"{str(remote)!r} is not a valid object name",
+                hint="remove .. and control characters from the URL",
             )
         return remote
     local = _FILE_URL.fullmatch(text)

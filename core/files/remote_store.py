@@ -292,7 +292,7 @@ class RemoteStore(ReadStore):
                 raise SourceChangedError(
                     "the object changed while it was being read",
                     file=str(self.path(name)),
-                    hint="run again when nothing is writing to it",
+                    hint="run the command again when nothing is writing to the object",
                 )
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class RemoteStore(ReadStore):
                 raise SourceChangedError(
                     "the object has changed since the plan was made",
                     file=name,
-                    hint="run again when nothing is writing to the checkpoint",
+                    hint="run the command again when nothing is writing to the checkpoint",
                 )
             self._opened[name] = None
             if self.on_open is not None:
@@ -341,7 +341,7 @@ class RemoteStore(ReadStore):
         """
         entry = self._find(name)
         if entry is None:
-            raise MissingShardError("cannot open: the object does not exist", file=name)
+            raise MissingShardError("the object does not exist", file=name)
         return entry
 
     def _find(self, name: str) -> StoredFile | None:

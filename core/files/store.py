@@ -216,13 +216,17 @@ def translate_os_errors(label: str, *, doing: str) -> Iterator[None]:
         yield
     except OSError as err:
         if isinstance(err, FileNotFoundError) and doing in _READING:
-            raise MissingShardError(f"cannot {doing}: the file does not exist", file=label) from err
+            raise MissingShardError(
+                f"cannot {doing} {label}: the file does not exist", file=label
+            ) from err
         reason = os.strerror(err.errno).lower() if err.errno else str(err)
         if err.errno in CAPACITY_HINTS:
-            hint = CAPACITY_HINTS[err.errno]
-            raise CapacityError(f"cannot {doing}: {reason}", file=label, hint=hint) from err
+            advice = CAPACITY_HINTS[err.errno]
+            raise CapacityError(
+                f"cannot {doing} {label}: {reason}", file=label, hint=advice
+            ) from err
         hint = _HINTS.get(err.errno or 0)
-        raise StorageError(f"cannot {doing}: {reason}", file=label, hint=hint) from err
+        raise StorageError(f"cannot {doing} {label}: {reason}", file=label, hint=hint) from err
 
 
 def _has_kind(is_kind: Callable[[], bool]) -> bool:
@@ -327,9 +331,10 @@ class LocalStore(ReadStore):
                 self._links.add((under, name))
                 if len(self._links) > MAX_LINKED_FOLDERS:
                     raise UnsafeError(
-                        f"more than {MAX_LINKED_FOLDERS:,} symbolic links to directories",
+                        f"the directory contains more than {MAX_LINKED_FOLDERS:,} symbolic "
+                        "links to directories",
                         file=under,
-                        hint="remove them; a checkpoint needs no symbolic links",
+                        hint="remove the links; a checkpoint does not need symbolic links",
                     )
                 names.append(name)
             elif _has_kind(entry.is_dir):
@@ -421,9 +426,10 @@ class LocalStore(ReadStore):
                 buffer = bytearray(n_bytes)
             except (MemoryError, OverflowError) as err:
                 raise CapacityError(
-                    f"{n_bytes:,} bytes that must be read at once do not fit in memory",
+                    f"{n_bytes:,} bytes of this file must be read at once, but do not fit in "
+                    "memory",
                     file=name,
-                    hint="compare its size with the original's; if the file really is so large, "
+                    hint="compare the file's size with the original's; if the size is right, "
                     "use a machine with more memory",
                 ) from err
         self.read_into(name, offset, memoryview(buffer))
@@ -551,7 +557,7 @@ class LocalStore(ReadStore):
                 raise SourceChangedError(
                     "the file changed while it was being read",
                     file=name,
-                    hint="run again when no other process is writing to it",
+                    hint="run the command again when no other process is writing to the file",
                 )
 
     def close(self) -> None:
@@ -603,16 +609,19 @@ class LocalStore(ReadStore):
         # Pipes and devices have no meaningful size, and reading them may never end.
         if not stat.S_ISREG(status.st_mode):
             _close(fd)
-            raise UnsafeError("not a regular file", file=name, hint="remove it from the checkpoint")
+            raise UnsafeError(
+                "this is not a regular file", file=name, hint="remove it from the checkpoint"
+            )
 
         # On another host, the file must be the one for which the plan was made.
         expected = self._stamps.get(name)
         if expected is not None and tuple(expected[:2]) != (status.st_size, status.st_mtime_ns):
             _close(fd)
             raise SourceChangedError(
-                "the size or modification time has changed since the plan was made",
+                "the file's size or modification time has changed since the plan was made",
                 file=name,
-                hint="all hosts must see the same files, and nothing may write to them",
+                hint="make sure that all hosts see the same files and that nothing is writing "
+                "to them",
             )
         if name not in self._first_stamps:
             self._first_stamps[name] = (status.st_size, status.st_mtime_ns, status.st_ino)

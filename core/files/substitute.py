@@ -45,23 +45,28 @@ def substitute_of(head: bytes) -> Substitute | None:
     again = "download the file again; a private or gated model needs a login first (hf auth login)"
     if head.startswith(_POINTER):
         return Substitute(
-            "a Git LFS pointer, not the file itself", "fetch the file itself: git lfs pull"
+            "the file is a Git LFS pointer instead of the weights",
+            "fetch the file itself with git lfs pull",
         )
     if _MARKUP.match(head):
         return Substitute(
-            "a web page or a server's error message (HTML or XML), not the file itself", again
+            "the file is a web page or a server's error message (HTML or XML) instead of the "
+            "weights",
+            again,
         )
     # A user may have passed a JSON or text file on purpose: these are not certainly downloads.
     if _JSON.match(head):
         return Substitute(
-            "JSON text, such as a server's error message, not the file itself",
+            "the file is JSON text, such as a server's error message, instead of weights",
             again,
             is_download=False,
         )
     if _TEXT.fullmatch(head):
         start = head[:32].decode("ascii").strip()
         return Substitute(
-            f"a text file that begins with {start!r}, not a weights file", again, is_download=False
+            f"the file is text that begins with {start!r}, not a weights file",
+            again,
+            is_download=False,
         )
     return None
 

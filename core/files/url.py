@@ -19,16 +19,16 @@ _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)
 _REMOTE = re.compile(r"[\w.-]+@[\w.-]+:")
 """The syntax of scp and rsync: user@host:path."""
 _HUB_URL = re.compile(r"(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
-_AZURE = "copy with azcopy copy --recursive, and pass the local path"
+_AZURE = "copy it with azcopy copy --recursive, and pass the local path"
 _COPYING = {
-    "s3": "copy with aws s3 sync, and pass the local path",
-    "gs": "copy with gcloud storage rsync --recursive, and pass the local path",
+    "s3": "copy it with aws s3 sync, and pass the local path",
+    "gs": "copy it with gcloud storage rsync --recursive, and pass the local path",
     "az": _AZURE,
     "abfs": _AZURE,
     "abfss": _AZURE,
     "wasb": _AZURE,
     "wasbs": _AZURE,
-    "hdfs": "copy with hdfs dfs -get or hdfs dfs -put, and pass the local path",
+    "hdfs": "copy it with hdfs dfs -get or hdfs dfs -put, and pass the local path",
 }
 _COPYING |= {"gcs": _COPYING["gs"], "s3a": _COPYING["s3"], "s3n": _COPYING["s3"]}
 
@@ -60,7 +60,7 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
         if _REMOTE.match(text) and not os.path.lexists(text):
             raise UsageError(
                 f"{text} is a path on another host; only local paths can be read and written",
-                hint="copy with scp -r or rsync -a, and pass the local path",
+                hint="copy it with scp -r or rsync -a, and pass the local path",
             )
         return
     scheme, location = match[1].lower(), match[2]
@@ -74,10 +74,11 @@ def refuse_url(path: str | os.PathLike[str]) -> None:
     readable = "s3://, gs://, az:// and https://"
     if is_known_scheme(scheme):
         message = (
-            f"is a URL, but a local path is needed here; only checkpoints can be at {readable}"
+            "is a URL, but a local path is needed here; only checkpoints can be read "
+            f"from {readable}"
         )
     else:
-        message = f"is a URL that cannot be read; checkpoints are read from {readable}"
+        message = f"is a URL that ckpt cannot read; it reads checkpoints from {readable}"
     raise UsageError(f"{match[1]}://{location} {message}", hint=_copy_hint(scheme, location))
 
 
@@ -98,7 +99,7 @@ def _copy_hint(scheme: str, location: str) -> str:
     if hub_page is not None:
         return f"download the model, and pass the local path: {hub_download(hub_page[1])}"
     if scheme in ("http", "https"):
-        return "download it (curl -LO, wget), and pass the local path"
+        return "download it with curl -LO or wget, and pass the local path"
     if scheme == "hf" and location.count("/") >= 1:
         model_id = "/".join(location.split("/")[:2])
         return f"download the model, and pass the local path: {hub_download(model_id)}"

@@ -107,14 +107,17 @@ def read(store: ReadStore) -> Catalog:
         scanner = Scanner(store, file)
         tree = scanner.value(depth=0)
         if not isinstance(tree, dict):
-            raise CorruptError("the msgpack is not a map of entries", file=file)
+            raise CorruptError("the msgpack data is not a map of entries", file=file)
         if scanner.at != store.size(file):
             raise CorruptError(
-                f"{store.size(file) - scanner.at} bytes follow the end of the msgpack", file=file
+                f"{store.size(file) - scanner.at} extra bytes follow the end of the msgpack data",
+                file=file,
             )
         for path, leaf in _leaves(tree, ()):
             if path in leaves:
-                raise CorruptError("two pieces hold this entry", file=file, key=join_path(path))
+                raise CorruptError(
+                    "another file also contains this entry", file=file, key=join_path(path)
+                )
             leaves[path] = leaf
     names = {"/".join(map(str, path)) for path in leaves} if listed else set()
     for name, file in listed.items():
@@ -308,8 +311,8 @@ class Scanner:
         start = self.at
         if n_bytes > self._size - start:
             raise TruncatedError(
-                f"{n_bytes:,} bytes should follow byte {start:,}, but the file has only "
-                f"{self._size:,}",
+                f"{n_bytes:,} bytes should follow byte {start:,}, but the file is only "
+                f"{self._size:,} bytes long",
                 file=self._file,
                 hint=_COPY_AGAIN,
             )
@@ -339,7 +342,9 @@ class Scanner:
             UnsupportedError: an array has a type that is not supported.
         """
         if depth > _MAX_DEPTH:
-            raise UnsafeError(f"maps are nested deeper than {_MAX_DEPTH} levels", file=self._file)
+            raise UnsafeError(
+                f"maps are nested more than {_MAX_DEPTH} levels deep", file=self._file
+            )
         mark = self._number(1)
         # Small integers, and the constants.
         if mark <= 0x7F:
@@ -407,9 +412,9 @@ class Scanner:
             if isinstance(name, (int, float)) and not isinstance(name, bool):
                 name = str(name)
             if not isinstance(name, str):
-                raise self._error(f"a key of a map is a {type(name).__name__}, not a string")
+                raise self._error(f"a key of a map has the type {type(name).__name__}, not str")
             if name in entries:
-                raise self._error(f"a map has the key {name[:80]!r} twice")
+                raise self._error(f"a map contains the key {name[:80]!r} twice")
             entries[name] = self.value(depth=depth + 1)
         return self._chunked(entries) if _CHUNKED in entries else entries
 
@@ -421,7 +426,7 @@ class Scanner:
             self._skip(n_bytes)
         if kind not in (_ARRAY, _COMPLEX, _SCALAR):
             raise UnsupportedError(
-                f"msgpack extension {kind} is not one of flax's",
+                f"msgpack extension type {kind} is not a Flax type",
                 file=self._file,
                 hint="write the file again with flax.serialization",
             )
@@ -450,7 +455,7 @@ class Scanner:
             raise self._error("an array is malformed")
         if name not in DTYPES:
             raise UnsupportedError(
-                f"the element type {name[:80]!r} is not supported",
+                f"the dtype {name[:80]!r} is not supported",
                 file=self._file,
                 hint="save the array with a different dtype",
             )
@@ -458,7 +463,8 @@ class Scanner:
         expected = prod(shape) * itemsize(name)
         if n_bytes != expected:
             raise self._error(
-                f"an array of {name} {shape!r:.80} has {n_bytes:,} bytes, not {expected:,}"
+                f"an array of dtype {name} and shape {shape!r:.80} has {n_bytes:,} bytes, not "
+                f"{expected:,}"
             )
         part = FlatPart(name, tuple(shape), self._file, self._skip(n_bytes))
         if self.at != end:
@@ -481,7 +487,8 @@ class Scanner:
         n_elements = sum(part.shape[0] for part in parts)
         if n_elements != prod(extents):
             raise self._error(
-                f"the chunks of an array of shape {extents!r:.80} have {n_elements:,} elements"
+                f"the chunks of an array of shape {extents!r:.80} have {n_elements:,} elements "
+                "in all"
             )
         return ChunkedArray(parts[0].dtype, extents, parts)
 
@@ -495,7 +502,7 @@ def _items(value: object) -> list[object]:
 
 FORMAT = Format(
     name="flax",
-    title="flax msgpack",
+    title="Flax msgpack",
     sniff=sniff,
     read=read,
     lay_out=None,

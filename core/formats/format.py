@@ -148,7 +148,7 @@ class Format:
     def __post_init__(self) -> None:
         """Raise ValueError unless the partition is known."""
         if self.partition not in ("whole", "as_stored", "grid", "ranks"):
-            raise ValueError(f"format {self.name}: unknown partition {self.partition!r}")
+            raise ValueError(f"format {self.name} has the unknown partition {self.partition!r}")
 
     @property
     def is_rank_local(self) -> bool:
@@ -247,7 +247,7 @@ def check_dtypes(dtypes: Mapping[str, str], holds: Callable[[DType], bool], *, o
     fixed = [key for key in refused if not is_supported(dtypes[key], _CAST_TO)]
     first = refused[0]
     n_more = len(refused) - 1
-    others = f", nor those of {n_text(n_more, 'other tensor')}" if n_more else ""
+    others = f" or the dtypes of {n_text(n_more, 'other tensor')}" if n_more else ""
     steps = []
     if castable:
         steps.append(f"cast with {_write_options('--dtype', castable, f'={_CAST_TO}')}")
@@ -260,7 +260,7 @@ def check_dtypes(dtypes: Mapping[str, str], holds: Callable[[DType], bool], *, o
     if not fixed and len(refused) < len(dtypes):
         hint += f", or skip with {_write_options('--exclude', refused, '')}"
     raise UnsupportedError(
-        f"{owner} has no element type {dtypes[first]}{others}", key=first, hint=hint
+        f"{owner} does not support dtype {dtypes[first]}{others}", key=first, hint=hint
     )
 
 

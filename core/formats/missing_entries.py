@@ -12,7 +12,7 @@ from contextvars import ContextVar
 
 from core.errors import CheckpointingException, Report, raising
 
-DROP_MISSING = "if nothing needs the entry, convert without it: --drop-missing"
+DROP_MISSING = "if nothing needs the entry, convert without it by adding --drop-missing"
 
 _left_out: ContextVar[dict[str, None] | None] = ContextVar("left_out", default=None)
 

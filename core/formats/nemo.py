@@ -53,7 +53,7 @@ _BLOCK_BYTES = 512
 _MOST_MEMBERS = 10_000
 _MAX_HEADER_BYTES = 1 << 20
 """Maximum size of one read of headers; the data of members are not read here."""
-_UNPACK = "unpack it with tar -xf, and pass the directory"
+_UNPACK = "unpack the archive with tar -xf, and pass the directory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def read(store: ReadStore) -> Catalog:
         raise UnsupportedError(
             "the archive is compressed, so its weights cannot be read in place",
             file=file,
-            hint=f"decompress it: gzip -dc {quote(file)} > plain{SUFFIX}",
+            hint=f"decompress the archive first: gzip -dc {quote(file)} > plain{SUFFIX}",
         )
     files = members(store, file)
     weights = files.get(WEIGHTS)
@@ -104,7 +104,8 @@ def read(store: ReadStore) -> Catalog:
             raise UnsupportedError(
                 f"the weights are in {places[0].rpartition('/')[0]}, not in {WEIGHTS}",
                 file=file,
-                hint=f"unpack it with tar -xf, and read each rank's file: {places[0]}"
+                hint="unpack the archive with tar -xf, and read each rank's file, such as "
+                f"{places[0]}"
                 if is_rank
                 else _UNPACK,
             )
@@ -137,7 +138,8 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                 # tarfile of some versions goes back at a negative size, and never ends.
                 if member.offset <= offset or member.size < 0 or n_members > _MOST_MEMBERS:
                     raise UnsafeError(
-                        f"the archive's headers do not end after {n_members - 1} members",
+                        f"the archive's headers are malformed or endless after {n_members - 1} "
+                        "members",
                         file=file,
                     )
                 offset = member.offset
@@ -148,12 +150,12 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                     raise UnsafeError(
                         f"{name[:80]!r} is neither a file nor a directory",
                         file=file,
-                        hint="NeMo does not write such archives; find out who made this one",
+                        hint="NeMo does not write such archives; find out where this one came from",
                     )
                 if member.offset_data + member.size > size:
                     raise CorruptError(
                         f"{name[:80]!r} ends at byte {member.offset_data + member.size:,}, but "
-                        f"the archive has {size:,} bytes",
+                        f"the archive is {size:,} bytes long",
                         file=file,
                         hint="copy the archive again",
                     )
@@ -164,7 +166,7 @@ def members(store: ReadStore, file: str) -> dict[str, ArchiveMember]:
                 files[name] = ArchiveMember(member.offset_data, member.size)
     except (tarfile.TarError, ValueError, OverflowError, RecursionError) as err:
         raise CorruptError(
-            f"not a tar archive that can be read: {str(err)[:80]}",
+            f"the file is not a valid tar archive: {str(err)[:80]}",
             file=file,
             hint="copy the archive again",
         ) from err
@@ -187,7 +189,7 @@ class _Headers(RawIOBase):
             ValueError: more than headers have is asked for.
         """
         if not 0 <= n_bytes <= _MAX_HEADER_BYTES:
-            raise ValueError(f"a header of {n_bytes:,} bytes")
+            raise ValueError(f"a header is {n_bytes:,} bytes long")
         n_bytes = max(0, min(n_bytes, self._size - self._at))
         data = self._store.read(self._file, self._at, n_bytes) if n_bytes else b""
         self._at += n_bytes
@@ -196,7 +198,7 @@ class _Headers(RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         """Go to a byte of the archive."""
         if whence != 0 or offset < 0:
-            raise ValueError(f"a member at byte {offset:,}")
+            raise ValueError(f"a member is at byte {offset:,}")
         self._at = offset
         return offset
 

@@ -232,7 +232,8 @@ def _without_homonyms(all_formats: list[Format]) -> list[Format]:
         for name in (format.name, *format.aliases):
             if name in names:
                 raise UnsupportedError(
-                    f"two formats are named {name!r}", hint="uninstall one of the plug-ins"
+                    f"two formats are named {name!r}",
+                    hint="uninstall one of the plug-ins that provide this name",
                 )
             names.add(name)
     return all_formats
@@ -288,11 +289,11 @@ def format_called(name: str) -> Format:
     known_names = [name for format in writable for name in (format.name, *format.aliases)]
     word = canonical_name.removeprefix(".")
     guess = did_you_mean(_OTHER_WORDS.get(word, word), known_names)
-    advice = explain_other_software(name)
-    lead = f"{advice}. " if advice else f"{guess} " if guess else ""
     raise UsageError(
         f"unknown format {name!r}",
-        hint=f"{lead}Formats that can be written: {', '.join((*TARGETS, *plug_ins))}",
+        hint=explain_other_software(name)
+        or guess
+        or f"the formats that ckpt can write are {', '.join((*TARGETS, *plug_ins))}",
     )
 
 
@@ -321,7 +322,7 @@ def sniffed(store: ReadStore) -> Format:
     """Return the format of the checkpoint in a store.
 
     Raises:
-        UnsupportedError: no format recognises the store.
+        UnsupportedError: no format recognizes the store.
     """
     # The built-in formats are tried first, because finding the plug-ins takes 20 ms.
     names = list_names(store)

@@ -264,7 +264,7 @@ def _dropped(catalog: Catalog, ignored: Set[str], *, has_optimizer: bool) -> tup
         ]
     return (
         *catalog.dropped,
-        *dropped_each(keys, "Megatron checkpoints cannot store it"),
+        *dropped_each(keys, "not stored in Megatron checkpoints"),
         *dropped_together(files, FILES_BESIDE),
         *dropped_each(sorted(ignored), f"follows from {CONFIG}", catalog.tensors),
         *settings,

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from core.formats.torch.other_pickles import PickledContent
     from core.pickle.uses import Use
 
-HINT = "do not load it with any other program, and find out who wrote it"
+HINT = "do not load the checkpoint with any other program, and find out who wrote it"
 
 _MOST_NAMES = 20
 """Maximum number of names in a warning."""
@@ -106,9 +106,9 @@ def raise_if_code(
     if dangerous:
         n_more = len(dangerous) - 1
         raise UnsafeError(
-            f"a pickle names {dangerous[0]}"
+            f"a pickle refers to {dangerous[0]}"
             + (f" and {n_more} more" if n_more else "")
-            + f", which would run code when it is loaded; also: {err.message}",
+            + f", which would run code when it is loaded; in addition, {err.message}",
             file=err.file or store.label,
             key=err.key,
             hint=HINT,
@@ -151,20 +151,21 @@ def warn_of_pickles(
     warnings = []
     if dangerous:
         warnings.append(
-            f"WARNING: {subject} refers to {_some(dangerous)}, which other software would run on"
-            " loading it; ckpt runs nothing"
+            f"WARNING: {subject} refers to {_some(dangerous)}, which other software would run when "
+            "it loads the file; ckpt does not run any of it"
         )
     if only_danger:
         return warnings
     if foreign:
         warnings.append(
-            f"WARNING: {subject} needs {_some(foreign)}, code of unknown modules that torch.load"
-            " would run; ckpt runs nothing"
+            f"WARNING: {subject} needs {_some(foreign)} from unknown modules, which torch.load "
+            "would run; ckpt does not run any of it"
         )
     unread = {file for file, item in other_files.items() if item.unread}
     if unread:
         warnings.append(
-            f"not examined: {_some(unread)}, which may hold a pickle; load it only if you trust it"
+            f"not examined: {_some(unread)}, which may contain a pickle; load it only if you trust "
+            "its author"
         )
     return warnings
 

@@ -77,7 +77,7 @@ def with_description(catalog: Catalog, path: Path, *, iteration: int | None) -> 
         try:
             return with_config_arguments(catalog, document, file=file, iteration=iteration)
         except CheckpointingException as err:
-            note = f"no training arguments, because {file} cannot be used: {err.message}"
+            note = f"ckpt could not derive the training arguments from {file}: {err.message}"
             return replace(catalog, notes=(*catalog.notes, note))
     return catalog
 

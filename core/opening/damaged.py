@@ -149,5 +149,7 @@ def _absent_files(
             yield MissingShardError("the file is missing", file=file, key=keys[file], hint=hint)
         elif (size := store.size(file)) < end:
             yield TruncatedError(
-                f"the file has {size:,} bytes, but its tensors need {end:,}", file=file, hint=hint
+                f"the file is {size:,} bytes long, but its tensors need {end:,} bytes",
+                file=file,
+                hint=hint,
             )

@@ -189,7 +189,7 @@ def locate_checkpoint(path: Path, *, iteration: int | None = None) -> Located:
             raise
     notes = descent.notes
     if below:
-        notes = (*notes, f"not read, because they are separate checkpoints: {list_some(below)}")
+        notes = (*notes, f"ignored separate checkpoints in subdirectories: {list_some(below)}")
     # The innermost directory that is named after an iteration gives the number. The directory of a
     # model is inside such a one, even if the user pointed at it.
     inside = [store.root, *reversed(passed)]
@@ -275,7 +275,7 @@ def _iteration_dir(root: Path, wanted: int | None) -> tuple[Path, list[str]]:
             raise UsageError(
                 f"iteration {wanted} not found",
                 file=str(root),
-                hint=f"iterations here: {_listed(iterations)}",
+                hint=f"available iterations: {_listed(iterations)}",
             )
         return root / iterations[wanted], []
     if tracker is not None:
@@ -348,7 +348,8 @@ def _tracked_name(store: SourceStore, tracker: str, iterations: dict[int, str]) 
     # Not --iteration: of two checkpoints, one has no such option.
     newest = [store.root / iterations[number] for number in sorted(iterations, reverse=True)]
     hint = (
-        f"pass one of the iterations: {list_some(map(quote, map(str, newest)), MOST_PATHS)}"
+        "pass one of the iteration directories: "
+        f"{list_some(map(quote, map(str, newest)), MOST_PATHS)}"
         if iterations
         else "pass the checkpoint's own directory"
     )
@@ -382,8 +383,8 @@ def _unread_weights(store: SourceStore, name: str) -> list[str]:
         return []
     more = f" (and {len(weights) - 1} more)" if len(weights) > 1 else ""
     note = (
-        f"read {name}, which has the optimizer state; to read {weights[0]}{more} instead, "
-        "pass that file"
+        f"read {name}, which has the optimizer state, and ignored {weights[0]}{more}; to read "
+        "these weights instead, pass their file"
     )
     return [note]
 
@@ -399,7 +400,11 @@ def _recognise(store: SourceStore, *, is_dir: bool) -> tuple[Format, list[str]]:
             what it is instead.
     """
     if is_dir and not store.files() and not store.folders():
-        raise UnsupportedError("the directory is empty", file=store.label, hint="pass a checkpoint")
+        raise UnsupportedError(
+            "the directory is empty",
+            file=store.label,
+            hint="pass a directory that contains a checkpoint",
+        )
     refuse_other_software(store)
     try:
         format = sniffed(store)

@@ -73,7 +73,7 @@ def with_parameter_names(
 
     optimizers = list(_numbered_optimizers(catalog))
     if not optimizers:
-        reason = "no optimizer of the checkpoint numbers its parameters"
+        reason = "the checkpoint has no optimizer that identifies parameters by number"
         raise NoEffectError(("param_order",), reason)
     if order is not None:
         check_named_optimizers(order, optimizers)
@@ -89,8 +89,8 @@ def with_parameter_names(
         source = "the model's state dict" if order is None else order.label
         proof = f", and {n_masters} master weights round to the weights" if n_masters else ""
         notes.append(
-            f"{optimizer.key} numbers its parameters; they are named in the order of {source}, "
-            f"and all shapes agree{proof}"
+            f"{optimizer.key} identifies parameters by number; ckpt named them in the order of "
+            f"{source} (all shapes match{proof})"
         )
         catalog = _renamed(catalog, optimizer, groups)
     return catalog.noted(notes)
@@ -154,8 +154,8 @@ def with_integer_keys(catalog: Catalog) -> Catalog:
     catalog = replace(catalog, skeleton=skeleton)
     if not unproven:
         return catalog
-    note = "keys that are numbers stay text, though they may have been integers when saved"
-    return catalog.noted([f"{note}: those of {list_some(unproven)}"])
+    note = "remain strings, although they may have been integers when saved"
+    return catalog.noted([f"numeric keys in {list_some(unproven)} {note}"])
 
 
 def _as_number(key: object) -> object:

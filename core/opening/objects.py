@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from core.pickle.uses import Use
 
 KEEP_OBJECTS = (
-    "its tensors are inside objects; write a torch file (--to torch), which keeps them, or save "
-    "the tensors as a dict with the program that wrote them"
+    "the tensors are inside objects; write a torch file (--to torch), which keeps objects, or save "
+    "the tensors in a plain dict with the program that wrote them"
 )
 """The hint where all tensors of a source are in objects that a destination does not store."""
 
@@ -215,10 +215,10 @@ def refuse_hidden(
         )
     if dropped:
         raise UnsafeError(
-            f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and drops "
-            "the result",
+            f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and "
+            "discards the result",
             file=store.label,
-            hint="do not load this checkpoint with any other tool, and find out who wrote it",
+            hint="do not load this checkpoint with any other program, and find out who wrote it",
         )
 
 
@@ -243,9 +243,9 @@ def _unsafe_place(
     n_more = len(places) - 1
     if n_more:
         message += (
-            "; so does another place"
+            "; so does one other entry"
             if n_more == 1 and is_listed
-            else f"; so do {n_more}{'' if is_listed else ' or more'} other places"
+            else f"; so do {n_more}{'' if is_listed else ' or more'} other entries"
         )
     options = " ".join(
         f"--exclude {shlex.quote(key)}"
@@ -308,8 +308,8 @@ def apply_object_policy(
             # Without the object there would be nothing to write.
             is_all = not catalog.tensors and has_tensors([item])
             raise UnsupportedError(
-                f"the object is of class {unknown[0]}, which is unknown; this format stores only "
-                "known classes",
+                f"the object is an instance of the unknown class {unknown[0]}, but this format can "
+                "store only known classes",
                 key=item.key,
                 hint=KEEP_OBJECTS if is_all else "drop such objects with --drop-unknown",
             )

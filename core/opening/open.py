@@ -146,7 +146,10 @@ def open_checkpoint(
         notes = (*location.notes, *_unstored_notes(catalog, missing_chunks))
         if left_out:
             keys = some_of(list(left_out))
-            notes = (*notes, f"left out, because an index lists it without data: {keys}")
+            notes = (
+                *notes,
+                f"omitted entries that an index lists but no file contains: {keys}",
+            )
     except BaseException as err:
         store.close()
         if isinstance(err, CheckpointingException):
@@ -159,9 +162,9 @@ def open_checkpoint(
     if iteration is not None and number != iteration and not location.is_chosen:
         raise UsageError(
             f"iteration {iteration} was requested, but the checkpoint "
-            + ("records no iteration" if number is None else f"is iteration {number}"),
+            + ("does not record an iteration" if number is None else f"is iteration {number}"),
             file=str(path),
-            hint="pass the directory that holds the iterations",
+            hint="pass the directory that contains the iterations",
         )
     return Checkpoint(
         location.path,
@@ -198,8 +201,8 @@ def _read_despite_optimizer(store: SourceStore, format: Format) -> Catalog:
             raise err from None
         place = "" if err.file is None else f"{err.file}: "
         note = (
-            f"the optimizer cannot be read ({place}{err.message}); the weights are those of the "
-            "other files, in their precision"
+            f"the optimizer cannot be read ({place}{err.message}), so the weights come from the "
+            "other files, in those files' precision"
         )
         return replace(catalog, notes=(*catalog.notes, note))
 
@@ -275,7 +278,7 @@ def _unstored_notes(catalog: Catalog, missing_chunks: str) -> list[str]:
     where = f"one inside {first.chunk_file}" if first.is_inner else first.chunk_file
     note = (
         f"{n_chunks:,} {subject} of {some_of([tensor.key for tensor in tensors])} {verb} not "
-        f"stored and will be read as the fill value ({where}); to refuse this, pass "
-        "--missing-chunks error"
+        f"stored and will be read as the fill value ({where}); to treat this as an "
+        "error, pass --missing-chunks error"
     )
     return [note]

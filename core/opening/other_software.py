@@ -48,58 +48,61 @@ class OtherSoftware:
 
 
 _JOIN_NEURON = (
-    "join it with neuronx_distributed.scripts.checkpoint_converter --convert_to_full_state"
+    "merge its shards with neuronx_distributed.scripts.checkpoint_converter --convert_to_full_state"
 )
 
 OTHER_SOFTWARE = (
     # Directories.
     OtherSoftware(
-        "a vLLM or SGLang sharded_state checkpoint, split and fused for its ranks",
-        "convert the model that it was made from, or load it with --load-format sharded_state",
+        "a vLLM or SGLang sharded_state checkpoint, whose tensors are split and fused for its "
+        "ranks",
+        "convert the original model instead, or load the checkpoint with --load-format "
+        "sharded_state",
         # vLLM model_executor/model_loader/sharded_state_loader.py
         {"": (r"model-rank-\d+-part-\d+\.safetensors",)},
     ),
     OtherSoftware(
-        "a TensorRT-LLM checkpoint, split and fused for its ranks",
-        "convert the model that it was made from",
+        "a TensorRT-LLM checkpoint, whose tensors are split and fused for its ranks",
+        "convert the original model instead",
         # TensorRT-LLM examples/*/convert_checkpoint.py
         {"": (r"rank\d+\.safetensors", r"config\.json")},
         at_least=2,
     ),
     OtherSoftware(
-        "a TensorRT-LLM engine, compiled for one kind of GPU",
-        "convert the model that it was made from",
+        "a TensorRT-LLM engine, which is compiled for one kind of GPU",
+        "convert the original model instead",
         {"": (r"rank\d+\.engine",)},
     ),
     OtherSoftware(
-        "a torch_checkpointing checkpoint in safetensors files (metadata.pkl places the pieces)",
-        "load it with torch_checkpointing, and save it in .pt files, its default, which are read",
+        "a torch_checkpointing checkpoint in safetensors files",
+        "load it with torch_checkpointing, and save it as .pt files (the default), which ckpt "
+        "reads",
         # torch_checkpointing 0.1 distributed_metadata.py, checkpoint_layout.py
         {"": (r".+_\d+\.safetensors", r"metadata\.pkl")},
     ),
     OtherSoftware(
-        "a checkpoint from Meta's own Llama code, split for model parallelism "
+        "a checkpoint from Meta's Llama code that is split for model parallelism "
         "(consolidated.00.pth …)",
-        "join its files with transformers: "
+        "merge its files with transformers: "
         "python -m transformers.models.llama.convert_llama_weights_to_hf",
         {"": (r"consolidated\.\d\d\.pth",)},
         at_least=2,
         without=r"(model|pytorch_model)\b.*\.(safetensors|bin)",
     ),
     OtherSoftware(
-        "a nanotron checkpoint, with one file for each parameter and rank",
+        "a nanotron checkpoint, which has one file for each parameter and rank",
         "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
         # nanotron 0.4 constants.py, serialize/utils.py
         {"": (r"checkpoint_metadata\.json", r"model/")},
     ),
     OtherSoftware(
-        "an AWS Neuron checkpoint (neuronx-distributed), split for its ranks",
+        "an AWS Neuron checkpoint (neuronx-distributed), which is split for its ranks",
         _JOIN_NEURON,
         # neuronx-distributed trainer/checkpoint.py
         {"model": (r"dp_rank_\d+(_ep_rank_\d+)?_tp_rank_\d+_pp_rank_\d+(\.pt)?(\.tensors/)?",)},
     ),
     OtherSoftware(
-        "the model of an AWS Neuron checkpoint (neuronx-distributed), split for its ranks",
+        "the model of an AWS Neuron checkpoint (neuronx-distributed), which is split for its ranks",
         _JOIN_NEURON,
         {
             "": (
@@ -198,7 +201,7 @@ def refuse_other_software(store: SourceStore) -> None:
             None,
         )
     if row is not None:
-        raise UnsupportedError(f"{row.title} cannot be read", file=store.label, hint=row.hint)
+        raise UnsupportedError(f"ckpt cannot read {row.title}", file=store.label, hint=row.hint)
 
 
 def explain_unrecognised(store: SourceStore, *, known: str) -> UnsupportedError | None:
@@ -224,4 +227,6 @@ def explain_unrecognised(store: SourceStore, *, known: str) -> UnsupportedError 
         )
     if row is None:
         return None
-    return UnsupportedError(f"{row.title} cannot be read", file=store.label, hint=row.hint or known)
+    return UnsupportedError(
+        f"ckpt cannot read {row.title}", file=store.label, hint=row.hint or known
+    )

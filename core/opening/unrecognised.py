@@ -50,7 +50,7 @@ def build_unrecognised_error(
     )
     if loose:
         if sum(name.endswith(SUFFIX) for name in loose) > 1:
-            hint += f"; files of one model need an index (model{INDEX_SUFFIX})"
+            hint += f"; if the files belong to one model, add their index (model{INDEX_SUFFIX})"
         count = (
             "one torch or safetensors file"
             if len(loose) == 1
@@ -65,9 +65,10 @@ def build_unrecognised_error(
     explained = explain_unrecognised(store, known=known)
     if explained is None and below.rest is not None:
         return UnsupportedError(
-            f"not a checkpoint in a known format, and none was found below; {below.rest}",
+            "not a checkpoint in a known format, and no subdirectory with one was found; "
+            f"{below.rest}",
             file=store.label,
-            hint="pass a directory further down",
+            hint="pass the subdirectory that contains the checkpoint",
         )
     return explained or UnsupportedError(
         "not a checkpoint in a known format", file=store.label, hint=known

@@ -86,7 +86,7 @@ class FieldReader:
     def read_text(self, value: object, name: str) -> str:
         """Return a text, which may be empty."""
         if not isinstance(value, str):
-            raise self.build_error(value, name, "a text")
+            raise self.build_error(value, name, "a string")
         return value
 
     def read_mapping(self, value: object, name: str) -> dict[object, object]:
@@ -100,7 +100,7 @@ class FieldReader:
         """Return the entries of a dict whose keys are texts."""
         mapping = as_mapping(value)
         if mapping is None or not all(isinstance(key, str) for key in mapping):
-            raise self.build_error(value, name, "a dict of names")
+            raise self.build_error(value, name, "a dict with string keys")
         return mapping  # type: ignore[return-value]
 
     def read_list(
@@ -147,8 +147,8 @@ class FieldReader:
     ) -> list[T]:
         """Return a list of ``n`` items, or of at least ``least``, each of which is a choice."""
         count = least if n is None else n
-        times = f"{count} times" if count > 1 else "a list of"
-        expected = f"{times} {' or '.join(map(str, choices))}"
+        start = f"a list of {count} items, each" if count > 1 else "a list of"
+        expected = f"{start} {' or '.join(map(str, choices))}"
         items = self.read_list(value, name, n=n, expected=expected)
         allowed = tuple(choices)  # no set: an item may have no hash
         if len(items) < least or any(item not in allowed for item in items):

@@ -34,7 +34,7 @@ from core.pickle.uses import (
     uses_of_persistent,
     uses_of_state,
 )
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 Hook = Callable[..., object]
 """Creates the value of a call from its arguments; returns ``NotImplemented`` to leave it inert."""
@@ -435,7 +435,9 @@ class Machine:
                     value = stack.pop()
                     if stack or meta:
                         n_values = len(stack) + len(meta)
-                        raise CorruptError(f"malformed pickle: {n_values} unused values at its end")
+                        raise CorruptError(
+                            f"malformed pickle: {n_text(n_values, 'unused value')} at its end"
+                        )
                     return value, i
                 elif op == 0x95:  # FRAME
                     # The frame is ignored, but must end inside the data.
@@ -460,8 +462,8 @@ class Machine:
                     i = start + size
                     if size > limits.max_string_bytes:
                         raise UnsafeError(
-                            f"a string of {size:,} bytes exceeds the limit of "
-                            f"{limits.max_string_bytes:,}"
+                            f"a string is {size:,} bytes long; the limit is "
+                            f"{limits.max_string_bytes:,} bytes"
                         )
                     # Checked before the slice, so that no short string is converted in vain.
                     if i >= len(data):
@@ -485,8 +487,8 @@ class Machine:
                     size = _uint4(data, i)[0]
                     if size > limits.max_int_bytes:
                         raise UnsafeError(
-                            f"an integer of {size:,} bytes exceeds the limit of "
-                            f"{limits.max_int_bytes:,}"
+                            f"an integer is {size:,} bytes long; the limit is "
+                            f"{limits.max_int_bytes:,} bytes"
                         )
                     start = i + 4
                     i = start + size
@@ -690,14 +692,14 @@ class Machine:
             self._uses.add(use_of_extension())
         raise UnsafeError(
             f"the pickle uses {name}, which ckpt does not allow",
-            hint="do not trust this file; no checkpoint needs this",
+            hint="do not trust this file; no real checkpoint needs this feature",
         )
 
     def _refuse_size(self) -> NoReturn:
         """Raise UnsafeError for a pickle that creates too many objects for its length."""
         raise UnsafeError(
-            "the pickle creates more objects than a genuine pickle of its length",
-            hint="do not trust this file; if it is yours, report the program that wrote it",
+            "the pickle creates more objects than any genuine pickle of its length",
+            hint="do not trust this file; if you wrote it yourself, report which program wrote it",
         )
 
     @staticmethod
@@ -747,11 +749,13 @@ class Machine:
         if fn is not None:
             return fn
         if len(module) + len(name) > MAX_NAME:
-            raise UnsafeError(f"the name of a global is longer than {MAX_NAME:,} characters")
+            raise UnsafeError(
+                f"the name of a class or function is longer than {MAX_NAME:,} characters"
+            )
         if len(self._names) >= self._limits.max_names:
             raise UnsafeError(
                 f"the pickle names more than {self._limits.max_names:,} classes and functions",
-                hint="do not trust this file; genuine pickles name a few hundred",
+                hint="do not trust this file; genuine pickles name at most a few hundred",
             )
         fn = self._names[module, name] = Global(module, name)
         self._set_actions(fn)
@@ -799,7 +803,7 @@ class Machine:
             if self._n_streams > self._limits.max_streams:
                 raise UnsafeError(
                     f"the pickle contains more than {self._limits.max_streams:,} nested pickles",
-                    hint="save it with torch.save, which stores tensors outside the pickle",
+                    hint="save the tensors with torch.save, which stores them outside the pickle",
                 )
             # Each use keeps a copy of its stream; a bytearray cannot be shared.
             self._count_copies(sum(len(arg) for arg in args if type(arg) is bytearray))
@@ -847,7 +851,7 @@ class Machine:
 
 def _not_a(expected: str, value: object) -> NoReturn:
     """Raise CorruptError for a value of another type than an opcode needs."""
-    raise CorruptError(f"malformed pickle: a {type(value).__name__} where a {expected} is expected")
+    raise CorruptError(f"malformed pickle: expected a {expected}, but got a {type(value).__name__}")
 
 
 def depth_error(max_depth: int | None) -> UnsafeError:

@@ -253,10 +253,14 @@ def _finish(container: _UnfinishedContainer) -> object:
     if not indexes:
         return items
     if len(indexes) != len(items) or min(indexes) < 0:
-        raise CorruptError(f"a container mixes list indexes and names: {list(items)[:4]!r}")
+        raise CorruptError(
+            f"a container mixes list indexes and names: {', '.join(map(str, list(items)[:4]))}"
+        )
     # Missing elements become None, so a forged large index could ask for any amount of memory.
     if max(indexes) > 4 * len(indexes) + 1000:
-        raise CorruptError(f"a list of {len(indexes)} elements has the index {max(indexes)}")
+        raise CorruptError(
+            f"a list has {len(indexes)} elements, but one has the index {max(indexes)}"
+        )
     return [items.get(ListIndex(index)) for index in range(max(indexes) + 1)]
 
 
@@ -268,7 +272,7 @@ _REFERENCE = ObjectLeaf("#endless")
 def endless_error(key: str) -> UnsupportedError:
     """Return the error for an entry that refers to a container that encloses it."""
     return UnsupportedError(
-        "a container contains itself: this entry refers to an enclosing container",
+        "this entry refers to a container that contains the entry itself",
         key=key,
         hint=f"exclude it with: --exclude {shlex.quote(key)}",
     )

@@ -47,8 +47,8 @@ def to_plain(value: object) -> object:
         _parts,
         _to_plain,
         error=UnsupportedError(
-            "an object contains itself, which only a pickle of its class can store",
-            hint="drop it with --exclude, or write a torch file without --weights-only",
+            "an object contains itself, and only a pickle of its class can store such an object",
+            hint="drop the object with --exclude, or write a torch file without --weights-only",
         ),
     )
 

@@ -42,7 +42,7 @@ __all__ = ["DEFAULT_LIMITS", "PickleLimits", "load", "load_next"]
 DEFAULT_LIMITS = PickleLimits()
 
 _LIMITS_HINT = (
-    "no training framework writes such a pickle: do not load it with any other program, and ask "
+    "no training framework writes such a pickle, so do not load it with any other program, and ask "
     "whoever wrote it for the weights as safetensors"
 )
 """Hint for what would take another reader's time or memory."""

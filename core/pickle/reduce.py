@@ -59,7 +59,7 @@ class KeyGuard:
         # An object that a hook created, hashed by identity.
         if kind.__hash__ is object.__hash__:
             return
-        raise CorruptError(f"a dict key or set member is a {kind.__name__}")
+        raise CorruptError(f"a dict key or set member is a {kind.__name__}, which is not hashable")
 
     def _check_nested(self, key: Iterable[object]) -> None:
         """Check a tuple or frozenset and its parts, and count its hash.
@@ -87,7 +87,7 @@ class KeyGuard:
                 n_equal = self._hashes.get(key_hash, 0) + 1
                 self._hashes[key_hash] = n_equal
                 if n_equal > MAX_EQUAL_HASHES and n_equal > 0.1 * len(self._hashes):
-                    raise UnsafeError("many dict keys have the same hash")
+                    raise UnsafeError("too many dict keys have the same hash")
                 return
             level = below
         raise UnsafeError(
@@ -265,7 +265,9 @@ def normal_forms(
         """
         if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
             if len(args[0].name) + len(args[1]) > MAX_NAME:
-                raise UnsafeError(f"the name of a global is longer than {MAX_NAME} characters")
+                raise UnsafeError(
+                    f"the name of a class or function is longer than {MAX_NAME:,} characters"
+                )
             note_getattr(True)
             return resolve(args[0].module, f"{args[0].name}.{args[1]}")
         note_getattr(False)

@@ -89,9 +89,7 @@ def _parse_int(line: bytes) -> int:
         ValueError: the line is not an integer.
     """
     if len(line) > _MAX_DIGITS:
-        raise UnsafeError(
-            f"an integer of {len(line):,} digits exceeds the limit of {_MAX_DIGITS:,}"
-        )
+        raise UnsafeError(f"an integer has {len(line):,} digits; the limit is {_MAX_DIGITS:,}")
     return int(line[:-1] if line[-1:] == b"L" else line)
 
 

@@ -70,7 +70,7 @@ OF_ANOTHER_VERB = {"--dry-run", "--x"}
 """Options in messages about another verb than the package's, and what stands for a computed one."""
 VALUES = set(
     "auto block cpu cuda dcp deepspeed_universal drop error first grouped hf local megatron model "
-    "replicate safetensors sequential torch torch_dist transformer_engine".split()
+    "replicate safetensors sequential tensor torch torch_dist transformer_engine".split()
 )
 """Words of lower-case letters that messages give as the value of an option."""
 OF_MEGATRON = {"checkpoint_args.py", "load_line.py"}
@@ -212,7 +212,7 @@ CASES: list[tuple[str, Callable[[Path, Path], Any], str]] = [
     (
         "convert HF NEW --to hf --dtype float8_e4m3fn",
         lambda hf, out: core.convert(hf, out / "x", dtype="float8_e4m3fn"),
-        "Use quantize='block' or tensor; dtype='GLOB=DTYPE' casts",
+        "Use quantize='block' or quantize='tensor'; to cast without scales, use dtype",
     ),
     (
         "convert HF NEW --to hf --memory 1MiB",
@@ -232,7 +232,10 @@ CASES: list[tuple[str, Callable[[Path, Path], Any], str]] = [
     (
         "diff HF HF --nan-differs",
         lambda hf, out: core.diff(hf, hf, nan_differs=True),
-        "nan_differs=True has no effect: values are not compared. Add rtol=… or atol",
+        (
+            "nan_differs=True has no effect: without a tolerance, bytes are compared instead of "
+            "values. Add rtol=… or atol"
+        ),
     ),
     (
         "merge HF HF -o NEW --to hf --weights 0.5,0.6",

@@ -233,7 +233,7 @@ def test_values_may_be_texts_pairs_or_what_they_stand_for(golden: Path, tmp_path
     assert all(result.keys() == results[0].keys() for result in results)
     with pytest.raises(UsageError, match="threads='x' is not a whole number"):
         core.convert(source, tmp_path / "x.pt", threads="x")
-    with pytest.raises(UsageError, match="needs at least two checkpoints"):
+    with pytest.raises(UsageError, match="requires at least two checkpoints"):
         core.merge(source, tmp_path / "x.pt", average=True)  # one path, not its letters
     with pytest.raises(UsageError, match="rules: file not found"):
         core.validate(source, rules=tmp_path / "none.toml")

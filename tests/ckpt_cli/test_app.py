@@ -93,7 +93,7 @@ def test_python_m_is_the_same_program() -> None:
             ["validate", "a", "--memory", "10"],
             "'10' is a memory limit of only 10 bytes\n  hint: add a unit, such as 8GiB",
         ),
-        (["convert", "a", "b"], "choose one of: megatron, "),
+        (["convert", "a", "b"], "pass --to with one of: megatron, "),
         (
             ["convert", "a", "b", "--to"],
             "option '--to' requires an argument\n  hint: see ckpt convert --help",

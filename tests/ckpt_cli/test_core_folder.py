@@ -74,9 +74,11 @@ def test_another_core_that_was_imported_first_is_named(project: Path) -> None:
     result = run(sys.executable, "-c", code, cwd=project)
     assert result.returncode == 1
     message = result.stderr.splitlines()[-1]
-    assert message.startswith("ImportError: another package named 'core' has been imported")
+    assert message.startswith(
+        "ImportError: a different package named 'core' has already been imported"
+    )
     assert str(project / "core" / "__init__.py") in message
-    assert message.endswith("import ckpt_cli before it, or run ckpt as a program")
+    assert message.endswith("import ckpt_cli first, or run python -m ckpt_cli")
 
 
 def test_the_python_interface_is_imported_from_ckpt_cli_beside_another_core(project: Path) -> None:

@@ -178,7 +178,7 @@ def test_packed_values_are_not_cast(tmp_path):
     work.write()
     work.finish()
     _complete(tmp_path, "torch_dist")
-    with pytest.raises(UnsupportedError, match="float4_e2m1fn_x2 into a tensor of float32"):
+    with pytest.raises(UnsupportedError, match="float4_e2m1fn_x2 data into a float32 tensor"):
         _loaded(tmp_path, ShardedTensor.from_rank_offsets("w", torch.zeros(4)))
 
 

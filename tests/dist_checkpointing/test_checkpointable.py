@@ -243,6 +243,6 @@ def test_what_is_no_shard_is_refused():
     with pytest.raises(CheckpointingException, match="expected a CheckpointableShardedTensor"):
         LocalShardsContainer([part.data])
     with pytest.raises(
-        CheckpointingException, match="belong to tensors of different global shapes"
+        CheckpointingException, match="belong to tensors with different global shapes"
     ):
         _contained([part, part_of("w", (8,), (0, 1, 2))])

@@ -121,7 +121,7 @@ def test_a_missing_file_is_named(tmp_path: Path):
     SAVE.save_sharded_objects([shard(0, 2, 1)], tmp_path)
     with pytest.raises(
         MissingShardError,
-        match=r"rng_state/shard_0\.1_1\.2.*Stored shards of rng_state: shard_0\.0_1\.2\.pt",
+        match=r"rng_state/shard_0\.1_1\.2.*contains these shards of rng_state: shard_0\.0_1\.2\.pt",
     ):
         LOAD.load_sharded_objects([shard(1, 2)], tmp_path)
 

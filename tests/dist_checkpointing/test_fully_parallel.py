@@ -336,7 +336,7 @@ def test_a_cached_distribution_is_used_again_until_a_rank_changes_its_structure(
 
 
 def _foreign_distribution(rank: int, world: int) -> None:
-    with pytest.raises(ValueError, match="needs a distribution"):
+    with pytest.raises(ValueError, match="requires precomputed_distribution"):
         distribute_main_replicas_with_precomputed_distribution(state(rank, world), None, None)
     save = FullyParallelSaveStrategyWrapper(PieceSave(), do_cache_distribution=True)
     state_dict = state(rank, world)
@@ -347,7 +347,7 @@ def _foreign_distribution(rank: int, world: int) -> None:
         0,
         1,
     }
-    with pytest.raises(ValueError, match="another state dict: it does not contain more"):
+    with pytest.raises(ValueError, match="different state dict and lacks more"):
         distribute_main_replicas_with_precomputed_distribution(
             _with_more(rank, world), None, save.cached_distribution
         )

@@ -197,7 +197,7 @@ def test_torchs_own_save_takes_the_writer(tmp_path: Path) -> None:
 
 
 def test_what_the_writer_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="multi-storage"):
+    with pytest.raises(UnsupportedError, match="Multi-Storage"):
         FileSystemWriterAsync(tmp_path, use_msc=True)
     with pytest.raises(UnsupportedError, match="one file per item"):
         FileSystemWriterAsync(tmp_path, single_file_per_rank=False)

@@ -66,9 +66,9 @@ def test_tensors_are_popped_pickled_apart_and_put_back():
         apart.copy_tensors_to_cpu,
         apart.restore_tensor_device,
     ):
-        with pytest.raises(UsageError, match="taken out"):
+        with pytest.raises(UsageError, match="removed from the state dict"):
             hollow()
-    with pytest.raises(UsageError, match="taken out"):
+    with pytest.raises(UsageError, match="removed from the state dict"):
         apart.to_state_dict(state(is_filled=False))
     with pytest.raises(ValueError, match="6, 5"):
         copied.insert_tensors(tensors[:5])
@@ -76,7 +76,7 @@ def test_tensors_are_popped_pickled_apart_and_put_back():
         copied.insert_tensors([*tensors[:5], tensors[5].double()])
     copied.insert_tensors(tensors)
     assert not copied.is_hollow and is_whole(copied.to_state_dict(state(is_filled=False)))
-    with pytest.raises(UsageError, match="not been taken out"):
+    with pytest.raises(UsageError, match="still in the state dict"):
         copied.insert_tensors(tensors)
 
 
@@ -87,7 +87,7 @@ def test_uninitialised_tensors_have_the_dtypes_and_shapes_of_the_popped_ones():
     assert [(t.dtype, t.shape, t.device) for t in apart.tensors] == [
         (t.dtype, t.shape, t.device) for t in tensors
     ]
-    with pytest.raises(UsageError, match="not been taken out"):
+    with pytest.raises(UsageError, match="still in the state dict"):
         apart.init_tensors()
 
 
@@ -179,7 +179,7 @@ def _kept_in_parts(rank: int, world: int) -> Any:
     )
     extra = {"more": ShardedTensor.from_rank_offsets("more", torch.zeros(2), replica_id=rank)}
     more = {**state_dict, **extra}
-    with pytest.raises(ValueError, match="another state dict: it does not contain more"):
+    with pytest.raises(ValueError, match="different state dict and lacks more"):
         MCoreTensorAwareStateDict.from_state_dict(more, cached_metadata=distribution)
     assert all(leaf.data is not None for leaf in state_dict["layers"])
     n_bytes = sum(tensor.nbytes for tensor in apart.tensors)

@@ -143,13 +143,13 @@ def test_a_slice_is_merged_with_the_stored_shape() -> None:
     assert merge_global_slice_with_shape(region, (4, 3, 2), "w") == (2, slice(0, 3), slice(2, 2))
     with pytest.raises(CheckpointingException, match=r"index 2.*\(2, 3, 2\).*w"):
         merge_global_slice_with_shape(region, (2, 3, 2), "w")
-    with pytest.raises(CheckpointingException, match="has 2 axes, expected 3"):
+    with pytest.raises(CheckpointingException, match="different numbers of axes: 2 and 3"):
         merge_global_slice_with_shape(region, (4, 4), "w")
 
 
 def test_an_array_that_is_not_there_or_broken_is_named(small: Path) -> None:
     assert tuple(open_ts_array(small / "w").shape) == (6, 8)
-    with pytest.raises(MissingShardError, match="zarr array not found: .*v"):
+    with pytest.raises(MissingShardError, match="there is no Zarr array at .*v"):
         open_ts_array(small / "v")
     (small / "w/.zarray").write_text("{}")
     with pytest.raises(CorruptError, match="TensorStore cannot open .*w"):

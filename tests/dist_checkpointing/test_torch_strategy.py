@@ -225,7 +225,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         ({"w": part_of("w", (4,)).without_data()}, "no data.*tensor w"),
         (
             {"a": part_of("w", (4,)), "b": part_of("w", (4,))},
-            "two main replicas of one shard.*tensor w",
+            "two main replicas of the same shard.*tensor w",
         ),
         (
             {"a": ShardedObject("o", 1, (1,), (0,)), "b": ShardedObject("o", 2, (1,), (0,))},
@@ -238,7 +238,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(CheckpointingException, match="thread_count must be at least 1"):
         saves(thread_count=0)
     for hint in ("", "a/b"):
-        with pytest.raises(CheckpointingException, match="separation hint"):
+        with pytest.raises(CheckpointingException, match="separation.hint"):
             saves(separation_hint=hint)
 
 

@@ -292,7 +292,7 @@ def test_a_second_save_to_the_same_url_is_refused(s3: Any) -> None:
         save(sharded(0, 1), str(root))
     # What an interrupted save left is deleted on request; that save then cannot be published.
     save(sharded(0, 1), str(root), overwrite=True)
-    with pytest.raises(StorageError, match="another save to this URL began"):
+    with pytest.raises(StorageError, match="another save to the URL began"):
         first.publish(CheckpointingConfig("torch_dist"))
     assert check_is_distributed_checkpoint(root) and "common.pt" in objects_of(s3, "saved/twice")
 
@@ -319,7 +319,7 @@ def _save_shared_chunk(rank: int, world: int, env: dict[str, str], path: str) ->
 
 def test_a_chunk_of_several_ranks_is_refused_before_anything_is_written(s3: Any) -> None:
     errors = run_ranks(2, _save_shared_chunk, store_environment(), "s3://runs/saved/shared")
-    assert all("several ranks have parts" in error and "torch_dist" in error for error in errors)
+    assert all("several ranks hold parts" in error and "torch_dist" in error for error in errors)
     assert objects_of(s3, "saved/shared") == {}
 
 

@@ -117,44 +117,44 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "no main replica at all": ([[replace(A, replica_id=1)]], r"no main replica holds shard \(0,\)"),
     "a hole in a 2-d grid": (
         [[_part((i, j), (2, 3), (4, 2)) for j in range(3) if (i, j) != (1, 1)] for i in range(2)],
-        r"shard \(1, 1\) of the grid of \(2, 3\) shards \(1 of 6 are missing\)",
+        r"shard \(1, 1\) of the grid of \(2, 3\) shards \(1 of 6 missing\)",
     ),
     "dtypes": (
         [[A], [_part((1,), dtype=torch.bfloat16)]],
-        r"dtype: torch.float32 on rank 0, torch.bfloat16 on rank 1",
+        r"dtype: torch.float32 on rank 0, but torch.bfloat16 on rank 1",
     ),
     "global shapes": (
         [[A], [_part((1,), (3,))]],
-        r"global shape: \(8,\) on rank 0, \(12,\) on rank 1",
+        r"global shape: \(8,\) on rank 0, but \(12,\) on rank 1",
     ),
     "local shapes": (
         [[_part((0,), (2,), (4,))], [_part((2,), (2,), (2,), global_shape=(8,))]],
-        r"local shape: \(4,\) on rank 0, \(2,\) on rank 1",
+        r"local shape: \(4,\) on rank 0, but \(2,\) on rank 1",
     ),
     "regular and irregular": (
         [[A], [replace(B, axis_fragmentations=None)]],
-        r"regular grid .* on rank 0, None on rank 1",
+        r"regular grid .* on rank 0, but None on rank 1",
     ),
     "grids": (
         [[A], [replace(B, axis_fragmentations=(4,))]],
-        r"regular grid .*\(2,\) on rank 0, \(4,\) on rank 1",
+        r"regular grid .*\(2,\) on rank 0, but \(4,\) on rank 1",
     ),
     "flattened and not": (
         [[A], [_part((1,), flat=(0, 4))]],
-        "being flattened: False on rank 0, True on rank 1",
+        "use of flattened_range: False on rank 0, but True on rank 1",
     ),
     "flattened: a gap": (
         [[_part((0,), (1,), flat=(0, 1))], [_part((0,), (1,), flat=(2, 4))]],
         (
-            r"no main replica holds elements 1–2 of the flattened shard of shape \(4,\) at \(0,\) "
-            r"of 4 elements"
+            r"no main replica holds elements 1–2 of the flattened shard of shape \(4,\) at \(0,\), "
+            r"which has 4 elements"
         ),
     ),
     "flattened: the end is missing": ([[_part((0,), (1,), flat=(0, 3))]], "elements 3–4"),
     "flattened: the start is missing": ([[_part((0,), (1,), flat=(1, 4))]], "elements 0–1"),
     "flattened: overlap": (
         [[_part((0,), (1,), flat=(0, 3))], [_part((0,), (1,), flat=(2, 4))]],
-        "elements 2–3 are held by ranks 0 and 1",
+        "ranks 0 and 1 both hold elements 2–3",
     ),
     "flattened: twice": (
         [[_part((0,), (1,), flat=(0, 4))], [_part((0,), (1,), flat=(0, 4))]],
@@ -170,11 +170,11 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     ),
     "an object is missing": (
         [[_object(1)], [_object(0, replica_id=1)]],
-        "1 of the object.s 2 shards have no main replica; those present: shard_1_2",
+        "holds 1 of the object.s 2 shards; the shards with a main replica are: shard_1_2",
     ),
     "object shapes": (
         [[_object(0, 2)], [_object(1, 3)]],
-        r"global shape: \(2,\) on rank 0, \(3,\) on rank 1",
+        r"global shape: \(2,\) on rank 0, but \(3,\) on rank 1",
     ),
     "tensor and object": (
         [[A], [_object(key="w")]],
@@ -184,7 +184,7 @@ FAULTY: dict[str, tuple[list[list[Any]], str]] = {
     "shape and grid": (
         [[_part((i,), (2,), (3,), global_shape=(8,))] for i in range(2)],
         (
-            r"\(2,\) shards of shape \(3,\) make a tensor of shape \(6,\), but the global shape is "
+            r"a grid of \(2,\) shards of shape \(3,\) has shape \(6,\), but the global shape is "
             r"\(8,\)"
         ),
     ),
@@ -215,16 +215,16 @@ def test_a_violation_of_a_later_key_is_found_among_many_that_fit():
 IRREGULAR = {
     "overlap": (
         [[_irregular((0,), (3,), (5,))], [_irregular((2,), (3,), (5,))]],
-        r"shape \(3,\) at \(0,\) on rank 0, and that of shape \(3,\) at \(2,\) on rank 1",
+        r"shape \(3,\) at \(0,\) on rank 0, and the shard of shape \(3,\) at \(2,\) on rank 1",
     ),
     "hole": (
         [[_irregular((0,), (3,), (5,))], [_irregular((4,), (1,), (5,))]],
-        r"holds 1 of 5 elements: the first are those of shape \(1,\) at \(3,\)",
+        r"holds 1 of the 5 elements; the first gap has shape \(1,\) at \(3,\)",
     ),
     "twice": ([[_irregular((0,), (5,), (5,))], [_irregular((0,), (5,), (5,))]], "2 main replicas"),
     "outside": (
         [[_irregular((3,), (3,), (5,))]],
-        r"at \(3,\) does not lie in the global shape \(5,\)",
+        r"at \(3,\) extends beyond the global shape \(5,\)",
     ),
     "flattened": (
         [[_irregular((0,), (4,), (4,), flattened_range=slice(0, 3))]],

@@ -431,7 +431,7 @@ def test_a_flattened_shard_that_is_no_chunk_is_refused(small: Path) -> None:
 
 
 def test_an_array_that_is_not_there_or_broken_is_named(small: Path) -> None:
-    with pytest.raises(MissingShardError, match="zarr array not found: .*v"):
+    with pytest.raises(MissingShardError, match="there is no Zarr array at .*v"):
         strategy._open_zarr_array_verbose(small / "v", "r")
     with pytest.raises(MissingShardError, match="does not exist"):
         strategy._open_zarr_array_verbose(small / "no" / "v", "r")

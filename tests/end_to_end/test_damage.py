@@ -269,7 +269,7 @@ def test_an_existing_destination_is_left_alone_and_replaced_by_request(
         run(job)
     assert caught.value.exit_code == 2
     assert (out / "precious").read_text() == "x"
-    with pytest.raises(CheckpointingException, match="only a checkpoint can be replaced"):
+    with pytest.raises(CheckpointingException, match="ckpt replaces only checkpoints"):
         run(Job(src=job.src, dst=out, to="torch", force=True, fsync=False))
     assert (out / "precious").read_text() == "x"
     old = tmp_path / "old"

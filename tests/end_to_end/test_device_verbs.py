@@ -144,7 +144,7 @@ def test_a_device_counts_in_the_memory_promise(golden: Path, tmp_path: Path) -> 
     )
     assert within_memory(replace(job, device=DEVICE)).memory_bytes == (512 << 20) - 2 * LANE_BYTES
     with pytest.raises(
-        CapacityError, match=r"cuda:0 and its pinned buffers take .*at least \d+ MiB \(--memory\)"
+        CapacityError, match=r"cuda:0 and its pinned buffers need .*--memory to at least \d+MiB"
     ):
         run(replace(job, device=Device("cuda:0")))
     assert within_memory(replace(job, device=Device("cuda:9", is_auto=True))) == job

@@ -60,6 +60,15 @@ PROSE = frozenset(
         "can",
         "cannot",
         "checkpoint",
+        "also",
+        "carries",
+        "could",
+        "has",
+        "named",
+        "removes",
+        "replaces",
+        "was",
+        "would",
     }
 )
 """Words that follow the program's name in sentences about it."""
@@ -254,7 +263,7 @@ TAKES_WORDS = frozenset(
     {*CHECKED_VALUES, "rng", "on-replica-mismatch", "unknown", "names", "device", "backend", "bind"}
 )
 SENTENCES = re.compile(
-    r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with"
+    r"a|alone|and|at|does|for|go|has|have|in|is|makes|needs|or|out|stay|the|what|where|with|would"
 )
 """Words that follow an option in a sentence, and are no value of it."""
 

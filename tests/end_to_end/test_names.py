@@ -184,7 +184,7 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
     assert hint.endswith("keep the names: --to safetensors, dcp or torch")
     # The configuration of another model, which has three layers, does not help.
     config = golden / "hf/llama/safetensors_single/config.json"
-    with pytest.raises(CorruptError, match=r"a stack of shape \(4, 64\) in a model of 3 layers"):
+    with pytest.raises(CorruptError, match=r"tensor is \(4, 64\), but the model has 3 layers"):
         run(replace(job, config=config))
     for target in ("safetensors", "dcp", "torch"):
         run(Job(src=source, dst=tmp_path / target, to=target, fsync=False))
@@ -193,7 +193,7 @@ def test_megatrons_tensors_without_arguments_are_refused_with_what_can_be_done(
 def test_a_config_that_describes_no_model_is_refused_as_such(golden: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 32}')
     source, config = golden / "torch_dcp/fsdp2_dp2", tmp_path / "config.json"
-    with pytest.raises(UsageError, match="without model_type, the file does not describe"):
+    with pytest.raises(UsageError, match="the file has no model_type, so it does not describe"):
         run(Job(src=source, dst=tmp_path / "out", to="hf", config=config, fsync=False))
 
 
@@ -270,7 +270,7 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
 @pytest.mark.parametrize(
     ("source", "to", "names", "error", "message"),
     [
-        (f"{GOLD}/tp1_pp1", "safetensors", "gguf", UsageError, "unknown value 'gguf' for --names"),
+        (f"{GOLD}/tp1_pp1", "safetensors", "gguf", UsageError, "--names: unknown value 'gguf'"),
         (f"{GOLD}/tp1_pp1", "safetensors", "megatron:llama", UsageError, "unknown value"),
         (f"{GOLD}/tp1_pp1", "hf", "hf:llama", UnsupportedError, "llama"),
         (
@@ -293,21 +293,21 @@ def test_a_size_of_files_is_refused_where_it_has_no_effect(
             "hf",
             "megatron",
             UsageError,
-            "--to hf and --names megatron contradict",
+            "--to hf and --names megatron cannot be combined",
         ),
         (
             f"{GOLD}/tp1_pp1",
             "megatron",
             "hf",
             UsageError,
-            "--names hf and --to megatron contradict",
+            "--names hf and --to megatron cannot be combined",
         ),
         (
             "hf/llama/safetensors_single",
             "megatron",
             "hf",
             UsageError,
-            "--names hf and --to megatron contradict",
+            "--names hf and --to megatron cannot be combined",
         ),
         (
             "hf/llama/safetensors_single",

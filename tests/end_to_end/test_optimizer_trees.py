@@ -150,7 +150,7 @@ def test_a_copy_of_a_parameter_gets_copies_of_its_states(golden: Path, tmp_path:
     assert {"head.weight", "model.embed_tokens.weight"} <= set(
         objects["app.optim.param_groups.0.params"]
     )
-    assert "3 optimizer tensors of tied weights are written as copies too" in notes
+    assert "3 optimizer tensors of the tied weights are written as copies too" in notes
     nested: dict[str, Any] = {
         "app": {"optim": {"state": {"head.weight": {"exp_avg": torch.zeros(copy_shape(after))}}}}
     }
@@ -175,7 +175,7 @@ def test_a_parameter_that_is_tied_loses_its_states(golden: Path, tmp_path: Path)
         )
     )
     assert read_dcp(tmp_path / "b") == read_dcp(golden / FSDP)
-    assert "3 optimizer tensors of tied weights are dropped too" in report.notes
+    assert "3 optimizer tensors of the tied weights are dropped too" in report.notes
 
 
 def test_an_entry_that_an_untied_parameter_has_already_is_refused(
@@ -270,10 +270,10 @@ def test_an_optimizer_that_could_not_go_on_is_not_written(
 ) -> None:
     src = golden / "mcore_torch_dist/dense_gqa/tp2_pp2_optim"
     job = Job(src=src, dst=tmp_path / "out", is_reshard=True, fsync=False, **options)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"drop this optimizer state, .*--no-optim"):
+    with pytest.raises(UsageError, match=r"drop this optimizer state but .*--no-optim"):
         run(replace(job, exclude=("optimizer.state.exp_avg.*",)))
     with pytest.raises(
-        UsageError, match=r"--dtype: the weight would become float16, but the optimizer's"
+        UsageError, match=r"--dtype would cast the weight to float16, but the optimizer's"
     ):
         run(replace(job, dtype=((None, "float16"),)))
     run(replace(job, dtype=((None, "float16"),), optim="drop"))

@@ -84,7 +84,7 @@ def test_a_manifest_is_compared_without_reading(
     put(client, checkpoint, "a", "CRC32")
     code, (note,) = findings(["s3://runs/a"], capsys)
     assert (code, note["code"]) == (0, "CK832")
-    assert "the store's CRC-32 matches the manifest, without reading" in note["message"]
+    assert "the store's CRC-32 matches the manifest (the data was not read)" in note["message"]
 
     # Another file was uploaded, with its own checksum, which is the right one for its bytes.
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
@@ -137,7 +137,7 @@ def test_what_is_read_is_compared(
     code, (note,) = findings(["--deep", f"s3://runs/{prefix}"], capsys)
     assert (code, note["code"]) == (0, "CK832")
     assert note["message"].startswith(f"{n_files} files (")
-    assert note["message"].endswith(f": the store's {name} matches what was read")
+    assert note["message"].endswith(f": the store's {name} matches the data read")
 
     damaged = sorted(folder.glob("*.safetensors"))[0].name
     put(client, folder, prefix, algorithm, damaged)
@@ -153,7 +153,7 @@ def test_the_default_of_s3_needs_awscrt(
 ) -> None:
     put(client, golden / SOURCE, "d", "CRC64NVME")
     code, (note,) = findings(["--deep", "s3://runs/d"], capsys)
-    ending = "matches what was read" if HAS_AWSCRT else "which needs awscrt: pip install awscrt"
+    ending = "matches the data read" if HAS_AWSCRT else "requires awscrt: pip install awscrt"
     assert (code, note["code"]) == (0, "CK832" if HAS_AWSCRT else "CK833")
     assert ("the store's" if HAS_AWSCRT else "states") + " CRC-64/NVME" in note["message"]
     assert note["message"].endswith(ending)
@@ -179,5 +179,6 @@ def test_a_checksum_of_parts_that_are_not_listed_is_not_compared(
     code, (note,) = findings(["--deep", "s3://runs/e/model.safetensors"], capsys)
     assert (code, note["code"]) == (0, "CK833")
     assert note["message"] == (
-        "model.safetensors: the store reports SHA-256 of parts, but not where the parts begin"
+        "model.safetensors: the store reports SHA-256 checksums of parts, but not where each "
+        "part begins"
     )

@@ -41,20 +41,32 @@ def store(golden: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 REFUSALS = {
-    "no bucket": ("ListObjectsV2", 404, "NoSuchBucket", "no such bucket: runs", "check the name"),
+    "no bucket": (
+        "ListObjectsV2",
+        404,
+        "NoSuchBucket",
+        "no such bucket: runs",
+        "check the bucket name",
+    ),
     "signed region": (
         "ListObjectsV2",
         400,
         "AuthorizationHeaderMalformed",
-        "another region",
+        "a different region",
         "region=NAME",
     ),
-    "region": ("ListObjectsV2", 301, "PermanentRedirect", "in another region", "region=NAME"),
+    "region": ("ListObjectsV2", 301, "PermanentRedirect", "in a different region", "region=NAME"),
     "clock": ("ListObjectsV2", 403, "RequestTimeTooSkewed", "this machine's clock", "NTP"),
     "key": ("ListObjectsV2", 403, "InvalidAccessKeyId", "access denied", "AWS_ACCESS_KEY_ID"),
     "no listing": ("ListObjectsV2", 403, "AccessDenied", "no permission to list", "s3:ListBucket"),
     "no reading": ("GetObject", 403, "AccessDenied", "no permission to read", "s3:GetObject"),
-    "failure": ("GetObject", 501, "NotImplemented", "the request failed (501", "run again"),
+    "failure": (
+        "GetObject",
+        501,
+        "NotImplemented",
+        "the request failed (501",
+        "run the command again",
+    ),
 }
 
 
@@ -192,14 +204,14 @@ def test_an_endpoint_without_a_scheme_is_a_usage_error(
     value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", "s3://runs/a", "--storage-option", f"endpoint={value}"]) == 2
-    assert f"write --storage-option endpoint=https://{value}" in capsys.readouterr().err
+    assert f"use --storage-option endpoint=https://{value}" in capsys.readouterr().err
 
 
 def test_options_of_object_stores_are_refused_for_web_servers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["inspect", "https://127.0.0.1:9/a", "--storage-option", "region=eu"]) == 2
-    assert "--storage-option region: no such option for https://" in capsys.readouterr().err
+    assert "--storage-option region is not supported for https:// URLs" in capsys.readouterr().err
 
 
 def test_a_web_server_that_does_not_answer_is_no_store(capsys: pytest.CaptureFixture[str]) -> None:
@@ -224,7 +236,7 @@ def test_an_unknown_host_is_named(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://no-such-host.invalid")
     assert main(["inspect", f"s3://runs/{MODEL}"]) == 6
-    assert "its host name is unknown" in capsys.readouterr().err
+    assert "its host name could not be resolved" in capsys.readouterr().err
 
 
 def test_a_server_that_refuses_head_is_read_by_get(
@@ -316,7 +328,7 @@ def test_a_token_that_expires_in_the_middle_is_named(
     assert main(["convert", f"s3://runs/{MODEL}", str(tmp_path / "out"), "--to", "dcp"]) == 6
     err = capsys.readouterr().err
     assert "credentials have expired (403 ExpiredToken)" in err
-    assert "renew them" in err
+    assert "renew the credentials" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -115,7 +115,7 @@ def test_a_server_without_ranges_is_named(
 ) -> None:
     server.set_rules(Rule("whole", times=None))
     assert main(["inspect", f"{server.url}/files/{SAFETENSORS}/model.safetensors"]) == 6
-    assert "send parts of files" in capsys.readouterr().err
+    assert "does not support HTTP range requests" in capsys.readouterr().err
 
 
 def test_an_object_that_changes_meanwhile_is_an_error(
@@ -199,13 +199,13 @@ def test_a_bucket_is_listed_like_a_directory(
         (["inspect", "s3://runs/nothing"], 2, "no such object"),
         (["inspect", "s3://nowhere/x"], 6, "no such bucket: nowhere"),
         (["inspect", "s3://runs/x", "--storage-option", "color=red"], 2, "no such option"),
-        (["inspect", "s3://runs/x", "--storage-option", "region"], 2, "takes KEY=VALUE"),
+        (["inspect", "s3://runs/x", "--storage-option", "region"], 2, "expects KEY=VALUE"),
         (
             ["convert", "a", "b", "--to", "dcp", "--config", "s3://runs/c"],
             2,
             "a local path is needed",
         ),
-        (["inspect", "hdfs://runs/x"], 2, "cannot be read"),
+        (["inspect", "hdfs://runs/x"], 2, "ckpt cannot read"),
     ],
 )
 def test_requests_that_cannot_be_met_say_why(

@@ -84,7 +84,7 @@ def test_what_is_read_equals_what_is_read_from_a_directory(
     # The store states a checksum of every file.
     notes = [item["message"] for item in verdicts[0][1] if item["code"] in STORE_CODES]
     assert len(notes) == 1
-    assert notes[0].endswith(f"the store's {ALGORITHMS[scheme]} matches what was read")
+    assert notes[0].endswith(f"the store's {ALGORITHMS[scheme]} matches the data read")
 
 
 def test_an_object_that_changes_meanwhile_is_an_error(store: tuple[str, Upload]) -> None:

@@ -120,7 +120,7 @@ def test_the_source_cannot_be_replaced(store: S3Server, capsys: pytest.CaptureFi
     source = "s3://runs/hf/llama/safetensors_single"
     assert run("convert", source, "s3://runs/a/b", "--to", "dcp", "-q") == 0
     assert run("convert", "s3://runs/a/b", "s3://runs/a", "--to", "dcp", "--force") == 2
-    assert "only a checkpoint can be replaced" in capsys.readouterr().err
+    assert "ckpt replaces only checkpoints" in capsys.readouterr().err
     assert run("convert", "s3://runs/a/b", "s3://runs/a/b", "--to", "torch_dist", "--force") == 2
     assert "replacing the destination would remove" in capsys.readouterr().err
     run("convert", "s3://runs/a/b", "s3://runs/a/b", "--to", "torch_dist", "--force", "--dry-run")
@@ -165,9 +165,9 @@ def test_json_counts_requests_and_retries(
 
 REFUSALS = {
     ("https://example.org/x",): "ckpt cannot write to a web server",
-    ("s3://runs",): "the destination is a whole bucket",
+    ("s3://runs",): "the destination is an entire bucket",
     ("s3://runs/x", "--metadata-only"): "--metadata-only makes hard links",
-    ("s3://runs/a/../b",): "cannot be the name of an object",
+    ("s3://runs/a/../b",): "is not a valid object name",
 }
 
 

@@ -155,7 +155,7 @@ def test_every_path_of_the_command_line_refuses_a_url(
 ) -> None:
     assert main(line) == 2
     captured = capsys.readouterr()
-    assert "hdfs://bucket/out is a URL that cannot be read" in captured.err
+    assert "hdfs://bucket/out is a URL that ckpt cannot read" in captured.err
     assert "hdfs dfs -get" in captured.err
     assert captured.out == ""
 

@@ -42,7 +42,7 @@ def test_the_example_format_keeps_the_contract(check: Callable[..., None], tmp_p
     [
         ({"title": " "}, 0, "the title is empty"),
         ({"sniff": lambda store: True}, 0, "an empty directory is sniffed"),
-        ({"sniff": lambda store: False}, 2, "is not recognised as this format"),
+        ({"sniff": lambda store: False}, 2, "is not recognized as this format"),
         ({"keeps_objects": True}, 2, "object step came back as None"),
     ],
 )

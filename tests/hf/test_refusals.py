@@ -528,7 +528,7 @@ def test_objects_that_megatron_has_no_place_for_are_listed(folders: Folders) -> 
         files={"config.json": b"{}", "tokenizer.json": b"{}"},
     )
     assert tuple(map(str, to_megatron(catalog, config).dropped)) == (
-        "lr_scheduler (Megatron checkpoints cannot store it)",
+        "lr_scheduler (not stored in Megatron checkpoints)",
         "sidecar files, which this format does not include: tokenizer.json",
     )
 

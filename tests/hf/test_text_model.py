@@ -244,7 +244,7 @@ def test_a_trained_text_model_is_put_back_into_the_complete_one(name: str, tmp_p
     run(Job(src=trained, dst=ranks, to="megatron", topology=topology, text_model=True, fsync=False))
     replace = Merge(method="replace", others=(ranks,))
     report = run(Job(src=model, dst=complete, merge=replace, is_reshard=True, fsync=False))
-    assert any("tensors are those of" in note for note in report.notes)
+    assert any("tensors come from" in note for note in report.notes)
     assert (complete / "config.json").read_bytes() == (model / "config.json").read_bytes()
     assert tensors(complete).keys() == tensors(model).keys()
     if "moe" in name:

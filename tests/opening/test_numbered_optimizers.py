@@ -128,7 +128,7 @@ def test_the_option_is_refused_where_it_would_do_nothing(
     lightning_runs: Path, tmp_path: Path
 ) -> None:
     named = lightning_runs / "fabric_fsdp/state.ckpt"
-    with pytest.raises(UsageError, match="no optimizer of the checkpoint numbers its parameters"):
+    with pytest.raises(UsageError, match="the checkpoint has no optimizer that identifies"):
         run(Job(src=named, dst=tmp_path / "o.pt", to="torch", param_order="model"))
     with pytest.raises(UsageError, match="the optimizer is left out"):
         run(Job(src=saved(tmp_path), dst=tmp_path / "o.pt", param_order="model", optim="drop"))
@@ -141,7 +141,7 @@ def test_a_binary_file_is_no_order() -> None:
 
 def test_a_note_says_that_numbered_states_do_not_follow_dropped_weights(tmp_path: Path) -> None:
     job = Job(src=saved(tmp_path), dst=tmp_path / "out.pt", to="torch", exclude=("model.a",))
-    assert any("optimizer numbers its parameters" in note for note in run(job).notes)
+    assert any("optimizer identifies parameters by number" in note for note in run(job).notes)
     for options in ({"param_order": "model"}, {"exclude": ("model.a", "optimizer.*")}):
         job = replace(job, dst=tmp_path / f"{len(options)}.pt", force=True, **options)
-        assert not any("keeps the states" in note for note in run(job).notes)
+        assert not any("states of dropped parameters" in note for note in run(job).notes)

@@ -121,7 +121,7 @@ def test_the_usual_formats_that_are_not_read_are_named(
 ) -> None:
     (tmp_path / name).write_bytes(b"GGUF\3\0\0\0" + bytes(64))
     for path in (tmp_path, tmp_path / name):
-        with pytest.raises(UnsupportedError, match=f"{title} cannot be read") as refusal:
+        with pytest.raises(UnsupportedError, match=f"ckpt cannot read {title}") as refusal:
             open_checkpoint(path)
         assert "safetensors" in str(refusal.value.hint)
 
@@ -148,7 +148,7 @@ def test_deepspeeds_trackers_lead_to_the_directory_that_they_name(
     (tmp_path / "global_step6").mkdir()
     with pytest.raises(MissingShardError, match=missing) as caught:
         open_checkpoint(tmp_path)
-    assert caught.value.hint == f"pass one of the iterations: {tmp_path}/global_step6"
+    assert caught.value.hint == f"pass one of the iteration directories: {tmp_path}/global_step6"
     (tmp_path / "latest").write_text("../elsewhere")
     with pytest.raises(UnsafeError):
         open_checkpoint(tmp_path)

@@ -64,7 +64,7 @@ def listed(prepared: Prepared) -> set[str]:
     for line in prepared.dropped:
         begin, _, files = line.rpartition(": ")
         if begin == "other files in the directory" or begin.startswith(
-            ("sidecar files, which ", "training state, which ", "a class that ")
+            ("sidecar files, which ", "training state, which ", "an object of a class that ")
         ):
             names |= set(files.split(", "))
     return names
@@ -152,7 +152,7 @@ def test_folders_of_a_model_arrive_under_their_paths(
     assert any("onnx/config.json, onnx/model.onnx" in line for line in report.dropped)
 
     report = run(Job(src=path, dst=tmp_path / "cast", to="safetensors", dtype=((None, "float16"),)))
-    assert any("carried unchanged: 2_Dense/model.safetensors" in note for note in report.notes)
+    assert any("copied unchanged: 2_Dense/model.safetensors" in note for note in report.notes)
 
     # A format without a place for them lists each, and so does a file.
     for to, dst in (("dcp", "out.dcp"), ("torch", "out.pt"), ("safetensors", "out.safetensors")):

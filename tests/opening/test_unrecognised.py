@@ -34,7 +34,7 @@ INSTEAD = {
     "a page": (PAGE, "a web page"),
     "a message": (BODY, "JSON text, such as a server's error message"),
     "a pointer": (POINTER, "a Git LFS pointer"),
-    "a sentence": (NOTHING, "a text file that begins with 'Entry not found'"),
+    "a sentence": (NOTHING, "text that begins with 'Entry not found'"),
     "a page of XML": (
         b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>AccessDenied</Code></Error>',
         "a web page",
@@ -149,7 +149,7 @@ def test_several_torch_files_are_listed(names: list[str], tmp_path: Path) -> Non
 def test_what_tensorflow_wrote_is_called_so(tmp_path: Path) -> None:
     for name in ("checkpoint", "model.ckpt.index", "model.ckpt.data-00000-of-00001"):
         (tmp_path / name).write_bytes(bytes(100))
-    with pytest.raises(UnsupportedError, match="a TensorFlow checkpoint cannot be read"):
+    with pytest.raises(UnsupportedError, match="ckpt cannot read a TensorFlow checkpoint"):
         open_checkpoint(tmp_path)
 
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_below_a_model_is_told_by_inspect_convert_and_manifest(
         ["manifest"],
     ):
         assert main([words[0], str(model), *words[1:]]) == 0
-        assert "not read, because they are separate checkpoints: exports" in capsys.readouterr().out
+        assert "ignored separate checkpoints in subdirectories: exports" in capsys.readouterr().out
 
 
 def test_many_checkpoints_below_one_are_all_left_out(golden: Path, tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_files_of_different_names_are_different_models(
     with pytest.raises(UnsupportedError, match="it contains 2 torch or safetensors files") as error:
         open_checkpoint(tmp_path)
     assert error.value.hint is not None
-    assert error.value.hint.endswith("need an index (model.safetensors.index.json)")
+    assert error.value.hint.endswith("add their index (model.safetensors.index.json)")
 
 
 def test_validate_notes_weights_that_the_index_does_not_list(golden: Path, tmp_path: Path) -> None:

@@ -742,7 +742,7 @@ def test_what_a_pickle_calls_and_drops_is_refused_whatever_is_left_out(tmp_path:
     (tmp_path / "x.pt").write_bytes(
         torch_zip(b"\x80\x02" + CALLS["REDUCE"] + b"0}" + text("s") + b"K\x01s.")
     )
-    with pytest.raises(UnsafeError, match="drops the result"):
+    with pytest.raises(UnsafeError, match="discards the result"):
         run(Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch", exclude=("s",)))
 
 
@@ -755,7 +755,7 @@ def test_leaving_one_call_out_does_not_excuse_another_that_is_dropped(tmp_path: 
     job = Job(src=tmp_path / "x.pt", dst=tmp_path / "y.pt", to="torch")
     with pytest.raises(UnsafeError, match="--exclude"):
         run(job)
-    with pytest.raises(UnsafeError, match="drops the result"):
+    with pytest.raises(UnsafeError, match="discards the result"):
         run(replace(job, exclude=(key,)))
 
 

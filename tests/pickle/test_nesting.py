@@ -196,7 +196,7 @@ def test_a_container_that_contains_itself_is_refused_by_name_and_can_be_left_out
     state, key = make()
     source = tmp_path / "x.pt"
     torch.save(state, source)
-    with pytest.raises(UnsupportedError, match="contains itself") as caught:
+    with pytest.raises(UnsupportedError, match="contains the entry itself") as caught:
         run(job(source, tmp_path / "out", to))
     assert (caught.value.key, caught.value.file) == (key, str(source))
     assert caught.value.hint == f"exclude it with: --exclude {key}"

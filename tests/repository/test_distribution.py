@@ -29,6 +29,8 @@ COMMANDS = (
     "ckpt validate tp2 --deep --report findings.html",
     "ckpt diff playground/runs/llama tp2 --report differences.html",
     "ckpt merge playground/models/llama playground/models/llama-bin -o mean --average",
+    "ckpt help facts/formats",
+    "ckpt help docs/examples/resume.sh",
 )
 MISSING = "error: ckpt launch needs PyTorch, which is not installed"
 

@@ -26,13 +26,16 @@ def parse_storage_options(texts: Sequence[str], *, schemes: Set[str]) -> dict[st
     for text in texts:
         name, equals, value = text.partition("=")
         if not (name and equals):
-            raise UsageError("--storage-option takes KEY=VALUE", hint="such as endpoint=URL")
+            raise UsageError(
+                "--storage-option expects KEY=VALUE",
+                hint="for example: --storage-option endpoint=URL",
+            )
         options[name.strip().lower()] = value
     if schemes and schemes <= _WEB:
         for name in sort_options(options).config:
             raise UsageError(
-                f"--storage-option {name}: no such option for {min(schemes)}://",
-                hint="omit it; web servers only take settings of the HTTP client "
-                "(timeout, proxy_url …)",
+                f"--storage-option {name} is not supported for {min(schemes)}:// URLs",
+                hint="omit it; web servers only support HTTP client settings such as timeout and "
+                "proxy_url",
             )
     return options

@@ -78,7 +78,7 @@ def check_names(text: str) -> str:
     if not re.fullmatch(r"hf(:[A-Za-z0-9_.-]+)?|megatron", text):
         raise UsageError(
             f"{text!r} is not one of: hf, hf:MODEL_TYPE, megatron",
-            hint=did_you_mean(text, ("hf", "megatron")) or "for example hf:qwen3_moe",
+            hint=did_you_mean(text, ("hf", "megatron")) or "for example: hf:qwen3_moe",
         )
     return text
 

@@ -14,7 +14,7 @@ from core.values import dataclass
 
 _POWERS = 12
 """Number of powers of two on each side."""
-LEGEND = "histograms: a column per power of two, negative left, zero in the middle"
+LEGEND = "histograms: one column per power of two, negatives left, zero in the middle"
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ def picture_lines(
         highest: most rows between the outer lines of a drawing.
     """
     if not shards.shards:
-        yield screen.styled("no boxes: the tensor is stored nowhere", "dim")
+        yield screen.styled("no boxes, because no file stores the tensor", "dim")
         return
     if sum(shard.box.n_elements for shard in shards.shards) > prod(shards.shape):
         yield screen.styled("some boxes overlap", "yellow")

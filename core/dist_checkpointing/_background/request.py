@@ -92,8 +92,8 @@ def check_request(request: AsyncRequest) -> None:
     n_args = len(request.async_fn_args)
     if request.preload_fn is not None and n_args < 2:
         raise ValueError(
-            "preload_fn replaces the second argument of async_fn, but async_fn has only "
-            f"{n_args} arguments"
+            "preload_fn replaces the second of async_fn_args, but async_fn_args has length "
+            f"{n_args}"
         )
 
 

@@ -86,9 +86,9 @@ class BucketPublication:
             upload_object(lock, self._id, replaces=overwrite)
         except UsageError as err:
             raise StorageError(
-                "another save to this URL is running, or was interrupted",
+                "another save to this URL is running or was interrupted",
                 file=str(root),
-                hint="wait for it to finish, or pass overwrite=True to delete what it left",
+                hint="wait for that save to finish, or pass overwrite=True to delete its objects",
             ) from err
         self._kept: set[str] = set()
         try:
@@ -129,7 +129,7 @@ class BucketPublication:
         old = _names_of_checkpoint(names)
         if old:
             logger.warning(
-                "%s contains %s (%s), which is deleted", self.data_dir, content, examples
+                "%s contains %s (%s), which will be deleted", self.data_dir, content, examples
             )
         # Without its metadata, the old checkpoint cannot be taken for a complete one any more.
         delete_objects([self.data_dir / name for name in (CONFIG_FNAME, METADATA) if name in old])
@@ -168,9 +168,9 @@ class BucketPublication:
         try:
             if read_lock_token(self.data_dir) != self.token:
                 raise StorageError(
-                    "another save to this URL began, or its lock was deleted during the save",
+                    "during this save, another save to the URL began or the lock was deleted",
                     file=str(self.data_dir),
-                    hint="save again, from one program at a time",
+                    hint="save again, with only one program saving to this URL at a time",
                 )
             if self._has_manifest:
                 self._put_manifest(last)

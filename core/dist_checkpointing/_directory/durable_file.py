@@ -38,7 +38,7 @@ def write_file(
         is_dir = root.is_dir()
     if not is_dir:
         raise StorageError(
-            "the directory does not exist", file=str(root), hint="create it before saving into it"
+            "the directory does not exist", file=str(root), hint="create it before saving"
         )
     with translate_os_errors(str(path), doing="write"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -94,7 +94,7 @@ class DirectoryPublication:
         refusal = StorageError(
             "another save into this directory is running",
             file=str(self.checkpoint_dir),
-            hint="wait for it to finish; finalize this program's asynchronous saves",
+            hint="wait for that save to finish, and finalize this program's asynchronous saves",
         )
         lock = lock_folder(self._stage_dir, refusal=refusal)
         self._lock_fd = lock.fd
@@ -140,7 +140,7 @@ class DirectoryPublication:
             )
         if names:
             logger.warning(
-                "%s contains %s (%s): a checkpoint in it is replaced once the save is complete",
+                "%s contains %s (%s); a checkpoint in it is replaced once the save is complete",
                 self.checkpoint_dir,
                 content,
                 examples,
@@ -170,10 +170,9 @@ class DirectoryPublication:
                 is_ours = is_current(self._lock_fd, self._stage_dir)
             if not is_ours:
                 raise StorageError(
-                    f"the directory, or {STAGE} in it, was removed during the save",
+                    f"the directory, or {STAGE} inside it, was removed during the save",
                     file=str(self.checkpoint_dir),
-                    hint="save again, and exclude checkpoints that are being saved from cleanup "
-                    "jobs",
+                    hint="save again, and make sure that cleanup jobs skip unfinished checkpoints",
                 )
             with translate_os_errors(str(self.checkpoint_dir), doing="publish"):
                 save_config(config, self.data_dir)
@@ -188,8 +187,8 @@ class DirectoryPublication:
                 sync_folder(self.checkpoint_dir)
             except (StorageError, CapacityError) as err:
                 raise StorageError(
-                    "the checkpoint is complete, but its file names may not be on disk: syncing "
-                    "the directory failed",
+                    "the checkpoint is complete, but syncing its directory failed, so a crash may "
+                    "lose its file names",
                     file=str(self.checkpoint_dir),
                 ) from err
         finally:
@@ -222,7 +221,7 @@ class DirectoryPublication:
                     rename_new(source, target)
                 except FileExistsError as err:
                     raise UsageError(
-                        f"{target.name} appeared in the directory during the save",
+                        f"another program created {target.name} in the directory during the save",
                         file=str(self.checkpoint_dir),
                     ) from err
                 finished_moves.append((source, target))
@@ -244,9 +243,9 @@ class DirectoryPublication:
             # Keep the staging directory: it may contain the only copy of the old checkpoint.
             self._unfinalized.detach()
             raise StorageError(
-                f"publishing failed halfway, and could not be undone from {STAGE}: {err}",
+                f"publishing failed halfway, and restoring {STAGE}/{_OLD} failed too: {err}",
                 file=str(self.checkpoint_dir),
-                hint=f"move the content of {STAGE}/{_OLD} back into the directory",
+                hint=f"move the contents of {STAGE}/{_OLD} back into the directory",
             ) from err
 
     def _moves_of_old(self, names: list[str]) -> list[tuple[Path, Path]]:
@@ -274,7 +273,7 @@ def _check_directory(checkpoint_dir: Path) -> None:
         raise UsageError(
             "the target directory does not exist",
             file=str(checkpoint_dir),
-            hint="create it before the save",
+            hint="create it before saving",
         )
     with translate_os_errors(str(checkpoint_dir), doing="look at"):
         is_dir = checkpoint_dir.is_dir()
@@ -369,9 +368,9 @@ def warn_when_dropped(
 def _drop(place: Path, owner: int, end: Callable[[], None]) -> None:
     if os.getpid() == owner:
         logger.error(
-            "the asynchronous save to %s was not finalized, so there is no checkpoint: call "
-            "maybe_finalize_async_calls(blocking=True) of its queue on all ranks before the "
-            "program ends",
+            "the asynchronous save to %s was not finalized, so it left no checkpoint; call "
+            "maybe_finalize_async_calls(blocking=True) on its queue, on all ranks, before the "
+            "program exits",
             place,
         )
     end()

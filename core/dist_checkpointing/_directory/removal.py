@@ -60,8 +60,8 @@ def remove_by_prefix(checkpoint_dir: str | Path, key_prefix: str) -> list[str]:
         or not has_one_metadata_file
     ):
         raise UnsupportedError(
-            "cannot remove entries if items are compressed or stored as safetensors, or if every "
-            "rank has its own metadata file",
+            "cannot remove entries from this checkpoint: its items are compressed or stored as "
+            "safetensors, or each rank has its own metadata file",
             hint="create a copy without the entries: "
             "ckpt convert SRC DST --to torch_dist --exclude KEY",
         )
@@ -115,7 +115,7 @@ def check_prefix(key_prefix: str) -> None:
     if not key_prefix:
         raise UsageError(
             "an empty prefix would remove the entire checkpoint",
-            hint="delete the directory to remove the checkpoint",
+            hint="to remove the checkpoint, delete its directory",
         )
 
 

@@ -99,7 +99,7 @@ def check_data(chunk: Chunk, data: torch.Tensor) -> None:
     if data.numel() != chunk.n_elements or dtype_name(data.dtype, key=chunk.key) != chunk.dtype:
         raise UsageError(
             f"the data has {data.numel()} elements of {data.dtype}, but the metadata declares "
-            f"{chunk.n_elements} of {chunk.dtype}",
+            f"{chunk.n_elements} elements of {chunk.dtype}",
             key=chunk.key,
         )
     if data.layout != torch.strided:
@@ -259,9 +259,9 @@ def _in_readable_dtype(chunk: Chunk, catalog: Catalog) -> Chunk:
         return chunk
     if "packed" in (dtype_of(tensor.dtype).kind, dtype_of(chunk.dtype).kind):
         raise UnsupportedError(
-            f"cannot load {tensor.dtype} into a tensor of {chunk.dtype}",
+            f"cannot load {tensor.dtype} data into a {chunk.dtype} tensor",
             key=chunk.key,
-            hint=f"request the tensor as {tensor.dtype}, and unpack it in the program",
+            hint=f"request the tensor as {tensor.dtype}, and unpack it in your program",
         )
     return replace(chunk, dtype=tensor.dtype)
 
@@ -303,7 +303,8 @@ def load_objects(objects: Iterable[ShardedObject], checkpoint_dir: str | Path) -
             # Megatron-Core wraps every ShardedObject in a list with one element.
             if not isinstance(value, list) or len(value) != 1:
                 raise UnsupportedError(
-                    "not a ShardedObject, which is stored as a list with one element", key=item.key
+                    "the entry is not a ShardedObject, which is stored as a list with one element",
+                    key=item.key,
                 )
             values[key] = value[0]
     return values

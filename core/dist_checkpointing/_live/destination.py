@@ -286,10 +286,10 @@ def refuse_shared_files(
         is_of_one = len(names) <= 1 or has_one_holder(image)
         if not is_of_one or not filled.issuperset(names):
             raise UnsupportedError(
-                f"several ranks have parts of this {target.format} file, but a single rank must "
+                f"several ranks hold parts of this {target.format} file, but only one rank can "
                 "write an object",
                 file=str(root / image.path),
-                hint="save in the format torch_dist or dcp, or to a local directory",
+                hint="save as torch_dist or dcp, or save to a local directory",
             )
 
 

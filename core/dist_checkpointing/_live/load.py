@@ -81,5 +81,5 @@ def _require_tensor(key: str, tensor: AnyTensor, catalog: Catalog, store: ReadSt
             "requested",
             key=key,
             file=store.label,
-            hint="build the model with the sizes that it was saved with",
+            hint="build the model with the same sizes as when it was saved",
         )

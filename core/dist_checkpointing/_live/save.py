@@ -286,7 +286,7 @@ def _refuse_duplicates(contributions: Sequence[ProcessContribution]) -> None:
                     f"ranks {first} and {number} both save the same shard",
                     key=name[0],
                     rank=str(number),
-                    hint="give all but one of its replicas a nonzero replica_id",
+                    hint="set a nonzero replica_id on all but one of its replicas",
                 )
 
 

@@ -192,8 +192,8 @@ def metas_of_chunks(chunks: Iterable[Chunk]) -> dict[str, Tensor[Any]]:
             tensors[chunk.key] = Tensor(chunk.dtype, chunk.shape, flexible=chunk.flexible)
         elif (tensor.dtype, tensor.shape) != (chunk.dtype, chunk.shape):
             raise UsageError(
-                f"shards disagree on dtype or global shape: {tensor.dtype} {tensor.shape} and "
-                f"{chunk.dtype} {chunk.shape} (elements)",
+                "shards of this tensor have different dtypes or global shapes: "
+                f"{tensor.dtype} {tensor.shape} and {chunk.dtype} {chunk.shape}",
                 key=chunk.key,
                 hint="use a different key for each dtype and global shape",
             )

@@ -50,7 +50,7 @@ def upload_object(path: RemotePath, data: bytes, *, replaces: bool = False) -> N
         raise UsageError(
             "the object already exists",
             file=str(path),
-            hint="choose another URL, or pass overwrite=True",
+            hint="choose a different URL, or pass overwrite=True",
         ) from None
 
 
@@ -111,7 +111,10 @@ def upload_files(
             for piece in file_pieces(image, pieces_of, crc_of):
                 # Another thread has failed: this error makes the client abort the upload.
                 if group.is_stopped():
-                    raise StorageError("the upload was stopped", file=str(root / image.path))
+                    raise StorageError(
+                        "the upload was stopped because another upload failed",
+                        file=str(root / image.path),
+                    )
                 crc = crc32(piece, crc)
                 yield piece
 
@@ -191,7 +194,8 @@ def file_pieces(
     for offset, part in parts:
         if offset < end:
             raise CorruptError(
-                f"parts of the file overlap: one ends at byte {end}, the next begins at {offset}",
+                f"parts of the file overlap: one part ends at byte {end}, but the next begins at "
+                f"byte {offset}",
                 file=image.path,
             )
         for start in range(end, offset, PART_BYTES):

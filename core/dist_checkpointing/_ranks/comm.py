@@ -69,7 +69,7 @@ def _translate_lost_contact() -> Iterator[None]:
     ) as err:  # torch has no class of its own for gloo's closed connections and timeouts
         raise WorkerError(
             f"lost contact with another rank: {str(err).splitlines()[0]}",
-            hint="see that rank's own output; it may have run out of memory",
+            hint="check the output of the other ranks; a rank may have run out of memory",
         ) from err
 
 
@@ -184,7 +184,7 @@ def _out_of_step_error(messages: list[_Message]) -> OutOfStepError:
         f"rank {number}: {message.kind} at level {message.depth}"
         for number, message in enumerate(messages[:_MAX_NAMED])
     )
-    return OutOfStepError(f"ranks are at different steps ({steps})", depth)
+    return OutOfStepError(f"ranks are executing different steps ({steps})", depth)
 
 
 class OutOfStepError(WorkerError):

@@ -26,9 +26,10 @@ S = TypeVar("S", bound=ShardedBase)
 _MAX_SEARCHED = 2000
 """Maximum number of boxes for which an error locates a hole, which takes more than linear time."""
 
-_DUPLICATE_HINT = "give all but one of the copies a replica_id other than 0, or check the offsets"
+_DUPLICATE_HINT = "set a nonzero replica_id on all but one of the copies, or check the offsets"
 _MISSING_HINT = (
-    "make sure one rank holds it with replica_id 0, and check the offsets and the number of shards"
+    "make sure that one rank holds the missing data with replica_id 0, and check the offsets and "
+    "the number of shards"
 )
 
 
@@ -67,7 +68,7 @@ def check_sharding(global_metadata: Sequence[Iterable[ShardedBase]]) -> None:
                 f"{type(other.shard).__name__} on "
                 f"rank {other.rank}",
                 key=key,
-                hint="give them different keys; apply factories before this check",
+                hint="use different keys, and apply factories before this check",
             )
 
 
@@ -136,7 +137,7 @@ def _check_agreement(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
         ("dtype", lambda shard: shard.dtype),
         ("global shape", lambda shard: tuple(shard.global_shape)),
         ("regular grid (axis_fragmentations)", _grid_of),
-        ("being flattened", lambda shard: shard.flattened_range is not None),
+        ("use of flattened_range", lambda shard: shard.flattened_range is not None),
     ]
     if shards[0].shard.has_regular_grid:
         properties.append(("local shape", lambda shard: tuple(shard.local_shape)))
@@ -146,11 +147,11 @@ def _check_agreement(key: str, shards: list[RankShard[ShardedTensor]]) -> None:
             value = value_of(shard)
             if value != expected:
                 raise UsageError(
-                    f"ranks disagree on the {name}: {expected} on rank {shards[0].rank}, "
+                    f"ranks disagree on the {name}: {expected} on rank {shards[0].rank}, but "
                     f"{value} on rank {rank}",
                     key=key,
                     rank=str(rank),
-                    hint="give shards of different tensors different keys",
+                    hint="use a different key for each tensor",
                 )
 
 
@@ -185,9 +186,8 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor
     for start, stop, rank in ranges:
         if start < reached:
             raise UsageError(
-                f"the flattened ranges of the {_describe_chunk(chunk)} overlap: elements "
-                f"{start}–{min(stop, reached)} "
-                f"are held by ranks {last} and {rank}",
+                f"the flattened ranges of the {_describe_chunk(chunk)} overlap: ranks "
+                f"{last} and {rank} both hold elements {start}–{min(stop, reached)}",
                 key=key,
                 rank=f"{last}, {rank}",
                 hint=_DUPLICATE_HINT,
@@ -200,8 +200,8 @@ def _check_ranges(key: str, chunk: _Chunk, holders: list[RankShard[ShardedTensor
         until = next((start for start, _, _ in ranges if start > reached), size)
         raise UsageError(
             f"no main replica holds elements {reached}–{until} of the flattened "
-            f"{_describe_chunk(chunk)} of {size} "
-            f"elements; ranks {_format_ranks(holders)} hold other elements",
+            f"{_describe_chunk(chunk)}, which has {size} elements; "
+            f"ranks {_format_ranks(holders)} hold other elements",
             key=key,
             hint="make the ranks' flattened ranges cover the shard without gaps",
         )
@@ -227,10 +227,10 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
     grid_shape = tuple(n * extent for n, extent in zip(grid, extents, strict=True))
     if grid_shape != tuple(first.global_shape) and not first.allow_shape_mismatch:
         raise UsageError(
-            f"{grid} shards of shape {extents} make a tensor of shape {grid_shape}, but the "
+            f"a grid of {grid} shards of shape {extents} has shape {grid_shape}, but the "
             f"global shape is {tuple(first.global_shape)}",
             key=key,
-            hint="correct the shapes, or set allow_shape_mismatch where the tensor is padded",
+            hint="correct the shapes, or set allow_shape_mismatch if the tensor is padded",
         )
     # Every cell of the grid must have a chunk, and no chunk may be outside.
     cells = sorted(
@@ -254,7 +254,7 @@ def _check_grid(key: str, shards: list[RankShard[ShardedTensor]], chunks: list[_
         )
         raise UsageError(
             f"no main replica holds shard {missing} of the grid of {grid} shards"
-            f" ({prod(grid) - len(cells)} of {prod(grid)} are missing); "
+            f" ({prod(grid) - len(cells)} of {prod(grid)} missing); "
             f"{_describe_copies(shards, missing)}",
             key=key,
             hint=_MISSING_HINT,
@@ -278,7 +278,7 @@ def _describe_copies(shards: list[RankShard[ShardedTensor]], cell: tuple[int, ..
         if rank_shard.shard.local_chunk_offset_in_global() == cell
     ]
     if not copies:
-        return "no rank holds a copy of it"
+        return "no rank holds a copy of that shard"
     replica_ids = list_some([copy.shard.replica_id for copy in copies])
     return f"ranks {_format_ranks(copies)} hold copies with replica ids {replica_ids}"
 
@@ -306,7 +306,7 @@ def _check_tiling(
     for box in boxes:
         if not region.contains(box):
             raise UsageError(
-                f"the shard of shape {box.shape} at {box.offset} does not lie in the global "
+                f"the shard of shape {box.shape} at {box.offset} extends beyond the global "
                 f"shape {region.shape}",
                 key=key,
                 rank=str(rank_of[box]),
@@ -317,7 +317,7 @@ def _check_tiling(
         raise UsageError(
             f"main replicas overlap: the shard of shape {box1.shape} at {box1.offset} on rank "
             f"{rank_of[box1]}, and "
-            f"that of shape {box2.shape} at {box2.offset} on rank {rank_of[box2]}",
+            f"the shard of shape {box2.shape} at {box2.offset} on rank {rank_of[box2]}",
             key=key,
             rank=f"{rank_of[box1]}, {rank_of[box2]}",
             hint=_DUPLICATE_HINT,
@@ -326,9 +326,9 @@ def _check_tiling(
     n_covered = sum(box.n_elements for box in boxes)
     if n_covered < region.n_elements:
         hole = first_hole(region, boxes) if len(boxes) <= _MAX_SEARCHED else None
-        position = f": the first are those of shape {hole.shape} at {hole.offset}" if hole else ""
+        position = f"; the first gap has shape {hole.shape} at {hole.offset}" if hole else ""
         raise UsageError(
-            f"no main replica holds {region.n_elements - n_covered} of {region.n_elements} "
+            f"no main replica holds {region.n_elements - n_covered} of the {region.n_elements} "
             f"elements{position}",
             key=key,
             hint=_MISSING_HINT,
@@ -349,7 +349,7 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
         if tuple(shard.global_shape) != tuple(shape):
             raise UsageError(
                 f"ranks disagree on the object's global shape: {shape} on rank {shards[0].rank}, "
-                f"{shard.global_shape} on rank {rank}",
+                f"but {shard.global_shape} on rank {rank}",
                 key=key,
                 rank=str(rank),
             )
@@ -367,8 +367,8 @@ def _check_object(key: str, shards: list[RankShard[ShardedObject]]) -> None:
     if len(holders) != prod(shape):
         present = list_some(sorted(name.rpartition("/")[2] for name in holders))
         raise UsageError(
-            f"{prod(shape) - len(holders)} of the object's {prod(shape)} shards have no main "
-            f"replica; those present: {present or 'none'}",
+            f"no main replica holds {prod(shape) - len(holders)} of the object's {prod(shape)} "
+            f"shards; the shards with a main replica are: {present or 'none'}",
             key=key,
             hint=_MISSING_HINT,
         )

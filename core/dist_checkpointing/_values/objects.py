@@ -247,7 +247,7 @@ class StoredTensors:
             actual = crc32(view)
             if actual != expected:
                 raise CorruptError(
-                    f"checksum mismatch: CRC-32 of the tensor is {actual:08x}, "
+                    f"checksum mismatch: the tensor's CRC-32 is {actual:08x}, "
                     f"expected {expected:08x}",
                     file=file,
                     span=(start, stop),

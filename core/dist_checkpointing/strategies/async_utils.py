@@ -144,7 +144,8 @@ class AsyncCallsQueue:
             numbers = comm.all_gather(active.idx)
             if len(set(numbers)) > 1:
                 raise UsageError(
-                    f"ranks finalize different asynchronous calls (by rank: {numbers})"
+                    "ranks are finalizing different asynchronous calls "
+                    f"(call number by rank: {', '.join(map(str, numbers))})"
                 )
             outcome = comm.attempt(raise_failure)
             if outcome.error is not None:
@@ -206,7 +207,7 @@ def _report_unfinalized(calls: deque[_ActiveAsyncRequest]) -> None:
     ]
     if numbers:
         logger.error(
-            "the finalize functions of asynchronous calls %s were not called: call "
-            "maybe_finalize_async_calls(blocking=True) on all ranks before the program ends",
+            "the finalize functions of asynchronous calls %s were not called; call "
+            "maybe_finalize_async_calls(blocking=True) on all ranks before the program exits",
             ", ".join(map(str, numbers)),
         )

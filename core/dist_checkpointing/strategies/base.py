@@ -105,7 +105,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
         is_built_in = strategy is _built_in[action.value].get((backend, version))
         return copy(strategy) if is_built_in else strategy
     # Name the packages to install.
-    description = f"{action.value} of backend {backend!r}, version {version}"
+    description = f"{action.value} with backend {backend!r} and version {version}"
     if failures:
         reasons = "; ".join(f"{provider.module}: {err}" for provider, err in failures)
         raise UnsupportedError(
@@ -115,10 +115,13 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     # Name the versions of the backend, or else the backends that exist.
     versions = sorted(version for name, version in strategies if name == backend)
     if versions:
-        hint = f"available versions of {backend}: {', '.join(map(str, versions))}"
+        hint = f"use one of these versions of {backend}: {', '.join(map(str, versions))}"
     else:
         names = sorted({name for name, _ in strategies} | set(_PROVIDERS))
-        hint = f"backends: {', '.join(names)}; add others with register_default_strategy"
+        hint = (
+            f"supported backends: {', '.join(names)}; "
+            "register others with register_default_strategy"
+        )
     raise UnsupportedError(f"there is no default strategy for {description}", hint=hint)
 
 

@@ -158,7 +158,7 @@ class CheckpointableShardedTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
         """Refuse every operation."""
         raise NotImplementedError(
-            f"{cls.__name__} only passes a shard to a checkpoint; {func} cannot be called on it"
+            f"{cls.__name__} only passes a shard to a checkpoint and does not support {func}"
         )
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class LocalShardsContainer(torch.Tensor):
             if shard.size() != local_shards[0].size():
                 shapes = f"{tuple(local_shards[0].size())} and {tuple(shard.size())}"
                 raise UsageError(
-                    f"the shards belong to tensors of different global shapes, {shapes}",
+                    f"the shards belong to tensors with different global shapes, {shapes}",
                     key=shard._sh_ten.key,
                 )
         first = local_shards[0]
@@ -237,7 +237,7 @@ class LocalShardsContainer(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse every operation."""
         raise NotImplementedError(
-            f"{cls.__name__} only passes shards to a checkpoint; {func} cannot be called on it"
+            f"{cls.__name__} only passes shards to a checkpoint and does not support {func}"
         )
 
     def __repr__(self) -> str:
@@ -278,7 +278,7 @@ def _find_data(chunks: list[_LocalChunk], index: MetadataIndex) -> torch.Tensor:
         ValueError: no chunk has the offset, or none is given.
     """
     if index.offset is None:
-        raise ValueError(f"{index.fqn} has several chunks; an offset is needed to choose one")
+        raise ValueError(f"{index.fqn} has several chunks, so an offset is needed to choose one")
     offset = tuple(index.offset)
     # Try the hinted number first: a flattened tensor may have very many chunks.
     hint = index.index

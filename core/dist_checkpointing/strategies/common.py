@@ -250,9 +250,13 @@ def _find_file(store: ReadStore, item: ShardedObject) -> str:
         return old_name
     # Name the shards that exist: the parallel sizes of the save may have been different.
     siblings = [file for file in store.files(item.key) if file.endswith(_SUFFIX)]
-    hint = f"stored shards of {item.key}: {', '.join(siblings[:8])}" if siblings else None
+    hint = (
+        f"the checkpoint contains these shards of {item.key}: {', '.join(siblings[:8])}"
+        if siblings
+        else None
+    )
     raise MissingShardError(
-        "the file of the ShardedObject is missing", file=name, key=item.unique_key, hint=hint
+        "the ShardedObject's file is missing", file=name, key=item.unique_key, hint=hint
     )
 
 

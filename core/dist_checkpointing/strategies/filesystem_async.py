@@ -90,7 +90,8 @@ class FileSystemWriterAsync(FileSystemWriter):
     ) -> None:
         if use_msc:
             raise UnsupportedError(
-                "the multi-storage client is not supported", hint="save to a local directory"
+                "the Multi-Storage Client (use_msc=True) is not supported",
+                hint="save to a local directory",
             )
         super().__init__(path, *args, **kwargs)
         if not self.single_file_per_rank:
@@ -99,7 +100,7 @@ class FileSystemWriterAsync(FileSystemWriter):
             )
         if separation_hint is not None and self.thread_count < 2:
             raise UsageError(
-                "a separation hint needs at least two files", hint="pass thread_count=2"
+                "separation_hint requires at least two files per rank", hint="pass thread_count=2"
             )
         self.checkpoint_dir = path
         self.use_msc = use_msc
@@ -331,7 +332,7 @@ class FileSystemWriterAsync(FileSystemWriter):
         # A writer that was killed may have returned the results of some files only.
         if len(results) != len(self.write_buckets):
             n_expected = len(self.write_buckets)
-            text = f"the writer returned results of {len(results)} files, expected {n_expected}"
+            text = f"the writer returned results for {len(results)} files, expected {n_expected}"
             return _wrap_exception(WorkerError(text, rank=str(comm.rank())))
         return [*chain.from_iterable(results.values())]
 

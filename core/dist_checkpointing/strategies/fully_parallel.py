@@ -449,7 +449,7 @@ def distribute_main_replicas_with_precomputed_distribution(
     if comm.world_size(parallelization_group) <= 1:
         return
     if precomputed_distribution is None:
-        raise ValueError("a group of several ranks needs a distribution")
+        raise ValueError("a group of several ranks requires precomputed_distribution")
 
     # Check all tensors before the first is changed.
     tensors = [
@@ -460,7 +460,7 @@ def distribute_main_replicas_with_precomputed_distribution(
     for tensor in tensors:
         if _sharded_tensor_shard_id(tensor) not in precomputed_distribution.shard_to_metadata:
             raise ValueError(
-                f"the distribution is for another state dict: it does not contain {tensor.key}"
+                f"the distribution belongs to a different state dict and lacks {tensor.key}"
             )
 
     # A shard gets the replica id 0 once, then it is removed from the shards of this rank.

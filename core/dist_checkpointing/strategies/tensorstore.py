@@ -194,7 +194,7 @@ def open_ts_array(arr_path: Path) -> Any:
     """
     arr_path = Path(arr_path)
     if not (arr_path / ARRAY_FILE).is_file():
-        raise MissingShardError(f"zarr array not found: {arr_path}", key=arr_path.name)
+        raise MissingShardError(f"there is no Zarr array at {arr_path}", key=arr_path.name)
     # TensorStore needs an absolute path, with a slash at the end for a directory.
     spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{arr_path.absolute()}/"}}
     try:

@@ -285,7 +285,7 @@ class TorchDistSaveShardedStrategy(AsyncSaveShardedStrategy):
             is_duplicate = shard in tensors or shard in objects
             if self.keep_only_main_replica and is_duplicate and not _is_empty(leaf):
                 raise UsageError(
-                    "this rank has two main replicas of one shard",
+                    "this rank has two main replicas of the same shard",
                     key=shard[0],
                     rank=str(comm.rank()),
                 )

@@ -357,7 +357,7 @@ def _open_zarr_array_verbose(path: Path, mode: str, **open_kwargs: Any) -> zarr.
         )
         logger.debug("zarr array %s not found; its parent directory contains %s", path, siblings)
         reason = "" if siblings is not None else f" (the directory {path.parent} does not exist)"
-        raise MissingShardError(f"zarr array not found: {path}{reason}", key=path.name) from err
+        raise MissingShardError(f"there is no Zarr array at {path}{reason}", key=path.name) from err
     except (ValueError, TypeError, KeyError, OSError) as err:
         raise CorruptError(
             f"zarr cannot open the array {path}: {str(err)[:200]}", key=path.name

@@ -75,7 +75,7 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
         """
         name = getattr(dtype, "name", None)
         if name not in cls.taught or dtype != _NATIVE[name]:
-            raise DataTypeValidationError(f"{dtype} is not one of {sorted(cls.taught)}")
+            raise DataTypeValidationError(f"{dtype} is not one of: {', '.join(sorted(cls.taught))}")
         return cls(name=name)
 
     @override
@@ -89,7 +89,9 @@ class NamedFloat(ZDType):  # type: ignore[type-arg,unused-ignore]
     @classmethod
     def _from_json_v3(cls, data: Any) -> NamedFloat:
         if not isinstance(data, str) or data not in cls.taught:
-            raise DataTypeValidationError(f"{data!r} is not one of {sorted(cls.taught)}")
+            raise DataTypeValidationError(
+                f"{data!r} is not one of: {', '.join(sorted(cls.taught))}"
+            )
         return cls(name=data)
 
     @override

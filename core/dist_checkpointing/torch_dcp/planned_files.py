@@ -196,7 +196,7 @@ def resolve_tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     data = planner.resolve_data(item).detach()
     if tuple(data.shape) != chunk.box.shape:
         raise UsageError(
-            f"the planner returned a tensor of shape {tuple(data.shape)}, but planned shape "
+            f"the planner returned a tensor of shape {tuple(data.shape)}, but the plan says "
             f"{chunk.box.shape}",
             key=chunk.key,
         )

@@ -153,7 +153,7 @@ def combine_plans(plans: Sequence[SavePlan]) -> PlannedSave:
         region = full_box(tensors[key].shape)
         if not region.is_empty and not is_tiled(region, boxes):
             raise MissingShardError(
-                f"no rank has {described(first_hole(region, boxes))} of the tensor", key=key
+                f"no rank holds {described(first_hole(region, boxes))} of the tensor", key=key
             )
     # Collect the other entries, and the paths that torch's planner has recorded.
     objects = dict.fromkeys(
@@ -410,10 +410,10 @@ def check_same_positions(before: SaveLayout, after: SaveLayout) -> None:
     for name, position in before.positions().items():
         if positions.get(name) != position:
             raise UnsupportedError(
-                f"in the format {after.target.format}, the entries that are not tensors move this "
+                f"in the format {after.target.format}, the non-tensor entries would move this "
                 f"tensor from {position} to {positions.get(name)}",
                 key=name,
-                hint="save to dcp and convert that checkpoint",
+                hint="save as dcp, then convert that checkpoint",
             )
 
 

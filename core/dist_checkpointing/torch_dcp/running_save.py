@@ -164,10 +164,10 @@ class UploadedSave(SavePlace):
             if has_data and not is_finished_by_rank(image):
                 name = layout.target.format
                 raise UnsupportedError(
-                    f"several ranks have parts of this {name} file, but a single rank must "
-                    "write an object",
+                    f"several ranks hold parts of this {name} file, but only one rank can write "
+                    "an object",
                     file=str(root / image.path),
-                    hint="save as dcp or torch_dist, and convert: ckpt convert URL DST --to "
+                    hint="save as dcp or torch_dist, then convert: ckpt convert URL DST --to "
                     f"{name}",
                 )
         self._root = root
@@ -184,7 +184,7 @@ class UploadedSave(SavePlace):
         forget_listings()  # what this rank saw before the save is out of date after it
         if read_lock_token(dst) != token:
             raise StorageError(
-                "the coordinator put a lock here, but this rank does not see it",
+                "the coordinator created a lock here, but this rank cannot see it",
                 file=str(dst),
                 hint="use the same URL, endpoint and credentials on all ranks",
             )
@@ -277,7 +277,7 @@ class RunningSave:
             for image in self.layout.images:
                 if image.path in finished and store.size(image.path) != image.size:
                     raise CorruptError(
-                        f"the file has {store.size(image.path)} bytes after the save, expected "
+                        f"the file is {store.size(image.path)} bytes long after the save, expected "
                         f"{image.size}",
                         file=image.path,
                     )

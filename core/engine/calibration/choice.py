@@ -107,14 +107,14 @@ def reserve_device_memory(
     if device is None or memory_bytes - device_bytes >= _LEAST_BYTES:
         return device, memory_bytes - device_bytes
     problem = (
-        f"{device.torch_name} and its pinned buffers take {device_bytes / MIB:,.1f} MiB of "
-        "host memory in addition to "
-        f"the work, and the memory limit is {memory_bytes / MIB:,.1f} MiB"
+        f"{device.torch_name} and its pinned buffers need {device_bytes / MIB:,.1f} MiB of "
+        f"host memory on top of the work itself, but the memory limit is "
+        f"{memory_bytes / MIB:,.1f} MiB"
     )
     if not device.is_auto:
         raise CapacityError(
             problem,
-            hint=f"allow at least {-(-(device_bytes + _LEAST_BYTES) // MIB)} MiB (--memory), "
+            hint=f"set --memory to at least {-(-(device_bytes + _LEAST_BYTES) // MIB)}MiB, "
             "or use --device cpu",
         )
     with _lock:
@@ -141,7 +141,7 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
         if not trial.is_exact(able):
             return Decision(work, False, "the device's results are not bit-identical to the CPU's")
         if not device.is_auto:
-            return Decision(work, True, "asked for")
+            return Decision(work, True, "requested")
         # ... and, with ``auto``, be faster with as many threads as will work.
         cpu_speed, device_speed = (
             bytes_per_s(trial, place, threads=threads) for place in (None, able)
@@ -151,7 +151,7 @@ def _decide(device: Device, work: str, threads: int) -> Decision:
             raise
         return Decision(work, False, f"the device failed: {err.message}")
     is_faster = device_speed > cpu_speed
-    reason = "measured: it is faster there" if is_faster else "measured: no faster"
+    reason = "faster in a measurement" if is_faster else "no faster in a measurement"
     return Decision(work, is_faster, reason, cpu_speed, device_speed)
 
 

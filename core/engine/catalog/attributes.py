@@ -201,7 +201,7 @@ def turn_into_entries(catalog: Catalog) -> Catalog:
     for name, value in values.items():
         taken = name in catalog.tensors or name in catalog.hidden or name in catalog.objects
         if taken or not (is_flat or isinstance(catalog.skeleton, dict)):
-            dropped = Dropped((name,), "attributes, for which the state dict has no place")
+            dropped = Dropped((name,), "attributes, which the state dict cannot store")
             catalog = replace(catalog, dropped=(*catalog.dropped, dropped))
             continue
         objects = {**catalog.objects, name: StoredObject(name, value=value)}

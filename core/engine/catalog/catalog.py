@@ -127,9 +127,9 @@ class Catalog(Generic[ArrayT_co]):
         for key in map(file_key, self.files):
             if key in self.tensors or key in self.hidden:
                 raise UnsupportedError(
-                    "the tensor has a key that is reserved for a sidecar file",
+                    "this tensor's key is reserved for a sidecar file",
                     key=key,
-                    hint="move the file elsewhere, or rename the tensor",
+                    hint="move the sidecar file out of the directory, or rename the tensor",
                 )
         # A layer has some stacks (weights, biases and their optimizer states), whose entries are
         # asked for in turn. The caches do not refer to the catalog: catalogs are freed while the
@@ -208,8 +208,9 @@ class Catalog(Generic[ArrayT_co]):
         array = self.fragments(key)[0].array
         if array is None or array.shape != self.tensor(key).shape:
             raise UnsupportedError(
-                f"{self.format} stores a tensor as one array, but this tensor is split into "
-                "several",
+                f"{self.format} stores each tensor as a single array, but this tensor is split "
+                "into "
+                "several arrays",
                 key=key,
             )
         return array

@@ -63,12 +63,12 @@ class CopiedFile:
         """The text of an error or a finding about ``file``, without a full stop."""
         rank, colon, name = self.key.partition(":")
         if self.key == self.other_key:
-            parts = f"different parts of {self.key}"
+            parts = f"it should contain a different part of {self.key}"
         elif colon and name == self.other_key.partition(":")[2]:
-            parts = f"{rank} has its own {name}"
+            parts = f"{rank} should have a different {name}"
         else:
-            parts = f"{self.key} here and {self.other_key} there"
-        return f"the file is identical to {self.other}, but should hold other data ({parts})"
+            parts = f"it should contain {self.key}, not {self.other_key}"
+        return f"the file is identical to {self.other}, but {parts}"
 
 
 @dataclass(frozen=True, slots=True)

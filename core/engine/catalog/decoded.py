@@ -127,7 +127,7 @@ class DecodedStore(ReadStore):
             n_bytes = min(len(unit) - start, len(buffer) - n_done)
             if n_bytes <= 0:
                 raise CorruptError(
-                    f"the {encoding.name} data ends at byte {offset + n_done} of the array",
+                    f"the {encoding.name} data ends early, at byte {offset + n_done} of the array",
                     file=name,
                 )
             buffer[n_done : n_done + n_bytes] = unit[start : start + n_bytes]

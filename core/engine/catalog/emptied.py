@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from core.engine.catalog.catalog import Catalog
 
 EMPTIED_HINT = (
-    "save it again with its parameters gathered (stage3_gather_16bit_weights_on_model_save, or "
-    "GatheredParameters around the save); or convert the run's global_stepN, whose files hold "
-    "the parts of all ranks"
+    "save the checkpoint again with its parameters gathered (with "
+    "stage3_gather_16bit_weights_on_model_save, or inside GatheredParameters); or convert the "
+    "run's global_stepN directory, which contains every rank's part"
 )
 _PARAMETERS = ("weight", "bias")
 

@@ -224,8 +224,8 @@ class WeightDeltas:
     def title(self) -> str:
         """A description for messages."""
         return (
-            f"weight differences ({self.encoding}, {self.compression}) from version "
-            f"{self.base_version} to {self.version}, not weights"
+            f"weight deltas ({self.encoding}, {self.compression}) from version "
+            f"{self.base_version} to {self.version}, not full weights"
         )
 
 

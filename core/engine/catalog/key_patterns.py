@@ -99,7 +99,7 @@ def matcher(pattern: str) -> Callable[[str], bool]:
     try:
         expression = re.compile("".join(parts) + r"(?:[./:].*)?", re.DOTALL)
     except re.error as err:
-        raise UsageError(f"{pattern!r} is not a key pattern: {err}") from err
+        raise UsageError(f"{pattern!r} is not a valid key pattern: {err}") from err
 
     def matches(key: str) -> bool:
         match = expression.fullmatch(key)
@@ -124,7 +124,7 @@ def _parse_numbers(text: str, pattern: str) -> frozenset[int]:
         first, _, last = span.partition("-")
         values = range(int(first), int(last or first) + 1, max(int(step or 1), 1))
         if not values or len(values) + len(numbers) > _MAX_NUMBERS:
-            raise UsageError(f"[{part}] in {pattern!r} is not a range of numbers")
+            raise UsageError(f"[{part}] in {pattern!r} is not a valid number range")
         numbers.update(values)
     return frozenset(numbers)
 

@@ -63,7 +63,7 @@ parameter).
 """
 BITSANDBYTES = "__bnb_optimizer_quant_state__"
 """Key of the mapping in which bitsandbytes has a parameter's states, except ``step``."""
-NOT_IN_HF = "Hugging Face checkpoints have none"
+NOT_IN_HF = "Hugging Face checkpoints do not include it"
 """The reason for not carrying an optimizer into such a checkpoint."""
 KINDS = ("fp32", "float16", "distributed")
 

@@ -276,7 +276,9 @@ def _lacks(stack: _Stack, number: int, lost: Mapping[str, int]) -> Iterator[Devi
             key=f"{stack.prefix}.{number}.{name}".removesuffix("."),
             message=f"missing from this {stack.noun}, but present in "
             f"{n_text(n_sisters, f'other {stack.noun}')}",
-            expected="the tensors of a module" if shape is None else f"the tensor, {shape}",
+            expected="the tensors of a module"
+            if shape is None
+            else f"the tensor, with shape {shape}",
             found="no such tensor",
         )
 
@@ -345,8 +347,8 @@ def _find_odd_shapes(stack: _Stack) -> Iterator[Deviation]:
             stack.kind_of[sister] == stack.kind_of[number] for sister in sisters
         ):
             yield Deviation(
-                message=f"shape {odd}, but {usual} in the {n_sisters:,} other {stack.noun}s "
-                "(elements)",
+                message=f"the shape is {odd}, but it is {usual} in the "
+                f"{n_text(n_sisters, f'other {stack.noun}')}",
                 key=f"{stack.prefix}.{number}.{name}",
                 expected=str(usual),
                 found=str(odd),

@@ -323,15 +323,14 @@ def narrow_array(array: StoredArray, start: int, shape: Shape) -> StoredArray:
     stop = start + prod(shape)
     if start < 0 or stop > prod(array.shape):
         raise CorruptError(
-            f"elements {start:,}–{stop:,} are out of range: the array has {prod(array.shape):,}",
+            f"elements {start:,}–{stop:,} are out of range: the array has {prod(array.shape):,} "
+            "elements",
             key=array.name,
             file=extent.file,
         )
     is_dense = extent.strides is None or extent.strides == c_strides(array.shape)
     if extent.encoding is not None or extent.axes is not None or not is_dense:
-        raise UnsupportedError(
-            "cannot read a part of a compressed or strided array", key=array.name
-        )
+        raise UnsupportedError("cannot read part of a compressed or strided array", key=array.name)
     name = f"{array.name}[{start}:{stop}]"
     # The byte address of a late-bound array is not known yet, so the part is recorded in elements,
     # relative to the tensor of the item even if the array is itself a part.

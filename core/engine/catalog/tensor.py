@@ -64,7 +64,8 @@ class Fragment(Generic[ArrayT_co]):
     def __post_init__(self) -> None:
         if self.array is not None and len(self.at) != len(self.array.shape):
             raise ValueError(
-                f"fragment of {self.array.name}: at {self.at} does not fit shape {self.array.shape}"
+                f"the position {self.at} does not fit array {self.array.name} of shape "
+                f"{self.array.shape}"
             )
 
 

@@ -105,8 +105,8 @@ def states_of_torchao(catalog: Catalog, *, option: str, hint: str) -> dict[str, 
             )
             if not is_shape or not isinstance(value, (list, tuple)):
                 raise UnsupportedError(
-                    f"{option}: the shape of the state, which packs two values per "
-                    "byte, is not recorded",
+                    f"{option}: the state packs two values per byte, but the checkpoint does not "
+                    "record its shape",
                     key=target,
                     hint=hint,
                 )
@@ -133,20 +133,21 @@ def blockwise(
     )
     problem = None
     if n_codes not in (n, -(-n // 2)) or len(scales_shape) != n_stacked:
-        problem = f"{n_codes} codes and scales of shape {scales_shape}"
+        problem = f"there are {n_codes} codes, but the scales have shape {scales_shape}"
     elif block is None:
-        problem = f"{n_scales} scales for {n} states, which matches no block size"
+        problem = f"{n_scales} scales for {n} states do not match any block size"
     elif tensors[scales].dtype != "float32":
-        problem = f"scales of type {tensors[scales].dtype}"
+        problem = f"the scales are {tensors[scales].dtype}, not float32"
     elif expected is None and tensors[codes].dtype != "float8_e4m3fn":
-        problem = f"codes of type {tensors[codes].dtype} without a table"
+        problem = f"the codes are {tensors[codes].dtype}, but there is no lookup table"
     elif expected is not None and table is not None:
         actual = (tensors[codes].dtype, tensors[table].shape)
         if actual != expected or tensors[table].dtype != "float32":
-            problem = f"codes of type {actual[0]} with a table of shape {actual[1]}"
+            problem = f"the codes are {actual[0]}, but the lookup table has shape {actual[1]}"
     if problem is not None or block is None:
         raise CorruptError(
-            f"the parts of the optimizer state of shape {shape} do not fit: {problem}", key=codes
+            f"the parts of the optimizer state (shape {shape}) do not fit together: {problem}",
+            key=codes,
         )
     return BlockwiseState(codes, scales, table, shape, block)
 

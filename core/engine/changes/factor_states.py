@@ -53,16 +53,16 @@ def check_factors(keys: Iterable[str], *, option: str) -> None:
             continue
         problem = None
         if _MEAN.search(key):
-            problem = "Adam-mini, whose second moments are means over the heads or rows of a matrix"
+            problem = "Adam-mini, because its second moments are averages over heads or rows"
         elif _SOAP.search(key) or _SHAMPOO.search(key):
             owner = "SOAP" if _SOAP.search(key) else "Shampoo"
             problem = (
-                f"{owner}, whose factors belong to a parameter's complete matrix and cannot "
+                f"{owner}, because its factors belong to a parameter's complete matrix and cannot "
                 "be derived from factors of other shapes"
             )
         if problem is not None:
             raise UnsupportedError(
-                f"{option}: the optimizer is {problem}",
+                f"{option} cannot be used with {problem}",
                 key=key,
                 hint="drop the optimizer with --no-optim; the weights are carried over exactly, "
                 "but training continues with a fresh optimizer",

@@ -118,11 +118,12 @@ def as_trainer_file(catalog: Catalog) -> Catalog:
         if _GROUPS_KEY.fullmatch(key) is not None
     }
     listed = ", ".join(f"{old} became {new}" for old, new in new_prefix.items())
-    notes = [f"named as Lightning's Trainer expects in a single file: {listed}"]
+    note = "entries were renamed to the names that Lightning's Trainer expects in a single file"
+    notes = [f"{note}: {listed}"]
     if any(item.value != objects[key].value for key, item in ordered.items()):
         notes.append(
-            "the optimizer's groups now list their parameters in the model's order, because "
-            "without FSDP Lightning assigns states by position"
+            "the optimizer's parameter groups now list their parameters in the model's order, "
+            "because without FSDP, Lightning assigns states by position"
         )
     skeleton = rebuild(catalog.skeleton, new_root)
     return replace(renamed, objects={**objects, **ordered}, skeleton=skeleton).noted(notes)

@@ -43,7 +43,7 @@ from core.values import dataclass
 OPTION = "--dequantize-optim"
 _MOMENTS = {"1": "exp_avg", "2": "exp_avg_sq"}
 """Number of a state of bitsandbytes' Adam → name of the state in torch.optim's."""
-_NO_OPTIM = "keep the states as they are, or drop the optimizer with --no-optim"
+_NO_OPTIM = f"omit {OPTION} to keep the states as they are, or drop the optimizer with --no-optim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +77,17 @@ def dequantize_states(catalog: Catalog) -> DequantizedStates:
     computed_keys = tuple(key for key, state in states.items() if state.scales is not None)
     if not computed_keys:
         raise UsageError(
-            f"{OPTION}: there is no 8-bit or 4-bit optimizer state with scales",
-            hint=f"omit {OPTION}; ckpt inspect --optim shows the states",
+            f"{OPTION}: the checkpoint has no 8-bit or 4-bit optimizer states with scales",
+            hint=f"omit {OPTION}; to see the optimizer states, run ckpt inspect SRC --optim",
         )
     clash = next(
         (key for key, state in states.items() if key != state.codes and key in catalog.tensors),
         None,
     )
     if clash is not None:
-        raise CorruptError("the state is stored both in float32 and in 8 or 4 bits", key=clash)
+        raise CorruptError(
+            "the state is stored both in float32 and as 8-bit or 4-bit codes", key=clash
+        )
 
     def dequantize_state(key: str, state: BlockwiseState) -> StoredArray:
         assert state.scales is not None
@@ -160,7 +162,7 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         if first is not None and second is not None and not is_adam:
             if first.shape != (2, *second.shape):
                 raise UnsupportedError(
-                    f"{OPTION}: ckpt knows no optimizer with states of shapes {first.shape} and "
+                    f"{OPTION}: no supported optimizer has states of shapes {first.shape} and "
                     f"{second.shape}",
                     key=key,
                     hint=_NO_OPTIM,
@@ -177,8 +179,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         scales, table = companions_of(key)
         if tensor.dtype != "uint8" or scales not in tensors or table not in tensors:
             raise UnsupportedError(
-                f"{OPTION}: the {tensor.dtype} state is not blockwise, which needs uint8 codes "
-                f"with absmax{number} and qmap{number}",
+                f"{OPTION} supports only blockwise states (uint8 codes with absmax{number} and "
+                f"qmap{number}), and this {tensor.dtype} state is not blockwise",
                 key=key,
                 hint=_NO_OPTIM,
             )
@@ -186,8 +188,8 @@ def _states_of_bitsandbytes(catalog: Catalog) -> dict[str, BlockwiseState]:
         if shape != tensor.shape and prod(shape) % state.block:
             raise UnsupportedError(
                 f"{OPTION}: the parameter has {prod(shape)} elements, which is not a multiple of "
-                f"the block size {state.block}; where bitsandbytes then stores the scales of "
-                "AdEMAMix's second moment depends on the device (GPU or CPU)",
+                f"the block size {state.block}, so where bitsandbytes stored the scales of "
+                "AdEMAMix's second moment depends on the device that it ran on (GPU or CPU)",
                 key=key,
                 hint=_NO_OPTIM,
             )
@@ -212,7 +214,7 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape:
     if entry is not None:
         parameter = catalog.tensors[entry.tensor].shape
     if parameter not in (None, shape):
-        problem = f"the state has shape {shape}, but its parameter has {parameter}"
+        problem = f"the state has shape {shape}, but its parameter has shape {parameter}"
     elif key in catalog.ties:
         problem = f"the state is shared with a different parameter, {catalog.ties[key]}"
     else:
@@ -220,6 +222,6 @@ def _check_owner(catalog: Catalog, key: str, entry: OwnedEntry | None, *, shape:
     raise UnsupportedError(
         f"{OPTION}: {problem}; FSDP saves only the first rank's shard of bitsandbytes states",
         key=key,
-        hint="the states of the other ranks are not in the checkpoint: drop the optimizer with "
+        hint="the other ranks' states are not in the checkpoint, so drop the optimizer with "
         "--no-optim",
     )

@@ -67,7 +67,7 @@ from core.engine.quantize.to_float8 import BLOCK, Quantized, Scales, Weight
 from core.errors import CorruptError, UnsupportedError, UsageError, did_you_mean
 from core.pickle.inert import TensorLeaf
 from core.pickle.nesting import ListIndex, entries
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 KINDS = ("block", "tensor", "none")
 """The kinds of scales that a rule of ``quantize`` may request."""
@@ -130,7 +130,7 @@ def parse_dequantized_type(name: str) -> DType:
     target = dtype_called(name)
     if target.kind != "float" or target.itemsize < 2:
         raise UsageError(
-            f"--dequantize: {name!r} is not a float type of 16 bits or more",
+            f"--dequantize: {name!r} is not a float dtype of at least 16 bits",
             hint="use bf16, fp16 or fp32",
         )
     return target
@@ -161,7 +161,7 @@ def dequantize(
     of_torchao = dequantize_torchao(catalog, target.name)
     unpacked = _dequantize_mxfp4(of_torchao.catalog, target.name, config)
     if of_torchao.keys:
-        note = f"{len(of_torchao.keys)} torchao weights become {target.name}"
+        note = f"{n_text(len(of_torchao.keys), 'torchao weight')} converted to {target.name}"
         keys = (*of_torchao.keys, *unpacked.keys)
         unpacked = replace(unpacked, keys=keys, notes=(note, *unpacked.notes))
     catalog, unpacked_keys = unpacked.catalog, unpacked.keys
@@ -228,13 +228,13 @@ def dequantize(
     result = replace(
         remaining,
         tensors=tensors,
-        dropped=(*catalog.dropped, *dropped_unlisted(unused, "scales of activations")),
+        dropped=(*catalog.dropped, *dropped_unlisted(unused, "activation scales")),
     )
 
     # Note the float8 tensors and scales that were not used.
-    notes = [f"{some_of(bare)}: float8 without scales, unchanged"] if bare else []
+    notes = [f"{some_of(bare)}: float8 without scales, left unchanged"] if bare else []
     notes += [f"{some_of(list(unused))}: activation scales, dropped"] if unused else []
-    notes += [f"{some_of(sorted(kept))}: activation scales, unchanged"] if kept else []
+    notes += [f"{some_of(sorted(kept))}: activation scales, left unchanged"] if kept else []
     return QuantizedCatalog(
         result, (*unpacked_keys, *scales_of), tuple(bare), (*unpacked.notes, *notes)
     )
@@ -257,9 +257,12 @@ def _dequantize_mxfp4(
         numbers, scales = catalog.tensors[weight.key], catalog.tensors.get(key + SCALES)
         fits = scales is not None and (*scales.shape, GROUP // 2) == numbers.shape
         if scales is None or not fits or scales.dtype != "uint8" or len(numbers.shape) != 4:
-            text = "are missing" if scales is None else f"are {scales.dtype} {scales.shape}"
+            text = (
+                "are missing" if scales is None else f"are {scales.dtype} of shape {scales.shape}"
+            )
             raise CorruptError(
-                f"the scales of MXFP4 values of shape {numbers.shape} {text}", key=key + SCALES
+                f"the MXFP4 values have shape {numbers.shape}, but their scales {text}",
+                key=key + SCALES,
             )
         if key in catalog.tensors:
             raise CorruptError("the tensor is also stored as MXFP4 values", key=key)
@@ -268,9 +271,9 @@ def _dequantize_mxfp4(
         return QuantizedCatalog(catalog, (), (), ())
     if catalog.skeleton is not None:
         raise UnsupportedError(
-            "--dequantize: MXFP4 weights in a nested file are not supported",
+            "--dequantize: MXFP4 weights in a nested state dict are not supported",
             key=next(iter(numbers_of)),
-            hint="dequantize the published safetensors files",
+            hint="dequantize the model's published safetensors files instead",
         )
 
     def dequantize_expert(key: str, expert: int, shape: Shape) -> StoredArray:
@@ -299,7 +302,7 @@ def _dequantize_mxfp4(
             tensors[name] = tensor
 
     result = replace(catalog, tensors=tensors)
-    note = f"{len(numbers_of)} MXFP4 tensors become {dtype}"
+    note = f"{n_text(len(numbers_of), 'MXFP4 tensor')} converted to {dtype}"
     return QuantizedCatalog(result, tuple(numbers_of), (), (note,))
 
 
@@ -366,8 +369,8 @@ def _find_integer_weights(
             raise refused_scheme(weight)  # several scales per row: one for each group of columns
         if rows is None or scales.shape not in fits or kind.kind != "float" or kind.itemsize < 2:
             raise CorruptError(
-                f"scales of {scales.dtype} and shape {scales.shape} do not fit "
-                f"the {scheme.name} weight {weight.key!r} of shape {tensor.shape}",
+                f"the scales ({scales.dtype}, shape {scales.shape}) do not fit "
+                f"the {scheme.name} weight {weight.key!r} (shape {tensor.shape})",
                 key=weight.scales[0],
             )
         weights[weight.key] = weight
@@ -395,7 +398,7 @@ def _block_of(
     facts = dtype_of(scales.dtype)
     if facts.kind != "float" or (facts.itemsize == 1 and facts.name != "float8_e8m0fnu"):
         raise CorruptError(
-            f"the scales of {key!r} are {scales.dtype}, which is not a float type used for scales",
+            f"the scales of {key!r} are {scales.dtype}, which is not a valid dtype for scales",
             key=scales_key,
         )
     # A row is a block as well: one of height 1, over all columns.
@@ -409,10 +412,10 @@ def _block_of(
         if scales.shape == (*lead, -(-rows // block[0]), -(-columns // block[1])):
             return block
     raise CorruptError(
-        f"scales of shape {scales.shape} do not fit {key!r} of shape {shape} "
-        f"in blocks of {block[0]} × {block[1]}",
+        f"the scales (shape {scales.shape}) do not fit {key!r} (shape {shape}) "
+        f"with a block size of {block[0]} × {block[1]}",
         key=scales_key,
-        hint="check the block size: quantization_config.weight_block_size in config.json",
+        hint="check quantization_config.weight_block_size in config.json",
     )
 
 
@@ -446,7 +449,7 @@ def quantize(catalog: Catalog, rules: Sequence[Rule]) -> QuantizedCatalog:
     )
     if taken is not None:
         raise UsageError(
-            "--quantize: the checkpoint already has an entry with the name of the new scales",
+            "--quantize: the checkpoint already has an entry with the same name as the new scales",
             key=taken,
         )
 
@@ -506,7 +509,7 @@ def _choose_kinds(
     for glob, kind in rules:
         if kind not in KINDS:
             raise UsageError(
-                f"--quantize: {kind!r} is not one of: {', '.join(KINDS)}",
+                f"--quantize: {kind!r} is not one of {', '.join(KINDS)}",
                 hint=did_you_mean(kind, KINDS),
             )
         if glob is None:

@@ -81,7 +81,8 @@ def rename(catalog: Catalog, rules: Sequence[tuple[str, str]]) -> RenamedCatalog
                 substituted = expression.sub(replacement, new)
             except (re.error, IndexError) as err:  # a group that the expression does not have
                 raise UsageError(
-                    f"--rename: {replacement!r} does not fit {expression.pattern!r}: {err}"
+                    f"--rename: {replacement!r} is not a valid replacement for "
+                    f"{expression.pattern!r}: {err}"
                 ) from err
             used[number] |= substituted != new
             new = substituted
@@ -113,14 +114,14 @@ def strip_prefix(catalog: Catalog, prefixes: Sequence[str]) -> RenamedCatalog:
             hint = (
                 LIST_THEM
                 if inner is None
-                else f"{inner!r} contains it: use --rename '{re.escape(prefix)}='"
+                else f"the key {inner!r} contains it, so use --rename '{re.escape(prefix)}='"
             )
             raise UsageError(f"--strip-prefix: no key begins with {prefix!r}", hint=hint)
         # Refuse "model" for "model.": every key would begin with a dot.
         dotted = next((key for key in prefixed if new_of[key].startswith(f"{prefix}.")), None)
         if dotted is not None:
             raise UsageError(
-                f"--strip-prefix: without {prefix!r} the key begins with a dot",
+                f"--strip-prefix: without {prefix!r}, the key begins with a dot",
                 key=dotted,
                 hint=f"include the dot: --strip-prefix {quote(prefix + '.')}",
             )
@@ -387,9 +388,10 @@ def nest_again(leaves: Mapping[tuple[object, ...], object]) -> object:
         return nest_leaves(leaves)
     except CorruptError as err:
         raise UsageError(
-            f"the new keys do not fit the nesting of the state dict: {err.message}",
+            f"the new keys cannot be nested in the state dict: {err.message}",
             key=err.key,
-            hint="choose other names, or first write a format without nesting: --to safetensors",
+            hint="choose different names, or first convert to a format without nesting (--to "
+            "safetensors)",
         ) from err
 
 

@@ -118,7 +118,9 @@ def _name_globs(keys: Iterable[str]) -> str:
         is_apart = not any(key.startswith(tuple(prefixes)) for key in members[others])
         if is_apart and 0 < len(prefixes) <= _MOST_GLOBS:
             quoted = [shlex.quote(f"{prefix}*") for prefix in prefixes]
-            globs.append(f"the {part} is {' and '.join(quoted)}")
+            globs.append(
+                f"{' and '.join(quoted)} match{'es' if len(quoted) == 1 else ''} the {part}"
+            )
     return "; ".join([*globs, LIST_THEM])
 
 
@@ -134,7 +136,7 @@ def keep_entries(catalog: Catalog, is_kept: Callable[[str], bool]) -> Selection:
     removed = {key: None for key in (*catalog.tensors, *catalog.objects) if not is_kept(key)}
     remaining = remove_entries(catalog, removed.keys())
     if not remaining.tensors:
-        raise UsageError("no tensor is left after applying the globs", hint=LIST_THEM)
+        raise UsageError("the globs leave no tensors", hint=LIST_THEM)
     # The optimizer's facts remain only as far as their tensors do, and hidden tensors as far as
     # something refers to them.
     if not any(map(split_state_key, remaining.tensors)):
@@ -221,8 +223,9 @@ def build_dtype_rule(
     ]
     if any(matches is None and dtype_called(name).itemsize == 1 for matches, name in parsed):
         raise UsageError(
-            "--dtype: casting a whole model to 8 bits needs scales",
-            hint="use --quantize block or tensor; --dtype GLOB=DTYPE casts without scales",
+            "--dtype: casting an entire model to 8 bits needs scales",
+            hint="use --quantize block or --quantize tensor; to cast without scales, use "
+            "--dtype GLOB=DTYPE",
         )
 
     def scales_of(key: str, tensor: Tensor) -> str | None:
@@ -247,7 +250,7 @@ def build_dtype_rule(
                     f"--dtype: {tensor.dtype} tensors that have scales ({scales!r}) cannot be cast",
                     key=key,
                     hint="apply the scales with --dequantize DTYPE, "
-                    "or cast the other tensors with GLOB=DTYPE",
+                    "or cast only the other tensors with --dtype GLOB=DTYPE",
                 )
             is_weight = facts.kind == "float" and facts.itemsize >= 2 and key not in quantized
             if is_weight and not is_optimizer_key(key) and not _KEPT_PRECISION.search(key):

@@ -68,7 +68,7 @@ class StateBlocks:
         """
         if n_states % self.state.block:
             raise UnsupportedError(
-                f"{option}: a scale belongs to {self.state.block} consecutive states, and a layer "
+                f"{option}: each scale covers {self.state.block} consecutive states, but a layer "
                 f"has {n_states:,}, so a block would straddle two layers",
                 key=self.codes,
                 hint=_HINT,
@@ -116,7 +116,7 @@ def blocks_of_states(catalog: Catalog, *, option: str, axis: int) -> dict[str, S
     for codes in codes_of_bitsandbytes(tensors):
         if axis:
             raise UnsupportedError(
-                f"{option}: a scale belongs to consecutive states, but a layer's states are not "
+                f"{option}: each scale covers consecutive states, but a layer's states are not "
                 f"consecutive along axis {axis}",
                 key=codes,
                 hint=_HINT,
@@ -139,8 +139,8 @@ def with_their_codes(
     for key in keys:
         if key in blocks and blocks[key].codes not in chosen:
             raise UsageError(
-                "--unstack-layers: scales are unstacked with their codes and cannot be selected "
-                "by a pattern",
+                "--unstack-layers: scales are unstacked together with their codes, so a pattern "
+                "cannot select the scales alone",
                 key=blocks[key].codes,
             )
     return [

@@ -57,9 +57,9 @@ def _tie_pair(catalog: Catalog, alias: str, original: str) -> Catalog:
     ):
         if a != b:
             raise UsageError(
-                f"--tie: {alias!r} has {attribute} {a}, but {original!r} has {b}",
+                f"--tie: {alias!r} has {attribute} {a}, but {original!r} has {attribute} {b}",
                 key=alias,
-                hint="only equal tensors can be tied",
+                hint="omit --tie, or choose two tensors with the same shape and dtype",
             )
 
     # Drop the tensor, with the optimizer's entries for it.
@@ -97,7 +97,7 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     if added in catalog.tensors or added in catalog.objects:
         if added == original or catalog.tensors.get(added) is not tensor:
             raise UsageError(
-                "--untie: this entry already exists, and is not tied to the other tensor",
+                f"--untie: this entry already exists and is not tied to {original!r}",
                 key=added,
                 hint="omit --untie",
             )
@@ -111,7 +111,7 @@ def _untie_pair(catalog: Catalog, added: str, original: str) -> Catalog:
     taken = next((new for new in old_of if new in catalog.tensors or new in catalog.objects), None)
     if taken is not None:
         raise UsageError(
-            "--untie: the optimizer already has this entry", key=taken, hint="omit --untie"
+            "--untie: the optimizer state already has this entry", key=taken, hint="omit --untie"
         )
 
     # Add them to the parameter groups and to the catalog.
@@ -164,7 +164,7 @@ def _required_tensor(catalog: Catalog, key: str, *, option: str) -> Tensor:
     """
     tensor = catalog.tensors.get(key)
     if tensor is None:
-        raise UsageError(f"{option}: tensor not found", key=key, hint=LIST_THEM)
+        raise UsageError(f"{option}: the checkpoint has no such tensor", key=key, hint=LIST_THEM)
     return tensor
 
 

@@ -111,7 +111,7 @@ def _block(catalog: Catalog, key: str) -> Shape:
             "--dequantize: activations are scaled by act_pre_scale before they reach this weight, "
             "so the weight alone does not define the layer",
             key=key,
-            hint="without --dequantize, the parts are copied unchanged",
+            hint="to copy the parts unchanged, omit --dequantize",
         )
     item = catalog.objects.get(f"{key}.block_size")
     recorded = None if item is None else item.value
@@ -121,18 +121,20 @@ def _block(catalog: Catalog, key: str) -> Shape:
         or len(recorded) != len(codes.shape)
         or any(type(extent) is not int or extent < 1 for extent in recorded)
     ):
-        problem = f"blocks of {describe_value(recorded)} do not fit codes of shape {codes.shape}"
+        problem = (
+            f"a block size of {describe_value(recorded)} does not fit codes of shape {codes.shape}"
+        )
         raise CorruptError(problem, key=key)
     block = tuple(map(int, recorded))
     pairs = list(zip(codes.shape, block, strict=True))
     n_blocks = prod(extent // width for extent, width in pairs)
     codes_type = dtype_of(codes.dtype)
     if any(extent % width for extent, width in pairs):
-        problem = f"blocks of {block} do not evenly divide codes of shape {codes.shape}"
+        problem = f"a block size of {block} does not evenly divide codes of shape {codes.shape}"
     elif codes.dtype != "int8" and (codes_type.kind, codes_type.itemsize) != ("float", 1):
         problem = f"the codes are {codes.dtype}, not int8 or float8"
     elif scales is None or prod(scales.shape) != n_blocks or dtype_of(scales.dtype).kind != "float":
-        text = "missing" if scales is None else f"{scales.dtype} {scales.shape}"
+        text = "missing" if scales is None else f"{scales.dtype} of shape {scales.shape}"
         problem = f"there are {n_blocks} blocks, but the scales are {text}"
     elif zeros is not None and prod(zeros.shape) != n_blocks:
         problem = f"there are {n_blocks} blocks, but the zero points have shape {zeros.shape}"
@@ -140,8 +142,8 @@ def _block(catalog: Catalog, key: str) -> Shape:
         raise CorruptError(f"the parts of a torchao tensor do not fit together: {problem}", key=key)
     if zeros is not None and zeros.dtype != "int8":
         raise UnsupportedError(
-            f"--dequantize: zero points of type {zeros.dtype} are not supported (only int8 is)",
+            f"--dequantize: {zeros.dtype} zero points are not supported, only int8 zero points",
             key=key,
-            hint="without --dequantize, the parts are copied unchanged",
+            hint="to copy the parts unchanged, omit --dequantize",
         )
     return block

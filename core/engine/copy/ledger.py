@@ -278,9 +278,9 @@ class Ledger:
             if crc != record.crc:
                 raise CorruptError(
                     f"checksum mismatch: the bytes have CRC-32 {crc:08x}, "
-                    f"the file records {record.crc:08x}",
+                    f"but the file records {record.crc:08x}",
                     file=record.file,
                     key=record.array,
                     span=(record.start, record.start + record.n_bytes),
-                    hint="the checkpoint is damaged; copy it again, or use an older one",
+                    hint="the checkpoint is damaged; copy it again, or use an older checkpoint",
                 )

@@ -222,24 +222,25 @@ def _mismatch_error(
         flat //= extent
     if item.is_tied:
         ties = (
-            "tie_word_embeddings in config.json, or as heads of multi-token prediction"
+            "tie_word_embeddings in config.json, or as multi-token prediction heads"
             if has_config
-            else "--tie, the file of --config, or the model's arguments"
+            else "--tie, the configuration or the model's arguments"
         )
         hint = (
-            f"the two tensors are tied in the destination by {ties}: correct that, or leave one of "
-            "them out with --exclude"
+            f"the destination ties the two tensors by {ties}; correct that setting, or leave one "
+            "of the tensors out with --exclude"
         )
     else:
         hint = (
-            "ranks hold different copies, so the checkpoint is damaged or was saved by diverged "
-            "ranks; --on-replica-mismatch first uses the first rank's copy"
+            "the ranks have different copies, so the checkpoint is damaged, or the ranks had "
+            "diverged when it was saved; to use the first rank's copy, pass "
+            "--on-replica-mismatch first"
         )
         if is_moment(item.key):
-            hint += ", and --no-optim leaves the optimizer out"
+            hint += "; to leave the optimizer out, pass --no-optim"
     return ReplicaMismatchError(
-        f"two copies differ, first at index {tuple(reversed(index))}: "
-        f"{item.primary.file} and {copy.file}",
+        f"two copies of the tensor differ, first at index {tuple(reversed(index))} "
+        f"(files {item.primary.file} and {copy.file})",
         file=copy.file,
         key=item.key,
         hint=hint,

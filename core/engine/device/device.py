@@ -18,7 +18,7 @@ from dataclasses import field
 from typing import Any
 
 from core.errors import CapacityError, CheckpointingException, UsageError, WorkerError
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 CAST, VALUES, FINGERPRINT, COMPARE = "cast", "values", "fingerprint", "compare"
 QUANTIZE, DEQUANTIZE = "quantize", "dequantize"
@@ -95,8 +95,8 @@ def device_named(name: str, local_rank: int = 0) -> Device | None:
     index = int(number) if number else local_rank
     if index >= n_devices:
         raise UsageError(
-            f"--device {name}: worker {local_rank} of this host needs GPU {index}, "
-            f"but the host has {n_devices}",
+            f"--device {name}: worker {local_rank} on this host needs GPU {index}, "
+            f"but the host has only {n_text(n_devices, 'GPU')}",
             hint=f"start at most {n_devices} workers on this host (--nproc-per-node), "
             "or use --device auto",
         )
@@ -121,8 +121,8 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     return (
-        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}: "
-        "check the driver (nvidia-smi)"
+        f"torch {torch.__version__} was built for CUDA {torch.version.cuda}, "
+        "so check the driver with nvidia-smi"
     )
 
 
@@ -150,9 +150,9 @@ def device_errors(device: Device) -> Iterator[None]:
         if isinstance(err, out_of_memory) or "out of memory" in str(err):
             raise CapacityError(
                 f"{device.torch_name} is out of memory: {text}",
-                hint="stop other programs that use it, use fewer --threads, or use --device cpu",
+                hint="stop other programs that use the GPU, lower --threads, or use --device cpu",
             ) from err
         raise WorkerError(
             f"{device.torch_name} failed: {text}",
-            hint="rerun the command, or use --device cpu; check dmesg and nvidia-smi",
+            hint="run the command again, or use --device cpu; check dmesg and nvidia-smi",
         ) from err

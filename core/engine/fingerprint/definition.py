@@ -129,7 +129,7 @@ def form_of(shape: Shape, itemsize: int) -> Form:
         block_bytes = next(divisors, TABLE)
     form = Form(prod(shape[:n_outer]), row_bytes, block_bytes, n_outer)
     if form.n_rows * form.n_blocks > TABLE**3:
-        raise UnsupportedError(f"a tensor of {form.n_bytes:,} bytes is too large for a fingerprint")
+        raise UnsupportedError(f"a tensor of {form.n_bytes:,} bytes is too large to fingerprint")
     return form
 
 
@@ -145,12 +145,12 @@ def parse_lanes(text: str) -> tuple[int, ...]:
         ValueError: the text is not a fingerprint.
     """
     if len(text) != LANES * _TEXT_DIGITS or set(text) - set("0123456789abcdef"):
-        raise ValueError(f"not a fingerprint: {text[:160]!r}")
+        raise ValueError(f"{text[:160]!r} is not a fingerprint")
     lanes = tuple(
         int(text[start : start + _TEXT_DIGITS], 16) for start in range(0, len(text), _TEXT_DIGITS)
     )
     if max(lanes) >= PRIME:
-        raise ValueError(f"not a fingerprint: {text!r}")
+        raise ValueError(f"{text!r} is not a fingerprint")
     return lanes
 
 

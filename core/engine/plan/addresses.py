@@ -172,7 +172,9 @@ def source_in(key: str, array: StoredArray, fragment: Fragment, box: Box) -> Sou
     size = itemsize(array.dtype)
     of_array = [n * size for n in (extent.strides or c_strides(array.shape))]
     if any(step < 0 for step in of_array):
-        raise CorruptError(f"strides {extent.strides} are negative", key=key, file=extent.file)
+        raise CorruptError(
+            f"the array has negative strides: {extent.strides}", key=key, file=extent.file
+        )
 
     # The fragment begins at ``fragment.at`` in the array, and the box inside the fragment.
     strides = _align_strides(of_array, box.rank)

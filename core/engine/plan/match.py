@@ -81,7 +81,7 @@ def match(
     targets = [fragment for fragment in fragments if not fragment.box.is_empty]
     if source.shape != target.shape and not target.flexible:
         raise CorruptError(
-            f"the source has shape {source.shape}, but the target has {target.shape}", key=key
+            f"the source has shape {source.shape}, but the target has shape {target.shape}", key=key
         )
     dtype = _check_fragments(key, source, stored)
     _check_targets(key, target, targets, dtype=dtype)
@@ -146,7 +146,7 @@ def _check_fragments(key: str, tensor: Tensor, fragments: Sequence[Fragment]) ->
             continue
         if dtype is not None and array.dtype != dtype:
             raise CorruptError(
-                f"stored partly as {dtype} and partly as {array.dtype}",
+                f"the tensor is stored partly as {dtype} and partly as {array.dtype}",
                 key=key,
                 file=array.extent.file,
             )
@@ -169,7 +169,9 @@ def _check_targets(
     for fragment in targets:
         _check_bounds(key, tensor, fragment)
         if fragment.array is None:
-            raise CorruptError(f"{described(fragment.box)} of the target has no array", key=key)
+            raise CorruptError(
+                f"no array is planned for {described(fragment.box)} of the target", key=key
+            )
         if fragment.array.dtype != tensor.dtype:
             raise CorruptError(
                 f"array {fragment.array.name!r} is {fragment.array.dtype}, not {tensor.dtype}",
@@ -269,7 +271,7 @@ def _subtract_earlier(
             n_overlaps += 1
             if n_overlaps > _MOST_OVERLAPS:
                 raise CorruptError(
-                    f"more than {_MOST_OVERLAPS:,} pairs of its shards overlap",
+                    f"more than {_MOST_OVERLAPS:,} pairs of the tensor's shards overlap",
                     key=key,
                     hint=UNLIKE_ANY_WRITER,
                     rule=OVERLAPS_RULE,
@@ -313,10 +315,10 @@ def _pair(
         if sum(common.n_elements for _, common in hits) != box.n_elements:
             hole = first_hole(box, [common for _, common in hits])
             raise MissingShardError(
-                f"{described(hole)} of the tensor of shape {shape} is missing",
+                f"{described(hole)} of the tensor (shape {shape}) is missing",
                 key=key,
                 hint="a shard is missing or incomplete; "
-                "copy the checkpoint again or use an older one",
+                "copy the checkpoint again, or use an older one",
             )
         pairs += [(n_piece, n_target, common) for n_piece, common in hits]
     return pairs

@@ -76,7 +76,7 @@ def limit_objects(
         long = f" and {long_mib:,} MiB of long strings" if long_mib else ""
         refused.append(
             CapacityError(
-                f"{elements.n:,} values{long} in objects need about {least:,} MiB of memory, "
+                f"objects with {elements.n:,} values{long} need about {least:,} MiB of memory, "
                 f"but the limit is {memory_bytes // MIB:,} MiB",
                 hint=f"set --memory to at least {least}MiB",
             )

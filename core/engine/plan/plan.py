@@ -323,9 +323,11 @@ def _divide_memory(
             if metadata.n_fragments > metadata.n_arrays:
                 load += f" from {metadata.n_fragments:,} source fragments"
             if decode_bytes:
-                load += f" and the largest encoded chunk ({-(-decode_bytes // MIB):,} MiB decoded)"
+                load += (
+                    f", plus the largest encoded chunk ({-(-decode_bytes // MIB):,} MiB decoded)"
+                )
             if beside_bytes > RUNTIME_BYTES:
-                load += f" and {-(-beside_bytes // MIB):,} MiB for objects and network buffers"
+                load += f", plus {-(-beside_bytes // MIB):,} MiB for objects and network buffers"
             raise CapacityError(
                 f"{load} need {-(-least // MIB):,} MiB of memory, "
                 f"but the limit is {memory_bytes // MIB:,} MiB",

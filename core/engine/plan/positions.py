@@ -49,11 +49,13 @@ class Places:
                 if placed.offset < end or placed.offset + n_bytes > image.size:
                     raise CorruptError(
                         f"array {name!r} is placed at bytes {placed.offset}–"
-                        f"{placed.offset + n_bytes}, but bytes {end}–{image.size} are free",
+                        f"{placed.offset + n_bytes}, but only bytes {end}–{image.size} are free",
                         file=image.path,
                     )
                 if name in self._number:
-                    raise CorruptError(f"array {name!r} is placed twice", file=image.path)
+                    raise CorruptError(
+                        f"array {name!r} has two positions in the output files", file=image.path
+                    )
                 end = placed.offset + n_bytes
                 self._number[name] = len(self._offset)
                 self._image.append(number)
@@ -137,10 +139,12 @@ class ArrayCoverage:
                 continue
             number = self._places.number_of(array.name)
             if number is None:
-                raise CorruptError(f"array {array.name!r} is not in any file", key=key)
+                raise CorruptError(
+                    f"array {array.name!r} is not placed in any output file", key=key
+                )
             if self._places.bytes_of(number) != array.n_bytes:
                 raise CorruptError(
-                    f"array {array.name!r} has {array.n_bytes:,} bytes, "
+                    f"array {array.name!r} is {array.n_bytes:,} bytes long, "
                     f"but {self._places.bytes_of(number):,} bytes are reserved in the file",
                     key=key,
                 )
@@ -148,7 +152,8 @@ class ArrayCoverage:
                 continue
             if self._is_done[number]:
                 raise CorruptError(
-                    f"array {array.name!r} is written twice, by {described(fragment.box)}",
+                    f"{described(fragment.box)} would write to array {array.name!r}, which is "
+                    "already complete",
                     key=key,
                 )
 
@@ -184,7 +189,7 @@ class ArrayCoverage:
                 parts = self._parts.get(number, [])
                 hole = first_hole(full_box(placed.array.shape), [box for box, _ in parts])
                 raise CorruptError(
-                    f"{described(hole)} of array {placed.array.name!r} is not written",
+                    f"{described(hole)} of array {placed.array.name!r} would not be written",
                     file=image.path,
                     key=parts[0][1] if parts else None,
                 )
@@ -201,7 +206,8 @@ def _refuse_double_writes(array: PlannedArray, parts: list[tuple[Box, str]]) -> 
     if overlap is not None:
         box = boxes[overlap[0]].intersect(boxes[overlap[1]])
         raise CorruptError(
-            f"{described(box)} of array {array.name!r} is written twice", key=parts[overlap[1]][1]
+            f"{described(box)} of array {array.name!r} would be written twice",
+            key=parts[overlap[1]][1],
         )
 
 

@@ -52,7 +52,7 @@ class DequantizedState:
     @property
     def name(self) -> str:
         """Name of the encoding, for users."""
-        return f"optimizer state of {8 // self._per_byte} bits"
+        return f"{8 // self._per_byte}-bit optimizer state"
 
     @property
     def _per_byte(self) -> int:
@@ -107,7 +107,8 @@ class DequantizedState:
             )
             if codes.size and int(codes.max()) >= len(table):
                 raise CorruptError(
-                    f"the code {int(codes.max())} is not in the table of {len(table)} numbers",
+                    f"code {int(codes.max())} is out of range for the lookup table of "
+                    f"{len(table)} values",
                     key=self.codes.key,
                 )
             np.take(table, codes, out=values)

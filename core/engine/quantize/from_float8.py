@@ -106,7 +106,7 @@ class Dequantized:
         note = self.row_format
         if note is not None and any(note.read(store, full_box(note.shape))):
             raise UnsupportedError(
-                "bitsandbytes' weight_format declares an order other than row by row",
+                "bitsandbytes' weight_format specifies a layout other than row-major",
                 key=note.key,
                 hint="save the model again with bitsandbytes 0.45 or later",
             )

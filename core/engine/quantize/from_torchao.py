@@ -56,7 +56,7 @@ class DequantizedTorchao:
     @property
     def name(self) -> str:
         """Name of the encoding, for users."""
-        return f"{self.codes.dtype} of torchao"
+        return f"torchao {self.codes.dtype}"
 
     @property
     def unit_bytes(self) -> int:

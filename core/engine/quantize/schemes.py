@@ -145,10 +145,10 @@ def _match_rule(
 def refused_scheme(weight: QuantizedWeight) -> UnsupportedError:
     """Return the error for a weight that cannot be dequantized."""
     return UnsupportedError(
-        f"--dequantize: {weight.scheme.name} weights cannot be dequantized by ckpt",
+        f"--dequantize: ckpt cannot dequantize {weight.scheme.name} weights",
         key=weight.key,
         hint="dequantize the model with the library that quantized it, save it, "
-        "and convert that copy",
+        "and convert the saved copy",
     )
 
 
@@ -161,11 +161,11 @@ def check_numbers(key: str, tensor: Tensor) -> None:
     kind = dtype_of(tensor.dtype)
     if kind.kind != "float" or kind.itemsize < 2:
         raise UnsupportedError(
-            f"the tensor holds the {kind.name} values of a quantized weight, "
+            f"the tensor contains a quantized weight's {kind.name} values, "
             "which are meaningless without their scales",
             key=key,
             hint="keep the scales and apply them with --dequantize bf16; "
-            "cast float8 values that need no scales with --dtype GLOB=bf16",
+            "if float8 values need no scales, cast them with --dtype GLOB=bf16",
         )
 
 
@@ -181,7 +181,7 @@ def check_scheme(config: Mapping[str, object] | None, *, doing: str) -> None:
     method = method_of(config)
     if method is not None and not any(method in row.methods for row in schemes()):
         raise UnsupportedError(
-            f"{doing}: the quantization method {method[:40]!r} of config.json is not supported",
-            hint="save the model without quantization, with the library that quantized it, "
-            "and convert that copy",
+            f"{doing}: the quantization method {method[:40]!r} in config.json is not supported",
+            hint="use the library that quantized the model to save it without quantization, "
+            "and convert the saved copy",
         )

@@ -137,10 +137,11 @@ class SourceTensor:
         if bytes(again) != bytes(replica):
             array = fragment.array
             raise ReplicaMismatchError(
-                f"two replicas of the box at {common.offset} differ",
+                f"two replicas of the region at offset {common.offset} differ",
                 file=None if array is None else array.extent.file,
                 key=self.key,
-                hint="the ranks disagree; the checkpoint is damaged or was saved by diverged ranks",
+                hint="the checkpoint is damaged, or the ranks had diverged when it was saved; "
+                "use an older one",
             )
 
     def _fill(
@@ -162,7 +163,7 @@ class SourceTensor:
         steps = tuple(n * size for n in (extent.strides or c_strides(array.shape)))
         if any(step < 0 for step in steps):
             raise CorruptError(
-                f"strides {extent.strides} are negative", key=self.key, file=extent.file
+                f"the array has negative strides: {extent.strides}", key=self.key, file=extent.file
             )
         # Array and box are aligned at the last axis; a missing array axis has extent 1 in the box.
         extra = len(steps) - box.rank
@@ -222,7 +223,9 @@ def checked(
     fragments = tuple(distinct.values())
     dtypes = {fragment.array.dtype for fragment in fragments if fragment.array is not None}
     if len(dtypes) > 1:
-        raise CorruptError(f"stored partly as {' and partly as '.join(sorted(dtypes))}", key=key)
+        raise CorruptError(
+            f"the tensor is stored partly as {' and partly as '.join(sorted(dtypes))}", key=key
+        )
     for fragment in fragments:
         _check_bounds(key, fragment, tensor.shape)
     hole = first_hole(region, [fragment.box for fragment in fragments])
@@ -230,7 +233,7 @@ def checked(
         raise MissingShardError(
             f"no shard covers the region at offset {hole.offset} with shape {hole.shape}",
             key=key,
-            hint="a shard is missing or incomplete; copy the checkpoint again or use an older one",
+            hint="a shard is missing or incomplete; copy the checkpoint again, or use an older one",
         )
     return SourceTensor(key, dtypes.pop() if dtypes else tensor.dtype, tensor.shape, fragments)
 
@@ -249,8 +252,8 @@ def _check_bounds(key: str, fragment: Fragment, shape: Shape) -> None:
     if not fits:
         file = None if array is None else array.extent.file
         raise CorruptError(
-            f"the box at {box.offset} of shape {box.shape} does not fit in the tensor "
-            f"of shape {shape} or its array",
+            f"the shard at offset {box.offset} with shape {box.shape} does not fit in the tensor "
+            f"(shape {shape}) or in its array",
             key=key,
             file=file,
         )

@@ -186,10 +186,10 @@ class Weight:
         largest = part.largest()
         if not np.isfinite(largest).all():
             raise UnsupportedError(
-                f"a number in block row {stripe}, columns {first_column}–"
+                f"a value in block row {stripe}, columns {first_column}–"
                 f"{first_column + part.n_columns}, is not finite in {self.dtype}",
                 key=self.source.key,
-                hint="keep the tensor unquantized: --quantize 'KEY=none'",
+                hint="keep the tensor unquantized with --quantize 'KEY=none'",
             )
         return largest
 

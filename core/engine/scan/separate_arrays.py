@@ -63,7 +63,7 @@ class MemoryBudget:
                 f"but the limit is {self._n_bytes / _MIB:,.1f} MiB",
                 key=array.name,
                 file=array.extent.file,
-                hint="raise the memory limit",
+                hint="raise the memory limit (--memory)",
             )
         with self._changed:
             self._changed.wait_for(lambda: self._free_bytes >= n_bytes)
@@ -129,7 +129,7 @@ class SeparateReader:
         # Observers receive complete elements, so that every unit must contain complete elements.
         if encoding.unit_bytes < array.n_bytes and encoding.unit_bytes % itemsize(array.dtype):
             raise UnsupportedError(
-                f"the chunk size of the {encoding.name} data is not a multiple of the element size",
+                f"the {encoding.name} data's chunk size is not a multiple of the element size",
                 file=extent.file,
                 key=array.name,
             )
@@ -144,7 +144,8 @@ class SeparateReader:
                 n_bytes = min(encoding.unit_bytes, array.n_bytes - number * encoding.unit_bytes)
                 if len(data) != n_bytes:
                     raise CorruptError(
-                        f"{encoding.name} data decodes to {len(data)} bytes, not {n_bytes}",
+                        f"the {encoding.name} data decodes to {len(data)} bytes instead of "
+                        f"{n_bytes}",
                         file=extent.file,
                         key=array.name,
                     )
@@ -160,7 +161,7 @@ class SeparateReader:
         stored = size + sum((n - 1) * step for n, step in zip(array.shape, strides, strict=True))
         if array.n_bytes > _MAX_REPEATS * stored + BAND_BYTES:
             raise CapacityError(
-                f"the strides expand {stored:,} stored bytes to {array.n_bytes:,} bytes",
+                f"the array's strides expand {stored:,} stored bytes to {array.n_bytes:,} bytes",
                 file=extent.file,
                 key=array.name,
             )

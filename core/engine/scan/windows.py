@@ -200,7 +200,7 @@ def _arrange_arrays(
         elif (total := total + array.n_bytes) > MAX_SHARING * n_bytes:
             too_many = CapacityError(
                 f"the arrays up to this one add up to {total:,} bytes, "
-                f"but the file has only {n_bytes:,} bytes",
+                f"but the file is only {n_bytes:,} bytes long",
                 file=extent.file,
                 key=bound.name,
             )
@@ -253,10 +253,12 @@ def _error_if_outside(bound: StoredArray, n_bytes: int) -> CorruptError | None:
         last = sum((n - 1) * step for n, step in zip(bound.shape, steps, strict=True))
         end = extent.offset + (last + 1) * itemsize(bound.dtype)
     if steps is not None and any(step < 0 for step in steps):
-        return CorruptError(f"strides {steps} are negative", file=extent.file, key=bound.name)
+        return CorruptError(
+            f"the array has negative strides: {steps}", file=extent.file, key=bound.name
+        )
     if extent.offset < 0 or end > n_bytes:
         return TruncatedError(
-            f"the array ends at byte {end}, but the file ends at byte {n_bytes}",
+            f"the array ends at byte {end}, but the file already ends at byte {n_bytes}",
             file=extent.file,
             key=bound.name,
             span=(extent.offset, end),

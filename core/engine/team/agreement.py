@@ -81,12 +81,10 @@ def _check_states_equal(team: Team, states: list[tuple[str, str]], subject: str)
     for rank, (digest, error) in enumerate(states):
         if (digest, error) == states[0]:
             continue
-        lead_error = (
-            f", where rank 0 on {team.hosts[0]} has: {states[0][1]}" if states[0][1] else ""
-        )
+        lead_error = f"; rank 0 reports: {states[0][1]}" if states[0][1] else ""
         raise WorkerError(
-            f"rank {rank} on {team.hosts[rank]} sees different data at {subject} "
-            f"than rank 0 on {team.hosts[0]}" + (f": {error}" if error else "") + lead_error,
+            f"rank {rank} on {team.hosts[rank]} and rank 0 on {team.hosts[0]} see different data "
+            f"at {subject}" + (f"; rank {rank} reports: {error}" if error else "") + lead_error,
             rank=str(rank),
             hint="make sure that all hosts see the same directory at this path, "
             "and that nothing else is writing to it",

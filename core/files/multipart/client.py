@@ -22,7 +22,7 @@ def upload_client(path: RemotePath) -> UploadClient:
     kind = store_kind(path.scheme)
     if not kind.is_writable:
         raise UsageError(
-            "a web server is read-only",
+            "ckpt cannot write to a web server",
             file=str(path),
             hint=f"write to a local path, {WRITABLE_STORES}",
         )

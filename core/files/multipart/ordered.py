@@ -54,9 +54,9 @@ class OrderedUploads(UploadClient):
     @override
     def attach(self, path: RemotePath, upload_id: str) -> ObjectUpload:
         raise UsageError(
-            "an upload to this store cannot be continued",
+            "uploads to this store cannot be resumed",
             file=str(path),
-            hint="run again without --resume",
+            hint="run the command again without --resume",
         )
 
     @override
@@ -219,7 +219,7 @@ def _check_length(path: RemotePath, n_sent: int, n_bytes: int) -> None:
         raise StorageError(
             f"the upload is incomplete: {n_sent:,} of {n_bytes:,} bytes were sent",
             file=str(path),
-            hint="run again",
+            hint="run the command again",
         )
 
 

@@ -303,14 +303,14 @@ class _S3Upload(ObjectUpload):
             raise StorageError(
                 f"the upload is incomplete: part {missing[0]} of {n_expected} is missing",
                 file=str(self.path),
-                hint="run again",
+                hint="run the command again",
             )
         if self._n_bytes is not None and n_bytes != self._n_bytes:
             raise StorageError(
-                f"the uploaded parts add up to {n_bytes:,} bytes, but the object has "
-                f"{self._n_bytes:,}",
+                f"the uploaded parts add up to {n_bytes:,} bytes, but the object is "
+                f"{self._n_bytes:,} bytes long",
                 file=str(self.path),
-                hint="run again",
+                hint="run the command again",
             )
         return [parts[number] for number in sorted(parts)]
 

@@ -258,17 +258,19 @@ def _translated(path: RemotePath, err: Exception, doing: str) -> CheckpointingEx
         return no_credentials(path)
     if code == "NoSuchUpload":
         return StorageError(
-            "the upload no longer exists: another process finished or aborted it, or it expired",
+            "the upload no longer exists, because another process finished or aborted it or it "
+            "expired",
             file=str(path),
-            hint="run again",
+            hint="run the command again",
         )
     if code == "NoSuchKey":
         return MissingShardError("the object does not exist", file=str(path))
     if code in _DAMAGED:
         return StorageError(
-            f"the bytes that the store received are not those that were sent ({status} {code})",
+            f"the store received different bytes than were sent ({status} {code})",
             file=str(path),
-            hint="run again; if it fails again, check the network and this machine's memory",
+            hint="run the command again; if it fails again, check the network and this "
+            "machine's memory",
         )
     # The message has no reason of a broken connection; the error that caused it has.
     cause = getattr(err, "kwargs", {}).get("error")

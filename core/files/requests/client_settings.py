@@ -41,10 +41,10 @@ _BY_OBSTORE = (
 )
 """Options that choose how obstore keeps connections; boto3 speaks HTTP/1 and chooses by itself."""
 _REFUSED = {
-    "default_content_type": "omit it",
-    "default_headers": "omit it",
+    "default_content_type": "omit this option",
+    "default_headers": "omit this option",
     "proxy_ca_certificate": "point SSL_CERT_FILE at the CA certificate",
-    "proxy_excludes": "name the hosts in NO_PROXY",
+    "proxy_excludes": "list the hosts in NO_PROXY",
     "root_certificate": "point SSL_CERT_FILE at the CA certificate",
 }
 """Options of obstore's HTTP client that are not text, or that boto3 does not have → what to do."""
@@ -53,8 +53,8 @@ _SECRET = re.compile(r"key|token|secret|password|credential|account|proxy", re.I
 """Parts of the names of options whose value no message may show."""
 _UNPARSED = re.compile(r'[Ff]ailed to parse "(.*)" as (\w+)', re.DOTALL)
 _KINDS = {
-    "boolean": ("neither true nor false", "write true or false"),
-    "Duration": ("not a duration", "write it with a unit, such as 30s or 2m"),
+    "boolean": ("neither true nor false", "use true or false"),
+    "Duration": ("not a valid duration", "add a unit, as in 30s or 2m"),
     "usize": ("not a whole number", None),
 }
 """Type in obstore's messages → what is wrong with the value, and what to write."""
@@ -107,8 +107,8 @@ def _check_endpoint(name: str, value: str) -> None:
     shown = value if "@" not in value else "…"  # it may have a password
     if "://" not in value:
         raise UsageError(
-            f"--storage-option {name}={shown}: not a URL",
-            hint=f"write --storage-option {name}=https://{shown}",
+            f"--storage-option {name}={shown}: the value is not a URL",
+            hint=f"use --storage-option {name}=https://{shown}",
         )
     try:
         parts = urlsplit(value)
@@ -118,8 +118,8 @@ def _check_endpoint(name: str, value: str) -> None:
         is_url = False
     if not is_url:
         raise UsageError(
-            f"--storage-option {name}={shown}: not a store's URL",
-            hint=f"write --storage-option {name}=https://HOST",
+            f"--storage-option {name}={shown}: the value is not a valid endpoint URL",
+            hint=f"use --storage-option {name}=https://HOST",
         )
 
 
@@ -140,11 +140,11 @@ def unusable_setting(options: Mapping[str, str], name: str | None, text: str) ->
     # Other messages may have a part of the value.
     detail = "" if name is None or _SECRET.search(name) else f" {options[name]!r}"
     hint = (
-        "check those that begin with AWS_, GOOGLE_ or AZURE_"
+        "check the variables that begin with AWS_, GOOGLE_ or AZURE_"
         if name is None
-        else "options and their values are those of obstore"
+        else "check obstore's documentation for the values that this option accepts"
     )
-    return UsageError(f"{subject}: the value{detail} cannot be used", hint=hint)
+    return UsageError(f"{subject}: the value{detail} is not valid", hint=hint)
 
 
 def boto3_settings(client: Mapping[str, str], *, endpoint: str | None) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def boto3_settings(client: Mapping[str, str], *, endpoint: str | None) -> dict[s
     is_plain = endpoint is not None and endpoint.lower().startswith("http:")
     if is_plain and client.get("allow_http", "true").lower() in ("false", "0", "off", "no", "n"):
         raise UsageError(
-            "--storage-option allow_http=false, and the endpoint begins with http:",
+            "--storage-option allow_http=false does not allow an endpoint that begins with http:",
             hint="use an endpoint that begins with https:",
         )
     if client.get("allow_invalid_certificates", "").lower() in ("true", "1", "on", "yes", "y"):
@@ -188,7 +188,7 @@ def _seconds(text: str, option: str) -> float:
     spans = re.findall(r"(\d+)\s*([a-z]+)", text)
     if not spans or any(unit not in _UNITS_S for _, unit in spans):
         raise UsageError(
-            f"--storage-option {option}: {text!r} cannot be used",
-            hint="write it in seconds or minutes, such as 30s or 2m",
+            f"--storage-option {option}: {text!r} is not a valid duration",
+            hint="give the duration in seconds or minutes, as in 30s or 2m",
         )
     return timedelta(seconds=sum(int(n) * _UNITS_S[unit] for n, unit in spans)).total_seconds()

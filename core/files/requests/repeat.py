@@ -94,8 +94,8 @@ def with_retries(
             # Send nothing for as long as the store asks, unless that is too long.
             if pause_s > _LONGEST_PAUSE_S:
                 raise StorageError(
-                    f"the store is throttling requests, and asks clients to wait {pause_s:,.0f} s",
-                    hint="run again later, or with a lower -j",
+                    f"the store is throttling requests and asks clients to wait {pause_s:,.0f} s",
+                    hint="run the command again later, or with a lower -j",
                 )
             limiter.pause_until(monotonic() + pause_s)
             give_up_at += pause_s

@@ -128,7 +128,7 @@ def check_wait(give_up_at: float | None) -> None:
     """
     is_stopped = THIS_THREAD.is_stopped
     if is_stopped is not None and is_stopped():
-        raise StorageError("the work was stopped while waiting for the store")
+        raise StorageError("the work was stopped while it was waiting for the store")
     if not ENDING.is_asked:
         return
     if give_up_at is not None and monotonic() > give_up_at:
@@ -139,7 +139,7 @@ def check_wait(give_up_at: float | None) -> None:
 
 
 def _interrupted() -> StorageError:
-    return StorageError("interrupted while waiting for the store")
+    return StorageError("the command was interrupted while it was waiting for the store")
 
 
 def _forget_threads() -> None:

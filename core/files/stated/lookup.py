@@ -70,7 +70,7 @@ def look_up_checksums(
     if not store_kind(scheme).is_s3:
         return _ask_about_all(store, names, ask_by_signed_url)
     if importlib.util.find_spec("boto3") is None:
-        return StatedChecksums(failure="boto3 is not installed: pip install boto3")
+        return StatedChecksums(failure="boto3 is not installed (run pip install boto3)")
     try:
         client = call_interruptibly(lambda: s3_client(store.root, n_connections=N_REQUESTS))
         is_filtered = needed is not None and len(names) > _N_ASKED
@@ -197,13 +197,13 @@ def ask_by_signed_url(
             raise SourceChangedError(
                 "the object changed while it was being read",
                 file=str(path),
-                hint="run again when nothing is writing to it",
+                hint="run the command again when nothing is writing to the object",
             ) from None
         if err.code == 404:
             return ()  # reading it reports this
         raise OSError(f"the store answered {err.code}") from None
     except HTTPException as err:  # its text may have the URL
-        raise OSError(f"no valid answer ({type(err).__name__})") from None
+        raise OSError(f"the store sent no valid answer ({type(err).__name__})") from None
     return tuple(
         checksum
         for algorithm, text in _sums_in(headers)
@@ -286,7 +286,7 @@ def ask_s3(
             raise SourceChangedError(
                 "the object changed while it was being read",
                 file=str(path),
-                hint="run again when nothing is writing to it",
+                hint="run the command again when nothing is writing to the object",
             ) from err
         if status == 404:
             return ()  # reading it reports this

@@ -134,7 +134,7 @@ def read(store: ReadStore) -> Catalog:
     return catalog.noted([_JOINED.format(", ".join(folders))])
 
 
-_JOINED = "{} are read as one checkpoint (Accelerator.load_state loads only separate directories)"
+_JOINED = "{} were read as one checkpoint (Accelerator.load_state loads only separate directories)"
 
 
 def salvage(store: ReadStore, report: Report) -> Catalog:

@@ -272,7 +272,8 @@ def _chunk_items(target: TargetCatalog) -> dict[str, list[Item]]:
                 )
             if box.offset in offsets:
                 raise UnsupportedError(
-                    f"two chunks begin at element {box.offset}, which DCP cannot store", key=key
+                    f"two chunks begin at offset {box.offset}, and DCP can store only one of them",
+                    key=key,
                 )
             offsets.add(box.offset)
             plan = plans.get((stored.dtype, box.shape))

@@ -47,6 +47,7 @@ from core.errors import (
     Report,
     UnsafeError,
     UnsupportedError,
+    list_some,
     placing_errors,
     raising,
 )
@@ -371,7 +372,7 @@ class _ColumnBuilder:
         self._add_items()
         entries = self.state.get("state_dict_metadata")
         if type(entries) is not dict:
-            raise CorruptError("Metadata has no state_dict_metadata")
+            raise CorruptError("DCP's Metadata has no state_dict_metadata")
         # Release each record as soon as the columns have its content: both would not fit in memory.
         n_used = 0
         for key in list(entries):
@@ -409,15 +410,17 @@ class _ColumnBuilder:
     def _add_entry(self, key: object, entry: object) -> int:
         """Add a tensor or an object; return the number of distinct items that it uses."""
         if type(key) is not str:
-            raise CorruptError(f"a key of state_dict_metadata is a {type(key).__name__}")
+            raise CorruptError(
+                f"a key of state_dict_metadata has the type {type(key).__name__}, not str"
+            )
         if type(entry) is TensorRecord:
             return self._add_tensor(key, _state(entry, key))
         if type(entry) is BytesRecord:
             item = self.object_items.get(key)
             if item is None:
-                raise MissingShardError("the object has no item in any file", key=key)
+                raise MissingShardError("storage_data has no item for the object", key=key)
             if item[2] == 0:
-                raise CorruptError("the object has an item of 0 bytes", key=key)
+                raise CorruptError("the object's item is 0 bytes long", key=key)
             self.objects[key] = DcpItem(self.names[item[0]], item[1], item[2])
             return 1
         class_name = getattr(entry, "class_name", type(entry).__name__)
@@ -428,7 +431,7 @@ class _ColumnBuilder:
         storage = self.state.get("storage_data")
         if type(storage) is not dict:
             # Not raised, so that the fast reader reports it too. The entries then lack items.
-            self._report(CorruptError("Metadata has no storage_data").breaking("dcp.items"))
+            self._report(CorruptError("DCP's Metadata has no storage_data").breaking("dcp.items"))
             return
         for index in list(storage):
             try:
@@ -476,7 +479,7 @@ class _ColumnBuilder:
         dtype, requires_grad = _properties(key, state.get("properties"))
         shape, chunks = state.get("size"), state.get("chunks")
         if type(shape) is not tuple or type(chunks) is not list:
-            raise CorruptError("malformed tensor: size or chunks are missing", key=key)
+            raise CorruptError("the tensor's size or chunks are missing or malformed", key=key)
         # The shape must be valid, and not too large for any file.
         n_elements = 1
         for extent in shape:
@@ -484,7 +487,9 @@ class _ColumnBuilder:
                 raise CorruptError(f"the shape {describe_value(shape)} is invalid", key=key)
             n_elements *= max(extent, 1)
             if n_elements >= _MAX_EXTENT:
-                raise CorruptError("the shape has more elements than any file could hold", key=key)
+                raise CorruptError(
+                    "the shape has more elements than any file could contain", key=key
+                )
         first, start = len(self.item_offset), len(self.offsets)
         used_offsets = set()
         for chunk in chunks:
@@ -525,7 +530,9 @@ class _ColumnBuilder:
         """
         if type(chunk) is not ChunkRecord:
             raise CorruptError(
-                f"malformed tensor: one of its chunks is a {type(chunk).__name__}", key=key
+                f"one of the tensor's chunks has the type {type(chunk).__name__}, not "
+                "ChunkStorageMetadata",
+                key=key,
             )
         offset, size = chunk[0]["offsets"], chunk[0]["sizes"]
         # A plain loop: this runs 10⁶ times, and all() with a generator is slower.
@@ -535,7 +542,7 @@ class _ColumnBuilder:
                 fits = False
         if not fits or type(offset) is not tuple:
             raise CorruptError(
-                f"a chunk of size {describe_value(size)} at {describe_value(offset)} exceeds the "
+                f"the chunk of size {describe_value(size)} at {describe_value(offset)} exceeds the "
                 f"tensor's shape {describe_value(shape)}",
                 key=key,
                 rule="dcp.out_of_bounds",
@@ -546,19 +553,19 @@ class _ColumnBuilder:
             if 0 in size:
                 return None
             raise MissingShardError(
-                f"the chunk of size {describe_value(size)} at {describe_value(offset)} has no item "
-                "in any file",
+                f"storage_data has no item for the chunk of size {describe_value(size)} at "
+                f"{describe_value(offset)}",
                 key=key,
             )
         if item[2] == 0 and 0 not in size:
             size_text = describe_value(size)
-            raise CorruptError(f"a chunk of size {size_text} has an item of 0 bytes", key=key)
+            raise CorruptError(f"the item for a chunk of size {size_text} is 0 bytes long", key=key)
         return offset, size, item
 
     def _report_problem(self, key: str, err: Exception) -> None:
         """Report the problem of an entry or of one of its chunks."""
         if not isinstance(err, CheckpointingException):
-            err = CorruptError(f"malformed chunk: {type(err).__name__} {err}", key=key)
+            err = CorruptError(f"a chunk is malformed ({type(err).__name__}: {err})", key=key)
         rule = "dcp.no_item" if isinstance(err, MissingShardError) else "dcp.entries"
         self._report(err.breaking(rule))
 
@@ -612,7 +619,7 @@ def _state(record: DcpRecord, key: str | None = None) -> dict[str, Any]:
         CorruptError: the record has no attributes.
     """
     if len(record) != 1 or type(record[0]) is not dict:
-        raise CorruptError("malformed Metadata: a record without attributes", key=key)
+        raise CorruptError("a record in DCP's Metadata has no attributes", key=key)
     return record[0]
 
 
@@ -634,12 +641,13 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
         raise UnsupportedError(
             "the checkpoint is in DCP's Hugging Face storage (safetensors files), which is not "
             "supported",
-            hint="consolidate the files with torch and convert the result",
+            hint="consolidate the files with torch, and convert the result",
         )
     if type(index) is not IndexRecord or type(info) is not StorageRecord:
         kinds = [getattr(part, "class_name", type(part).__name__) for part in (index, info)]
         raise UnsupportedError(
-            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no known storage writes",
+            f"storage_data maps a {kinds[0]} to a {kinds[1]}, which no supported storage "
+            "backend writes",
             hint=_hint_of(str(kinds[1])),
         )
     try:
@@ -650,9 +658,11 @@ def _item_fields(index: object, info: object) -> tuple[str, Any, str, Any, Any, 
         chunk_offset = index_state.get("offset")
         descriptors = item_state.get("transform_descriptors")
     except (ValueError, KeyError, TypeError, AttributeError) as err:
-        raise CorruptError(f"malformed entry of storage_data: {type(err).__name__} {err}") from err
+        raise CorruptError(
+            f"an entry of storage_data is malformed ({type(err).__name__}: {err})"
+        ) from err
     if type(key) is not str or type(name) is not str:
-        raise CorruptError("malformed entry of storage_data: a name is not text")
+        raise CorruptError("an entry of storage_data has a name that is not a string")
     return key, chunk_offset, name, offset, n_bytes, descriptors
 
 
@@ -674,9 +684,11 @@ def _transforms(names: object, key: str) -> tuple[str, ...]:
     unknown = [name for name in names if not _ZSTD.fullmatch(name)]
     if unknown or len(names) > _MAX_TRANSFORMS:
         raise UnsupportedError(
-            f"items with the transforms {describe_value(unknown or names)} are not supported",
+            f"items with the transforms {list_some(map(describe_value, unknown or names))} are not "
+            "supported",
             key=key,
-            hint="load and save the checkpoint with torch, without extensions other than zstd",
+            hint="load the checkpoint with torch, and save it again with no extension other "
+            "than zstd",
         )
     # The same few names occur 10⁶ times.
     return tuple(map(sys.intern, names))
@@ -693,15 +705,17 @@ def _properties(key: str, record: object) -> tuple[str, bool]:
     if type(state) is dict:
         state = tuple(state.get(name) for name in ("dtype", "layout", "requires_grad"))
     if type(state) is not tuple or len(state) < 3:
-        raise CorruptError("malformed tensor: properties are missing", key=key)
+        raise CorruptError("the tensor's properties are missing or malformed", key=key)
     dtype, layout, requires_grad = state[:3]
     if type(dtype) is not Global or dtype.module != "torch":
-        raise CorruptError(f"malformed tensor: its dtype is a {type(dtype).__name__}", key=key)
+        raise CorruptError(
+            f"the tensor's dtype has the type {type(dtype).__name__}, not torch.dtype", key=key
+        )
     if layout not in ("torch.strided", None):
         raise UnsupportedError(
-            f"the layout {describe_value(layout)} is not supported",
+            f"the tensor layout {describe_value(layout)} is not supported",
             key=key,
-            hint="save it as a dense tensor",
+            hint="save the tensor as a dense tensor",
         )
     try:
         dtype_of(dtype.name)

@@ -86,9 +86,9 @@ def linked_metadata(catalog: Catalog) -> FileImage:
 def _linked_row(catalog: Catalog, key: str) -> TensorRow | ObjectRow:
     """Return the row of ``.metadata`` for an entry in the source's data files."""
     refusal = UnsupportedError(
-        "the entry is compressed or not an item of its own, so new metadata cannot refer to it",
+        "the entry is compressed or is not stored as an item, so new metadata cannot refer to it",
         key=key,
-        hint="run without --metadata-only",
+        hint="run the command again without --metadata-only",
     )
     tensor = catalog.tensors.get(key)
     if tensor is None:

@@ -54,7 +54,7 @@ def list_rank_metadata(store: ReadStore) -> list[str]:
         if rank not in ranks:
             later_file = data_files.get(rank) or ranks[max(ranks)]
             raise MissingShardError(
-                f"__{rank}.metadata is missing, but {later_file} exists; the save (or a copy) "
+                f"__{rank}.metadata is missing, but {later_file} exists, so the save or a copy "
                 "did not finish",
                 file=f"__{rank}.metadata",
                 hint="copy the checkpoint again, or use an older one",
@@ -122,8 +122,8 @@ def _merge_tensors(parts: Sequence[DcpMetadata]) -> DcpMetadata:
         for other in (part.tensors[key] for part in holders[1:]):
             if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
                 raise CorruptError(
-                    f"ranks disagree about the tensor: {tensor.dtype} of shape {tensor.shape} and "
-                    f"{other.dtype} of shape {other.shape}",
+                    f"the tensor is {tensor.dtype} of shape {tensor.shape} on one rank and "
+                    f"{other.dtype} of shape {other.shape} on another",
                     key=key,
                 )
 
@@ -176,7 +176,7 @@ def _common_object(key: str, items: Sequence[DcpItem], store: ReadStore) -> DcpI
             raise UnsupportedError(
                 f"{first.file} and {other.file} contain different values for the same object",
                 key=key,
-                hint="load the checkpoint with torch and save it with use_collectives=True",
+                hint="load the checkpoint with torch, and save it again with use_collectives=True",
             )
     return first
 

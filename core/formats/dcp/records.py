@@ -156,8 +156,8 @@ def parse_by_machine(data: bytes, *, label: str) -> object:
 def _refuse_persistent(value: object) -> object:
     """Raise CorruptError for a persistent id."""
     raise CorruptError(
-        "the pickle uses a persistent id, which DCP metadata never does",
-        hint="this is not the checkpoint's .metadata, but perhaps a torch.save file; copy the "
+        "the pickle contains a persistent ID, which DCP metadata never does",
+        hint="this is not the checkpoint's .metadata (it may be a torch.save file); copy the "
         ".metadata that was saved with these .distcp files",
     )
 
@@ -202,7 +202,7 @@ class _RecordUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _EnumMember
         if len(self.others) > safe_pickle.DEFAULT_LIMITS.max_names:
-            raise UnsafeError("the metadata names too many classes and functions")
+            raise UnsafeError("the metadata refers to too many classes and functions")
         self.others.add((module, name))
         return OtherRecord
 
@@ -223,5 +223,5 @@ def parse_by_c(data: bytes) -> tuple[object, set[tuple[str, str]]]:
     reader = _RecordUnpickler(file)
     root = reader.load()
     if file.tell() != len(data):
-        raise CorruptError("bytes follow the end of the pickle")
+        raise CorruptError("the file has extra bytes after the end of the pickle")
     return root, reader.others

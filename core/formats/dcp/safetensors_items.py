@@ -105,11 +105,11 @@ class _SafetensorsPart:
         offset = self.saved_offsets.get(key, list(box.offset))
         if offset != list(box.offset):
             raise MissingShardError(
-                f"the chunk at {list(box.offset)} was never written: torch stores only the last of "
-                f"a tensor's chunks in a safetensors file, and it is the one at {offset}",
+                f"the chunk at {list(box.offset)} was never written, because torch stores only the "
+                f"last of a tensor's chunks in a safetensors file (here the chunk at {offset})",
                 file=file,
                 key=key,
-                hint="save again with SerializationFormat.TORCH_SAVE",
+                hint="save the checkpoint again with SerializationFormat.TORCH_SAVE",
             )
         if (array.dtype, array.shape) != (dtype, box.shape) or array.n_bytes != n_bytes:
             raise CorruptError(

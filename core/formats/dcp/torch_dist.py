@@ -227,7 +227,7 @@ def _read_folders(store: ReadStore, folders: Sequence[str]) -> Catalog:
     catalog = build_catalog(with_raw_files(store, metadata), format="torch_dist")
     catalog = with_common_state(catalog.with_hidden(arrays), entries, file=store.label)
     notes = [
-        f"{', '.join(folders)} are read as one checkpoint (verl loads only separate directories)"
+        f"{', '.join(folders)} were read as one checkpoint (verl loads only separate directories)"
     ]
     if not folders[0].startswith("model/"):
         notes.append(
@@ -313,7 +313,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     facts = target.facet(TorchDistFacts) or TorchDistFacts()
     dialect = facts.dialect or "common_pt"
     if dialect not in DIALECTS:
-        raise UnsupportedError(f"unknown dialect {dialect!r}", hint=f"known: {', '.join(DIALECTS)}")
+        raise UnsupportedError(
+            f"unknown dialect {dialect!r}", hint=f"use one of {', '.join(DIALECTS)}"
+        )
     # The common state is a file or, in the newest dialect, an object.
     common = common_state(target)
     objects = [item for item in target.objects.values() if is_sharded_object(item.key)]

@@ -205,7 +205,8 @@ def inflate_item(
             data += block
             if len(data) > limit:
                 raise CorruptError(
-                    f"the item inflates to more than {limit:,} bytes, the maximum for its content",
+                    f"the item decompresses to more than {limit:,} bytes, the limit for its "
+                    "content",
                     file=file,
                     span=span,
                     hint="do not trust this checkpoint; find out who wrote it",
@@ -214,7 +215,8 @@ def inflate_item(
     except zstandard.ZstdError as err:
         if "memory" in str(err) or "dictionary" in str(err).lower():
             raise UnsupportedError(
-                f"the zstd stream cannot be read within {MAX_WINDOW_BYTES >> 20} MiB: {err}",
+                f"the zstd stream cannot be read with {MAX_WINDOW_BYTES >> 20} MiB of memory: "
+                f"{err}",
                 file=file,
                 span=span,
             ) from err
@@ -299,7 +301,7 @@ class _FrameFollower:
         elif magic & 0xFFFFFFF0 == 0x184D2A50:
             self._expect(4, lambda size: self._end_frame(int.from_bytes(size, "little")))
         else:
-            raise CorruptError(f"{head.hex(' ')} is not the beginning of a zstd frame")
+            raise CorruptError(f"the bytes {head.hex(' ')} do not begin a zstd frame")
 
     def _after_descriptor(self, head: bytes) -> None:
         """Skip the rest of the frame header; the descriptor encodes its length."""

@@ -196,7 +196,7 @@ def _groups(model: ModelStates, head: OptimStates, *, is_data_first: bool) -> li
                 if expert is None or expert[0] not in experts:
                     raise model.state.mismatch(
                         f"group {number} is partitioned among {count} of {head.n_ranks} ranks, but "
-                        "the parameter belongs to no expert that has a file",
+                        "the parameter does not belong to any expert that has a file",
                         key=name,
                     )
                 layer, local = expert
@@ -231,8 +231,8 @@ def _check_weights(
             weights = model.module.get(name)
             if weights is None or weights.shape != shape:
                 raise model.state.mismatch(
-                    f"param_shapes gives {shape}, but the expert's file has "
-                    f"{'no such parameter' if weights is None else weights.shape}",
+                    f"param_shapes lists shape {shape}, but the expert's file has "
+                    f"{'no such parameter' if weights is None else f'shape {weights.shape}'}",
                     key=name,
                 )
         # The largest parameter: biases are often zero.

@@ -52,16 +52,16 @@ _EXPERT_OPTIM = re.compile(
 _LAYER = re.compile(r"layer_(?P<layer>\d{2,6})-(?:model_(?P<tp_rank>\d{2,6})-)?model_states\.pt$")
 _OFFLOADED = "offloaded_tensors"
 UNIVERSAL_HINT = (
-    "convert the checkpoint with DeepSpeed's ds_to_universal.py; ckpt reads the universal "
-    "checkpoint that it writes"
+    "convert the checkpoint with DeepSpeed's ds_to_universal.py, then use the universal "
+    "checkpoint that the script writes"
 )
 """The hint for what that tool converts and ckpt does not: AutoEP, values that are computed."""
 SAVE_AGAIN = (
-    "load it with DeepSpeed in the topology that it was saved with, gather the weights, "
-    "and save them with torch.save"
+    "load the checkpoint with DeepSpeed in the topology that it was saved with, gather the "
+    "weights, and save them with torch.save"
 )
 SAVE_AGAIN_HINT = (
-    f"DeepSpeed's ds_to_universal.py does not convert such a checkpoint either; {SAVE_AGAIN}"
+    f"DeepSpeed's ds_to_universal.py cannot convert this checkpoint either; {SAVE_AGAIN}"
 )
 """The hint for checkpoints without ZeRO's optimizer files or with states on NVMe.
 
@@ -137,7 +137,7 @@ def model_parallel_ranks(store: ReadStore, *, needs_optimizer: bool = True) -> S
     """
     if needs_optimizer and _OFFLOADED in store.folders():
         raise UnsupportedError(
-            "optimizer states that were offloaded to NVMe are not supported",
+            "optimizer states offloaded to NVMe are not supported",
             file=_OFFLOADED,
             hint=SAVE_AGAIN_HINT,
         )
@@ -202,7 +202,7 @@ def list_rank_files(store: ReadStore, mp_rank: int = 0) -> ZeroRankFiles:
         raise CorruptError(
             f"{first} and {second} come from two runs with different settings",
             file=store.label,
-            hint="remove the older files (compare their modification times)",
+            hint="compare the files' modification times, and remove the older files",
         )
     experts = list_expert_files(names)
     expert_optim = {

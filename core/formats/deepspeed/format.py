@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from core.formats.deepspeed.partitioned import PartitionedStates
 
 _UNIVERSAL = "zero"
-_NUMBERED = "ZeRO-0 stores the optimizer's parameters by number, not by name; the numbers are kept"
+_NUMBERED = "ZeRO-0 stores optimizer state by parameter number, not by name; the numbers are kept"
 
 
 def sniff(store: ReadStore) -> bool:
@@ -115,9 +115,7 @@ def read(store: ReadStore) -> Catalog:
     try:
         return _read_with_optimizer(store)
     except (CorruptError, UnsupportedError) as err:
-        advise_no_optim(
-            err, store, read_weights, "takes the weights that the model has in its own precision"
-        )
+        advise_no_optim(err, store, read_weights, "uses the weights in the model's own precision")
         raise
 
 
@@ -192,7 +190,7 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
     model = parse_model_states(read_state_file(store, name))
     if model.groups is not None:
         raise MissingShardError(
-            "the optimizer files, which hold the fp32 weights, are missing",
+            "the optimizer files, which contain the fp32 weights, are missing",
             file=f"*{name.replace('model_states', 'optim_states')}" if files.model is None else
             "*zero_pp_rank_0_mp_rank_00_optim_states.pt",
             hint="copy the checkpoint again, with all its files",
@@ -219,8 +217,8 @@ def _read_unpartitioned(store: ReadStore, files: ZeroRankFiles) -> Catalog:
             for rank, file in enumerate(expert_optim)
         }
         notes.append(
-            "ZeRO-0 stores an optimizer for each expert-parallel rank, with numbers instead of "
-            "names for its parameters; all of them are kept"
+            "ZeRO-0 stores an optimizer for each expert-parallel rank and numbers its parameters "
+            "instead of naming them; all of these optimizers are kept"
         )
     elif optimizer is not None:
         tree[OPTIMIZER] = spread(optimizer, model.state)

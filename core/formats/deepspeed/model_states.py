@@ -28,7 +28,7 @@ from core.errors import CorruptError, UnsupportedError
 from core.formats.deepspeed.files import UNIVERSAL_HINT, missing_model_parallel_rank
 from core.pickle.fields import int_or_none, mapping_or_empty, text_or_none
 from core.pickle.inert import TensorLeaf, as_mapping, walk
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.engine.catalog.stored import StoredArray
@@ -104,7 +104,7 @@ def parse_model_states(state: StateFile, *, is_universal: bool = False) -> Model
     if not is_universal:
         if any(root.get(name) for name in _AUTOEP):
             raise UnsupportedError(
-                "experts that are sharded among ranks (AutoEP) are not supported",
+                "experts that are sharded across ranks (AutoEP) are not supported",
                 file=state.file,
                 hint=UNIVERSAL_HINT,
             )
@@ -172,7 +172,9 @@ def record_other_files(models: Sequence[ModelStates]) -> tuple[Dropped, ...]:
             or not are_same(value, head.get(name))
         )
     }
-    return dropped_each((f"{name} of other ranks" for name in names), "the first rank's is kept")
+    return dropped_each(
+        (f"{name} of other ranks" for name in names), "the first rank's value is kept"
+    )
 
 
 def version_of(model: ModelStates) -> str | None:
@@ -229,18 +231,19 @@ def grid_of(model: ModelStates, n_ranks: int, layers: Mapping[int, Mapping[int, 
         pp = n_ranks // tp
     if pp < 1 or tp < 1 or pp * tp != n_ranks:
         raise CorruptError(
-            f"there are files for {n_ranks} model-parallel ranks, but {pp} pipeline stages with "
-            f"{tp} tensor-parallel ranks are recorded",
+            f"there are files for {n_ranks} model-parallel ranks, but the checkpoint records {pp} "
+            f"pipeline stages with {tp} tensor-parallel ranks each",
             file=model.state.file,
-            hint="remove files that an older run with more ranks left behind",
+            hint="remove the files that an older run with more ranks left behind",
         )
     for layer, files in layers.items():
         if set(files) != set(range(tp)):
             raise CorruptError(
-                f"layer {layer} has files for tensor-parallel ranks {sorted(files)}, but there are "
+                f"layer {layer} has files for {n_text(len(files), 'tensor-parallel rank')} "
+                f"({', '.join(map(str, sorted(files)))}), but there are "
                 f"{tp} ranks",
                 file=next(iter(files.values())),
-                hint="remove files that an older run with more ranks left behind"
+                hint="remove the files that an older run with more ranks left behind"
                 if max(files) >= tp
                 else "copy the checkpoint again, with all its files",
             )

@@ -122,7 +122,7 @@ def parse_optim_states(state: StateFile) -> OptimStates:
         raise state.corrupt(f"zero_stage is {stage}, which has no optimizer files")
     flat_name, base_name = (FLAT_3, OPTIMIZER_STATE) if stage == 3 else (FLAT_12, BASE_STATE)
     if flat_name not in root:
-        raise state.corrupt(f"{OPTIMIZER_STATE}.{flat_name} is missing, which ZeRO-{stage} needs")
+        raise state.corrupt(f"{OPTIMIZER_STATE}.{flat_name}, which ZeRO-{stage} needs, is missing")
     # The master weights, then the states of the wrapped optimizer, by flat group.
     groups = state.fields.read_list(root[flat_name], flat_name)
     fp32 = [state.flat(group, f"{flat_name}[{number}]") for number, group in enumerate(groups)]
@@ -183,8 +183,9 @@ def _partition_counts(state: StateFile, root: Mapping[object, object], stage: in
     # has them.
     if len(set(counts)) > 1 and stage == 3:
         raise UnsupportedError(
-            f"the groups are partitioned among different numbers of ranks ({sorted(set(counts))}), "
-            "as with experts in ZeRO-3 (AutoEP)",
+            "the groups are partitioned across different numbers of ranks "
+            f"({', '.join(map(str, sorted(set(counts))))}), as for ZeRO-3 experts (AutoEP), which "
+            "ckpt does not support",
             file=state.file,
             hint=UNIVERSAL_HINT,
         )

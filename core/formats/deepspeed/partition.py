@@ -29,7 +29,7 @@ from math import prod
 from typing import Protocol
 
 from core.arrays.box import Shape
-from core.errors import CorruptError
+from core.errors import CorruptError, list_some
 from core.formats.deepspeed.state_file import MIXED_STEPS_HINT
 from core.values import dataclass
 
@@ -166,7 +166,7 @@ def cut_groups(
         for (name, shape), gap in zip(group.shapes.items(), gaps, strict=True):
             if name in first:
                 raise CorruptError(
-                    f"the parameter is in groups {groups[first[name][0]].number} and "
+                    f"the parameter is in two groups, {groups[first[name][0]].number} and "
                     f"{group.number}",
                     key=name,
                 )
@@ -182,7 +182,8 @@ def cut_groups(
         if rank_starts[-1] < last or -(-offset // step) != -(-rank_starts[-1] // step):
             raise CorruptError(
                 f"the {len(group.shapes)} parameters of group {group.number} need {offset} "
-                f"elements, but its parts on {len(group.ranks)} ranks have {rank_starts[-1]}",
+                f"elements, but the group's parts on {len(group.ranks)} ranks have "
+                f"{rank_starts[-1]}",
                 hint=MIXED_STEPS_HINT,
             )
     return CutGroups(groups, first, starts)
@@ -239,8 +240,9 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
     for rank, rank_sizes in enumerate(sizes):
         if list(rank_sizes) != list(sizes[0]):
             raise CorruptError(
-                f"the flat groups of rank {rank} have {list(rank_sizes)[:8]} elements, but those "
-                f"of rank 0 have {list(sizes[0])[:8]}",
+                f"rank {rank}'s flat groups have {list_some(rank_sizes)} elements, but rank 0's "
+                "have "
+                f"{list_some(sizes[0])}",
                 hint=MIXED_STEPS_HINT,
             )
     # Concatenate the parts of the parameters of all groups.

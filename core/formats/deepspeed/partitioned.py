@@ -27,6 +27,7 @@ from core.errors import (
     CorruptError,
     MissingShardError,
     ReplicaMismatchError,
+    list_some,
     placing_errors,
 )
 from core.formats.deepspeed.experts import cut_with_experts, local_names, with_experts
@@ -123,7 +124,7 @@ def read_data_parallel(
         return read_partitioned(store, models, optim)
     if files.model is None:
         raise MissingShardError(
-            f"the model file of ZeRO-{optim[0].stage} is missing",
+            f"the ZeRO-{optim[0].stage} model file is missing",
             file="mp_rank_00_model_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
@@ -168,8 +169,12 @@ def _list_groups(optim: Sequence[OptimStates], shapes: Shapes) -> list[Shapes]:
                 }
             if len(candidates) != 1 or prod(*candidates) != n:
                 raise optim[0].state.mismatch(
-                    f"param_slice_mappings records {n} elements of the parameter, but the model's "
-                    f"files have shape {next(iter(candidates), None)}",
+                    f"param_slice_mappings records {n} elements of the parameter, but "
+                    + (
+                        f"its shape in the model files is {next(iter(candidates))}"
+                        if len(candidates) == 1
+                        else "no single shape in the model files has this size"
+                    ),
                     key=name,
                 )
             group[name] = candidates.pop()
@@ -195,7 +200,7 @@ def read_partitioned(
         raise model.state.corrupt(f"param_shapes, which ZeRO-{head.stage} needs, is missing")
     for other in models[1:]:
         if other.groups != model.groups or other.frozen != model.frozen:
-            raise other.state.mismatch(f"param_shapes differ from those of {model.state.file}")
+            raise other.state.mismatch(f"param_shapes differs from that of {model.state.file}")
     partition = _partition(store, model, optim)
 
     # The weights: master weights in the flat groups, and those that only model files contain. An
@@ -249,7 +254,7 @@ def _frozen_notes(model: ModelStates, weights: Mapping[str, Tensor]) -> list[str
         return []
     dtype = weights[narrow[0]].dtype
     note = (
-        f"frozen parameters have no float32 master weights; they are {dtype}: {some_of(narrow)} "
+        f"frozen parameters have no float32 master weights and stay {dtype}: {some_of(narrow)} "
         "(--dtype fp32 makes all weights float32)"
     )
     return [note]
@@ -283,7 +288,7 @@ def _partition(
         if len(model.groups) != len(optim[0].fp32):
             raise model.state.mismatch(
                 f"param_shapes has {len(model.groups)} groups, but the optimizer files have "
-                f"{len(optim[0].fp32)}"
+                f"{len(optim[0].fp32)} groups"
             )
         partition = cut_with_experts(store, model, optim)
         try:
@@ -354,8 +359,9 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
                 # A parameter without elements has no run, but may be recorded.
                 if recorded != position and not (position is None and recorded[1] == 0):
                     raise rank_optim.state.mismatch(
-                        f"param_slice_mappings records (start, elements) {recorded}, but by the "
-                        "shapes of the parameters before it, this rank has "
+                        f"param_slice_mappings records (start, elements) {recorded}, but "
+                        "according to the "
+                        "shapes of the preceding parameters, this rank has "
                         f"{'no part of it' if position is None else position}; the file may be "
                         "from a different rank",
                         key=name,
@@ -363,7 +369,8 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
     # Positions that no file records are left over.
     for rank, group, name in expected:
         raise optim[rank].state.mismatch(
-            "param_slice_mappings lacks the parameter, which is in this rank's part of group "
+            "param_slice_mappings does not list the parameter, which is in this rank's part of "
+            "group "
             f"{group}",
             key=name,
         )
@@ -387,22 +394,22 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
         file = rank_optim.state.file
         if rank_optim.n_ranks != len(optim):
             raise CorruptError(
-                f"the file records {rank_optim.n_ranks} ranks, but there are files from "
-                f"{len(optim)}",
+                f"the file records {rank_optim.n_ranks} ranks, but the checkpoint has files from "
+                f"{len(optim)} ranks",
                 file=file,
                 rank=str(rank),
-                hint="remove files that an older run with more ranks left behind",
+                hint="remove the files that an older run with more ranks left behind",
             )
         if rank_optim.stage != head.stage:
             raise CorruptError(
-                f"the file is from ZeRO-{rank_optim.stage}, but that of rank 0 is from "
+                f"the file is from ZeRO-{rank_optim.stage}, but rank 0's file is from "
                 f"ZeRO-{head.stage}",
                 file=file,
                 rank=str(rank),
             )
         if len(rank_optim.fp32) != len(head.fp32):
             raise CorruptError(
-                f"the file has {len(rank_optim.fp32)} flat groups, but that of rank 0 has "
+                f"the file has {len(rank_optim.fp32)} flat groups, but rank 0's file has "
                 f"{len(head.fp32)}",
                 file=file,
                 rank=str(rank),
@@ -413,7 +420,7 @@ def check_ranks(optim: Sequence[OptimStates], files: ZeroRankFiles) -> None:
             f"there are {len(files.zero_model)} model states files, but {len(optim)} "
             "optimizer states files",
             file=files.zero_model[-1],
-            hint="remove files that an older run with more ranks left behind",
+            hint="remove the files that an older run with more ranks left behind",
         )
 
 
@@ -479,7 +486,7 @@ def _reason(kinds: Mapping[str, object], state: str) -> str:
             "8-bit bitsandbytes states in blocks of the flat group; only DeepSpeed can load them, "
             "on the same number of ranks"
         )
-    return "neither one value nor as long as the group"
+    return "it is neither a single value nor as long as the flat group"
 
 
 def _group_kinds(store: ReadStore, optim: Sequence[OptimStates], group: int) -> dict[str, object]:
@@ -493,8 +500,9 @@ def _group_kinds(store: ReadStore, optim: Sequence[OptimStates], group: int) -> 
     for rank, rank_states in enumerate(optim):
         if set(rank_states.states[group]) != set(names):
             raise rank_states.state.mismatch(
-                f"rank {rank} has states {sorted(rank_states.states[group])} of flat group "
-                f"{group}, but rank 0 has {sorted(names)}"
+                f"for flat group {group}, rank {rank} has the states "
+                f"{list_some(sorted(rank_states.states[group])) or 'none'}, but rank 0 has "
+                f"{list_some(sorted(names)) or 'none'}"
             )
     # Codes are as long as the group, but of no use without their scales.
     undivided = _QUANTIZED if "absmax1" in names else frozenset()
@@ -532,7 +540,7 @@ def _state_kind(store: ReadStore, optim: Sequence[OptimStates], group: int, stat
         if array.shape[0] < n:
             raise rank.state.mismatch(
                 f"state {state!r} of flat group {group} has {array.shape[0]} elements, but its "
-                f"weights have {n}"
+                f"weights have {n} elements"
             )
     return _FLAT
 
@@ -565,7 +573,7 @@ def _check_equal(store: ReadStore, arrays: Sequence[StoredArray], state: str) ->
         first = data if first is None else first
         if data != first:
             raise ReplicaMismatchError(
-                f"state {state!r} differs from that of rank 0",
+                f"the state {state!r} differs from rank 0's",
                 file=array.extent.file,
                 rank=str(rank),
                 hint=MIXED_STEPS_HINT,

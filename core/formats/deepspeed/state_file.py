@@ -30,7 +30,7 @@ MIXED_STEPS_HINT = (
 )
 SAVE_ANEW_HINT = (
     "load the checkpoint with the DeepSpeed version that wrote it and save it again with a "
-    "different one, or use an older checkpoint"
+    "different version, or use an older checkpoint"
 )
 
 
@@ -68,7 +68,7 @@ class StateFile:
             CorruptError: the value is not a string, or is empty.
         """
         if not isinstance(value, str) or not value:
-            raise self.corrupt(f"{path} has the name {describe_value(value)}")
+            raise self.corrupt(f"{path} contains an invalid name: {describe_value(value)}")
         return value
 
     def tensor(self, value: object, path: str) -> StoredArray:
@@ -103,7 +103,7 @@ class StateFile:
             name = self.name(name, path)
             sizes = self.fields.read_shape(shape, f"{path}.{name}")
             if prod(sizes) >= MAX_ELEMENTS:
-                raise self.corrupt(f"{path} contains the absurdly large shape {sizes}", key=name)
+                raise self.corrupt(f"{path} contains the impossibly large shape {sizes}", key=name)
             shapes[name] = sizes
         return shapes
 

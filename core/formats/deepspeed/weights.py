@@ -52,7 +52,8 @@ def frozen(models: Sequence[ModelStates], stage: int) -> dict[str, Tensor]:
         for model in models:
             if name not in model.fragments:
                 raise MissingShardError(
-                    "frozen_param_shapes lists the parameter, but frozen_param_fragments lacks it",
+                    "frozen_param_shapes lists the parameter, but frozen_param_fragments does "
+                    "not contain it",
                     file=model.state.file,
                     key=name,
                 )
@@ -123,11 +124,12 @@ def unlisted_weights(
     notes = []
     if names:
         notes.append(
-            f"parameters in no optimizer group, read from the model file in their own precision: "
+            "parameters in no optimizer group were read from the model file in their own "
+            "precision: "
             f"{some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: whole_tensor(model.module[name]) for name in names}
-    return tensors, notes, dropped_each(lost, "ZeRO-3 does not store its parts")
+    return tensors, notes, dropped_each(lost, "ZeRO-3 does not store the parameter's parts")
 
 
 def with_shared(model: ModelStates, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -137,7 +137,7 @@ def read(store: ReadStore) -> Catalog:
         catalog = replace(read_file_catalog(store, name), format="torch_bin")
         used, stem = {name}, name.removesuffix(".bin")
         catalog = catalog.noted(
-            f"{name} was read, as transformers does; {index} is out of date: it lists missing files"
+            f"{name} was read, as transformers does, because {index} lists files that are missing"
             for index in store.files()
             if index.endswith(INDEX_SUFFIX)
         )
@@ -157,7 +157,7 @@ def read(store: ReadStore) -> Catalog:
     if shards is not None and shards.index is not None and single in unread:
         unread.remove(single)
         catalog = catalog.noted([describe_unread_single(single, shards.index.file)])
-    notes = [f"not read: {list_some(unread, 4)}"] if unread else []
+    notes = [f"these files were not read: {list_some(unread, 4)}"] if unread else []
     catalog = with_carried(catalog, store).noted(notes)
     if shards is not None and shards.index is not None:
         catalog = replace(catalog, attributes=shards.index.attributes)
@@ -205,7 +205,7 @@ def shards_of(store: ReadStore, report: Report = raising) -> Shards | None:
         indexes = [store.entry]
     if len(indexes) > 1:
         raise UnsupportedError(
-            f"there are {len(indexes)} indexes, {indexes[0]} and {indexes[1]}",
+            f"the directory has {len(indexes)} index files: {list_some(indexes)}",
             file=store.label,
             hint="pass one of them as the source",
         )
@@ -245,7 +245,7 @@ def _numbered_shards(names: Sequence[str], label: str, report: Report) -> Shards
     if len(series) > 1:
         (stem, total), (other_stem, other_total) = series[:2]
         raise UnsupportedError(
-            f"two series of shards, {stem}-*-of-{total}.bin and "
+            f"the directory has two series of shards, {stem}-*-of-{total}.bin and "
             f"{other_stem}-*-of-{other_total}.bin, but no index",
             file=label,
             hint="remove the files that do not belong to the checkpoint",
@@ -256,7 +256,7 @@ def _numbered_shards(names: Sequence[str], label: str, report: Report) -> Shards
     if missing is not None:
         report(
             MissingShardError(
-                f"only {len(matches)} of {int(total)} shards found",
+                f"only {len(matches)} of {int(total)} shards are present",
                 file=f"{stem}-{missing:0{len(total)}d}-of-{total}.bin",
                 hint=_COPY_AGAIN,
             )
@@ -356,7 +356,7 @@ class _ShardMerger:
         tensors = {plain(key) for key in tree.arrays}
         root = as_mapping(map_leaves(tree.value, with_plain_key))
         if root is None:
-            raise UnsupportedError("the shard is not a dict of tensors", file=shard)
+            raise UnsupportedError("the shard does not contain a dict of tensors", file=shard)
         for name, value in root.items():
             self._check_entry(shard, name, value, tensors)
             self._shard_of[name] = shard
@@ -368,7 +368,7 @@ class _ShardMerger:
         for key, item in tree.objects.items():
             if plain(key) in self._objects:
                 raise CorruptError(
-                    "another shard has an entry with the same key",
+                    "another shard also has an entry with this key",
                     file=shard,
                     key=plain(key),
                     hint=_MIXED,
@@ -388,7 +388,7 @@ class _ShardMerger:
         """
         index = self._shards.index
         if index is None:
-            self._notes.append("there is no index, but no shard number is missing")
+            self._notes.append("there is no index, but all numbered shards are present")
             return
         for key, name in index.file_of.items():
             if key not in self._shard_of:
@@ -405,7 +405,7 @@ class _ShardMerger:
         own_bytes = sum({id(array): array.n_bytes for array in self._arrays.values()}.values())
         if index.total_bytes not in (None, n_bytes, own_bytes):
             self._notes.append(
-                f"the tensors have {n_bytes} bytes, but total_size in {index.file} is "
+                f"the tensors add up to {n_bytes} bytes, but total_size in {index.file} is "
                 f"{index.total_bytes}"
             )
 
@@ -427,7 +427,7 @@ class _ShardMerger:
         is_tensor = isinstance(value, TensorLeaf)
         if not isinstance(name, str) or (isinstance(value, TensorLeaf) and value.key != name):
             raise UnsupportedError(
-                f"the shard has an entry with the invalid name {str(name)[:80]!r}", file=shard
+                f"the shard has an entry with an invalid name: {str(name)[:80]!r}", file=shard
             )
         if not is_tensor and any(
             isinstance(node, TensorLeaf) and node.key in tensors for node in walk(value)
@@ -436,7 +436,7 @@ class _ShardMerger:
                 "the entry contains nested tensors, which sharded checkpoints do not support",
                 file=shard,
                 key=name,
-                hint="pass the shard itself to read it alone",
+                hint="pass only this shard as the source",
             )
         if name in self._shard_of:
             raise CorruptError(

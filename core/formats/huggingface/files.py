@@ -114,7 +114,7 @@ def with_folder(
         return with_files(catalog, _list_folder_files(store, folder, only_small=only_small))
     except (CapacityError, StorageError, UnsafeError) as err:
         place = "" if err.file in (None, folder) else f"{err.file}: "
-        note = f"{folder}/ is not carried: {place}{err.message}"
+        note = f"{folder}/ is not copied: {place}{err.message}"
         return replace(catalog, notes=(*catalog.notes, note))
 
 
@@ -136,7 +136,7 @@ def _list_folder_files(store: ReadStore, folder: str, *, only_small: bool) -> di
         folders = [name for name in store.folders(above) if _is_visible(name)]
         waiting += [f"{above}/{name}" for name in folders]
         if len(paths) + len(waiting) > _MAX_FILES:
-            raise CapacityError(f"it has more than {_MAX_FILES:,} files", file=folder)
+            raise CapacityError(f"the directory has more than {_MAX_FILES:,} files", file=folder)
     return {path: store.size(path) for path in sorted(paths)}
 
 

@@ -36,10 +36,14 @@ if TYPE_CHECKING:
     from core.files.store import ReadStore
 
 INDEX_SUFFIX = ".index.json"
+_WITHOUT_INDEX = (
+    "remove the index (ckpt reads shards numbered from 1 to n without it, and a conversion writes "
+    "a new index)"
+)
+_COPY_INDEX = f"copy the index again from its source, or {_WITHOUT_INDEX}"
 STALE_INDEX_HINT = (
-    "files from two checkpoints may be mixed; copy one checkpoint into an empty directory; if the "
-    "shards are right, remove the index: shards numbered from 1 to n are read without it, and a "
-    "conversion writes a new one"
+    "files from two checkpoints may be mixed, so copy one checkpoint into an empty directory; if "
+    f"the shards are right, {_WITHOUT_INDEX}"
 )
 """The hint for shards and an index that contradict each other."""
 _OF_THE_TENSORS = ("total_size", "total_parameters")
@@ -103,10 +107,9 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
     # An update in which nothing has changed lists no tensor.
     if not isinstance(weight_map, dict) or not (weight_map or deltas):
         raise CorruptError(
-            "the index has no weight_map of tensors and files",
+            "the index has no weight_map, which maps tensors to files",
             file=file,
-            hint="copy the index again from its source, or remove it: shards numbered from 1 to n "
-            "are read without it, and a conversion writes a new one",
+            hint=_COPY_INDEX,
         )
     # Loaders join a name to the directory, so that ./NAME is the same file.
     file_of = {
@@ -120,8 +123,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
                 f"the index lists the tensor in {name!r}, which is not a {kind} file",
                 file=file,
                 key=key,
-                hint="copy the index again from its source; or remove it: shards "
-                "numbered from 1 to n are read without it",
+                hint=_COPY_INDEX,
             )
     # Some versions of transformers wrote the size as a float.
     total = facts.get("total_size")
@@ -134,6 +136,7 @@ def read_index(store: ReadStore, file: str, *, suffix: str = "") -> WeightIndex:
 def describe_unread_single(single: str, index: str) -> str:
     """Return the note on a file with all tensors beside an index whose shards are complete."""
     return (
-        f"{single} was not read, as {index} does not list it, but transformers loads it instead of "
-        f"the shards: to read it, pass {single} itself"
+        f"{single} was not read, because {index} does not list it, but transformers loads it "
+        "instead "
+        f"of the shards; to read {single}, pass that file itself"
     )

@@ -142,15 +142,16 @@ def check_token_count(tokens: SpecialTokens, config: Mapping[str, object]) -> tu
     if tokens.n_rows > n_rows:
         last = max((tokens.n_rows - 1, *tokens.added.values()))
         raise UsageError(
-            f"the tokenizer has token ids up to {last:,}, but the model's vocabulary has only "
+            f"the tokenizer has token IDs up to {last:,}, but the model's vocabulary has only "
             f"{n_rows:,} rows",
-            hint="pass this model's tokenizer; or, if rows of real tokens were mistaken for "
+            hint="pass this model's tokenizer, or, if rows of real tokens were mistaken for "
             f"padding, pass --vocab-size {last + 1}",
         )
     beyond = [text for text, number in tokens.added.items() if number >= n_rows]
     if not beyond:
         return ()
-    return (f"the model has no rows for these tokens of its tokenizer: {list_some(beyond)}",)
+    note = "the model's vocabulary has no rows for these tokens of its tokenizer"
+    return (f"{note}: {list_some(beyond)}",)
 
 
 def complete_configuration(
@@ -180,7 +181,7 @@ def complete_configuration(
     if absent:
         changed[CONFIG] = _to_json({**config, **absent})
         values = ", ".join(f"{name} {number}" for name, number in absent.items())
-        notes.append(f"{CONFIG}: {values}, from the tokenizer")
+        notes.append(f"{CONFIG} now has {values}, taken from the tokenizer")
     if GENERATION_CONFIG not in files and "eos" in tokens.ids:
         # Servers prefer this file: what the configuration states must not be lost in it.
         changed[GENERATION_CONFIG] = _to_json(ids | stated)

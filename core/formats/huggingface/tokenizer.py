@@ -36,7 +36,8 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         )
     if not folder.is_dir():
         raise UsageError(
-            f"--tokenizer: {'not a directory' if folder.exists() else 'no such directory'}",
+            "--tokenizer: "
+            f"{'this is not a directory' if folder.exists() else 'the directory does not exist'}",
             file=str(folder),
             hint="pass a directory with tokenizer.json, tokenizer.model or vocab.json",
         )
@@ -55,7 +56,7 @@ def with_tokenizer(catalog: Catalog, folder: Path, *, carries_files: bool) -> Ca
         raise UsageError(
             f"--tokenizer: SRC already has {', '.join(existing)}",
             file=str(folder),
-            hint="omit --tokenizer; the tokenizer files of SRC are copied",
+            hint="to copy the tokenizer files of SRC, omit --tokenizer",
         )
     files = dict(catalog.files)
     for path in paths:

@@ -94,12 +94,13 @@ def read(store: ReadStore) -> Catalog:
     notes = []
     if others := sorted(files_by_iteration.keys() - {iteration}):
         notes.append(
-            f"iteration {iteration} is read; the directory also has {', '.join(map(str, others))}"
+            f"iteration {iteration} was read; the directory also contains other "
+            f"iterations ({', '.join(map(str, others))})"
         )
     if incomplete := _incomplete_tensors(catalog):
         notes.append(
             f"shards of {some_of(incomplete)} are missing; copy the directories of all nodes "
-            "into one"
+            "into one directory"
         )
     return catalog.noted(notes)
 
@@ -230,10 +231,10 @@ def _shard_of(leaf: object, arrays: Mapping[str, StoredArray], file: str) -> _Sh
     key = FieldReader(file).read_text(fields.get("key"), "the key of a shard")
     if fields.get("flattened_range") is not None:
         raise UnsupportedError(
-            "the shard is a range of a flattened tensor, which is not supported",
+            "the shard is part of a flattened tensor, which is not supported",
             file=file,
             key=key,
-            hint="save the checkpoint with dist_checkpointing.save, or with a newer megatron-core",
+            hint="save the checkpoint with dist_checkpointing.save, or with a newer Megatron-Core",
         )
     data = fields["data"]
     if not isinstance(data, TensorLeaf):
@@ -328,7 +329,7 @@ def _catalog(contents: Sequence[_RankContent], *, label: str, is_single: bool = 
 
 FORMAT = Format(
     name="mcore_local",
-    title="Megatron-core local checkpoint",
+    title="Megatron-Core local checkpoint",
     sniff=sniff,
     read=read,
     lay_out=None,

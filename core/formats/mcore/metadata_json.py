@@ -78,15 +78,16 @@ def read_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
     if named not in BACKENDS:
         problem = f"the unknown backend {named!r:.60}" if BACKEND_KEY in config else "no backend"
         raise UnsupportedError(
-            f"{CONFIG} names {problem}",
+            f"{CONFIG} specifies {problem}",
             file=CONFIG,
-            hint=f'write "{BACKEND_KEY}": "{backend}" into {CONFIG}: the files are of that backend',
+            hint=f'set "{BACKEND_KEY}" to "{backend}" in {CONFIG}, because the files were written '
+            "by that backend",
         )
     if named != backend:
         raise CorruptError(
-            f"{CONFIG} names the backend {named!r}, but the directory has files of {backend}",
+            f"{CONFIG} specifies the backend {named!r}, but the files were written by {backend}",
             file=CONFIG,
-            hint="check which of the two is from a different checkpoint",
+            hint=f"check whether {CONFIG} or the files are from a different checkpoint",
         )
     # Both versions must be supported; HEAD omits those of the common state.
     if version != VERSION:
@@ -96,7 +97,7 @@ def read_version(store: ReadStore, *, backend: str, folder: str = "") -> int:
     common = config.get("common_backend", "torch"), config.get("common_backend_version", 1)
     if common != ("torch", 1):
         raise UnsupportedError(
-            f"the common backend {common[0]!r} of version {common[1]!r} is not supported",
+            f"version {common[1]!r} of the common backend {common[0]!r} is not supported",
             file=CONFIG,
         )
     return VERSION

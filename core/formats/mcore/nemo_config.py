@@ -133,7 +133,9 @@ def with_nemo_config(catalog: Catalog, store: ReadStore) -> Catalog:
     try:
         fields = get_arguments(_read_model(store))
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments, because {MODEL_CONFIG} cannot be used: {err.message}"
+        note = (
+            f"there are no training arguments, because {MODEL_CONFIG} cannot be used: {err.message}"
+        )
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= get_saved_sizes(catalog)
     embedding = find_embedding(catalog)
@@ -166,9 +168,12 @@ def _read_model(store: ReadStore) -> dict[str, object]:
     }
     sizes = [stated.get(name) for name in ("num_layers", "hidden_size", "num_attention_heads")]
     if not all(type(size) is int and size > 0 for size in sizes):
-        raise CorruptError("it lacks the sizes of a language model", file=MODEL_CONFIG)
+        raise CorruptError(
+            "num_layers, hidden_size or num_attention_heads is missing or not a positive integer",
+            file=MODEL_CONFIG,
+        )
     if stated.get("mcore_gpt") is False:
-        raise UnsupportedError("mcore_gpt is false: the model has NeMo's own layers")
+        raise UnsupportedError("mcore_gpt is false, so the model has NeMo's own layers")
     model = {**_DEFAULTS, **stated}
     _, hidden, heads = sizes
     assert isinstance(hidden, int) and isinstance(heads, int)
@@ -186,7 +191,7 @@ def _read_model(store: ReadStore) -> dict[str, object]:
         ("activation", activation, _ACTIVATIONS),
     ):
         if value not in table:
-            raise UnsupportedError(f"{name} {value[:80]!r} is not one of {', '.join(table)}")
+            raise UnsupportedError(f"the {name} {value[:80]!r} is not one of {', '.join(table)}")
     model["normalization"] = _NORMS[norm]
     model["gated_linear_unit"] = activation.endswith("glu")
     # The GELU by tanh takes precedence over the function of any activation.
@@ -232,11 +237,15 @@ def with_nemo_context(catalog: Catalog, store: ReadStore) -> Catalog:
     try:
         model = read_yaml(store, MODEL_YAML, allows_aliases=True).get(_CONFIG)
         if not isinstance(model, dict) or not model:
-            raise CorruptError("it has no section config, so it is not NeMo's", file=MODEL_YAML)
+            raise CorruptError(
+                "the file has no config section, so NeMo did not write it", file=MODEL_YAML
+            )
         fields = get_arguments({str(name): value for name, value in model.items()})
         fields |= _rope_of(fields)
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments, because {MODEL_YAML} cannot be used: {err.message}"
+        note = (
+            f"there are no training arguments, because {MODEL_YAML} cannot be used: {err.message}"
+        )
         return replace(catalog, notes=(*catalog.notes, note))
     fields |= {
         "tensor_model_parallel_size": 1,

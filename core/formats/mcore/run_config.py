@@ -84,12 +84,15 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
         }
         if not content.get(_MODEL):
             raise CorruptError(
-                "it has no section model, so it is not Megatron-Bridge's", file=RUN_CONFIG
+                "the file has no model section, so Megatron-Bridge did not write it",
+                file=RUN_CONFIG,
             )
         fields = get_arguments(content[_MODEL])
         fields |= _adapter_of(content.get(_PEFT), base=content[_MODEL].get("hf_model_id"))
     except (CorruptError, UnsupportedError) as err:
-        note = f"no training arguments, because {RUN_CONFIG} cannot be used: {err.message}"
+        note = (
+            f"there are no training arguments, because {RUN_CONFIG} cannot be used: {err.message}"
+        )
         return replace(catalog, notes=(*catalog.notes, note))
     note = f"the training arguments were taken from {RUN_CONFIG} (Megatron-Bridge)"
     catalog = with_arguments(catalog, {}, fields, note=note)
@@ -97,7 +100,7 @@ def with_run_config(catalog: Catalog, store: ReadStore) -> Catalog:
         catalog,
         dropped=(
             *catalog.dropped,
-            Dropped((RUN_CONFIG,), "its model section became the arguments"),
+            Dropped((RUN_CONFIG,), "its model section was used as the training arguments"),
         ),
     )
 
@@ -182,12 +185,14 @@ def read_yaml(
             depth += isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent))
             depth -= isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent))
             if depth > _MAX_DEPTH:
-                raise UnsupportedError(f"values are nested more than {_MAX_DEPTH} deep", file=file)
+                raise UnsupportedError(
+                    f"values are nested more than {_MAX_DEPTH} levels deep", file=file
+                )
         content = yaml.load(data, Loader=loader)
     # Numbers and dates out of range are ValueErrors.
     except (yaml.YAMLError, ValueError, OverflowError) as err:
         raise CorruptError(
-            f"not valid YAML: {' '.join(str(err).split())[:200]}", file=file
+            f"the file is not valid YAML: {' '.join(str(err).split())[:200]}", file=file
         ) from err
     return content if isinstance(content, dict) else {}
 

@@ -244,7 +244,7 @@ def _find_model_file(folder: str, names: Sequence[str]) -> str:
         raise UnsupportedError(
             f"the rank directory has {other_file}, but no {' or '.join(MODEL_FILES)}",
             file=folder,
-            hint="load and save the checkpoint with a newer Megatron-LM",
+            hint="load the checkpoint with a newer Megatron-LM, and save it again",
         )
     raise MissingShardError(
         "the rank's file is missing",
@@ -440,8 +440,8 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     facts = target.facet(RankFacts)
     if facts is None:
         raise UnsupportedError(
-            "rank files need a parallel layout, but the tensors do not have Megatron's names",
-            hint="write a different format: --to dcp",
+            "rank files need a parallel layout, which only tensors with Megatron's names have",
+            hint="write a different format, such as --to dcp",
         )
     number = None if target.write.is_release else target.iteration
     folder = "release" if number is None else f"iter_{number:07d}"

@@ -167,7 +167,7 @@ def _build_model_form(pattern: FilePattern) -> _RankForm:
     root = as_mapping(skeleton)
     if root is None:
         raise CorruptError(
-            f"the file holds a {type(skeleton).__name__}, not a dict", file=pattern.file
+            f"the file contains a {type(skeleton).__name__}, not a dict", file=pattern.file
         )
     # The tensors of entries other than model and optimizer are hidden.
     other_entries = {

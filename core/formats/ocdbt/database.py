@@ -173,10 +173,10 @@ class Database(ReadStore):
         value = self._value(name)
         if isinstance(value, ValueLocation):
             if offset + n_bytes > value.n_bytes:
-                raise TruncatedError(f"the value has only {value.n_bytes} bytes", file=name)
+                raise TruncatedError(f"the value is only {value.n_bytes} bytes long", file=name)
             return self._store.read(value.path, value.offset + offset, n_bytes)
         if offset + n_bytes > len(value):
-            raise TruncatedError(f"the value has only {len(value)} bytes", file=name)
+            raise TruncatedError(f"the value is only {len(value)} bytes long", file=name)
         return value[offset : offset + n_bytes]
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
@@ -337,7 +337,7 @@ def _metadata_below(store: ReadStore, root: str) -> list[tuple[str, str, ZarrArr
             rows.append((name, *array))
             continue
         if name.count("/") > _MAX_DEPTH:
-            raise CorruptError(f"arrays are nested deeper than {_MAX_DEPTH} levels", file=prefix)
+            raise CorruptError(f"arrays are nested more than {_MAX_DEPTH} levels deep", file=prefix)
         names_to_visit += [
             f"{name}/{folder}" if name else folder
             for folder in store.folders(prefix.removesuffix("/"))

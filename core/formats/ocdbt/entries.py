@@ -160,7 +160,7 @@ class _TreeWalk:
         end = location.offset + location.n_bytes
         if end > size:
             raise TruncatedError(
-                f"the file has {size} bytes, but the database refers to data up to byte {end}",
+                f"the file is {size} bytes long, but the database refers to data up to byte {end}",
                 file=path,
                 span=(location.offset, end),
                 hint="copy the checkpoint again, with all its files",

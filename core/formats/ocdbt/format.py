@@ -207,9 +207,13 @@ def _find_items(store: ReadStore) -> tuple[list[str], list[str]]:
         raise UnsupportedError(
             "no item of this checkpoint is a tree of arrays",
             file=store.label,
-            hint=f"items: {', '.join(folders) or 'none'}",
+            hint=f"check how the checkpoint was saved; its items are {', '.join(folders)}"
+            if folders
+            else "check that this is the right directory; it has no items",
         )
-    note = f"items that are not trees of arrays are not read: {', '.join(other_items)}"
+    note = (
+        f"these items were not read, because they are not trees of arrays: {', '.join(other_items)}"
+    )
     return roots, [note] if other_items else []
 
 
@@ -220,7 +224,7 @@ def _refuse_unmerged(store: ReadStore, root: str) -> None:
     database = _unmerged_database(store, root)
     if database is not None:
         raise MissingShardError(
-            f"{root}{database} exists, but {root}{MANIFEST} is missing; the save did not finish",
+            f"{root}{database} exists, but {root}{MANIFEST} is missing, so the save did not finish",
             file=root + MANIFEST,
             hint="use an older checkpoint",
         )
@@ -240,7 +244,9 @@ def _read_item(store: ReadStore, root: str) -> OrbaxItem:
     # Old versions of Orbax store nesting and other values in a msgpack file.
     if not store.exists(root + TREE):
         has_aggregate = store.exists(root + _AGGREGATE)
-        note = f"{root}{_AGGREGATE} (msgpack) is not read, so its nesting and values are lost"
+        note = (
+            f"{root}{_AGGREGATE} (msgpack) was not read, so the nesting and values in it are lost"
+        )
         return OrbaxItem(arrays, {}, None, (note,) if has_aggregate else ())
 
     # Every leaf is an array or has a value; arrays that the tree does not list are at the root.
@@ -285,7 +291,7 @@ def _skeleton(store: ReadStore, parts: Mapping[str, OrbaxItem]) -> object:
             full_path: Path = (prefix[:-1], *path) if prefix else path
             if not full_path or full_path in leaves:
                 raise CorruptError(
-                    f"{TREE} gives two entries the path {full_path!r:.200}", file=store.label
+                    f"{TREE} assigns the path {full_path!r:.200} to two entries", file=store.label
                 )
             leaves[full_path] = (
                 ObjectLeaf(prefix + name) if name in part.objects else TensorLeaf(prefix + name)

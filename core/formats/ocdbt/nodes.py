@@ -79,7 +79,7 @@ class UnfoldBudget:
         self._n_left -= n_bytes
         if self._n_left < 0:
             raise UnsafeError(
-                "the database inflates to far more than the size of its files",
+                "the database decompresses to far more data than its files could contain",
                 hint="do not trust this checkpoint; find out who wrote it",
             )
 
@@ -171,7 +171,7 @@ class _Cursor:
         n_items = self.number()
         n_bytes = len(self._data) - self._at
         if n_items > n_bytes:
-            raise CorruptError(f"{n_items} items should follow, but only {n_bytes} bytes do")
+            raise CorruptError(f"{n_items} items should follow, but only {n_bytes} bytes follow")
         return n_items
 
     def numbers(self, n: int) -> list[int]:
@@ -181,7 +181,9 @@ class _Cursor:
     def end(self) -> None:
         """Raise CorruptError unless all bytes were read."""
         if self._at != len(self._data):
-            raise CorruptError(f"{len(self._data) - self._at} bytes follow the end of the body")
+            raise CorruptError(
+                f"{len(self._data) - self._at} extra bytes follow the end of the body"
+            )
 
 
 @suggesting(UNLIKE_ANY_WRITER)
@@ -204,7 +206,7 @@ def parse_newest_version(data: bytes, budget: UnfoldBudget) -> OcdbtManifest:
     if cursor.number() != 0:
         raise UnsupportedError(
             "manifests of kind 'numbered' are not supported",
-            hint="copy the database with tensorstore into one with a single manifest",
+            hint="use TensorStore to copy the database into one with a single manifest",
         )
     cursor.numbers(2)
     cursor.byte()
@@ -256,7 +258,7 @@ def parse_node(
     for first, second in pairwise(entries):
         if first.key >= second.key:
             raise CorruptError(
-                f"the keys are not in order: {first.key[:80]!r}, {second.key[:80]!r}"
+                f"the keys are not in order: {second.key[:80]!r} follows {first.key[:80]!r}"
             )
     return entries
 
@@ -269,7 +271,7 @@ def _parse_leaf(cursor: _Cursor, n: int, files: list[tuple[str, str]]) -> Iterat
     lengths = cursor.numbers(n)
     kinds = cursor.numbers(n)
     if set(kinds) - {0, 1}:
-        raise CorruptError(f"a value is of unknown kind {max(kinds)}")
+        raise CorruptError(f"a value has the unknown kind {max(kinds)}")
     # File numbers and offsets are only listed for the values in data files.
     indirect_lengths = [length for length, kind in zip(lengths, kinds, strict=True) if kind]
     numbers = cursor.numbers(len(indirect_lengths))
@@ -395,10 +397,10 @@ def unwrap(data: bytes, magic: int, budget: UnfoldBudget) -> bytes:
         raise TruncatedError(f"{len(data)} bytes are too few for a node")
     actual_magic, length = int.from_bytes(data[:4], "big"), int.from_bytes(data[4:12], "little")
     if actual_magic != magic:
-        raise CorruptError(f"wrong magic number {actual_magic:#010x}, expected {magic:#010x}")
+        raise CorruptError(f"the magic number is {actual_magic:#010x}, not {magic:#010x}")
     if length != len(data):
         raise (TruncatedError if length > len(data) else CorruptError)(
-            f"the data has {len(data)} bytes, but its header records {length}"
+            f"the data is {len(data)} bytes long, but its header records {length} bytes"
         )
     recorded_crc = int.from_bytes(data[-4:], "little")
     crc = crc32c(data[:-4])
@@ -434,7 +436,7 @@ def _inflate(body: bytes, budget: UnfoldBudget) -> bytes:
             budget.spend(len(block))
             inflated += block
             if len(inflated) > MAX_NODE_BYTES:
-                raise UnsafeError(f"a node inflates to more than {MAX_NODE_BYTES >> 20} MiB")
+                raise UnsafeError(f"a node decompresses to more than {MAX_NODE_BYTES >> 20} MiB")
     except zstandard.ZstdError as err:
         raise CorruptError(f"the zstd stream is damaged: {err}") from err
     return bytes(inflated)

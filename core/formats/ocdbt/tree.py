@@ -110,7 +110,7 @@ def leaves_of(store: ReadStore, root: str, content: Mapping[str, object]) -> dic
         ]
     except (AttributeError, KeyError, TypeError, ValueError) as err:
         raise CorruptError(
-            f"tree_metadata is malformed: {type(err).__name__} {str(err)[:120]}", file=file
+            f"tree_metadata is malformed ({type(err).__name__}: {str(err)[:120]})", file=file
         ) from err
 
     # Add the values of strings and empty containers.
@@ -118,7 +118,7 @@ def leaves_of(store: ReadStore, root: str, content: Mapping[str, object]) -> dic
         name = ".".join(map(str, path))
         if name in leaves or type(kind) is not str:
             raise CorruptError(
-                f"{TREE} has a duplicate of this leaf, or lacks its type", file=file, key=name
+                f"{TREE} lists this leaf twice or without a type", file=file, key=name
             )
         value = _EMPTY.get(kind)
         if kind == STRING:

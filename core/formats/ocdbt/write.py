@@ -136,8 +136,9 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
 
     if not values:
         raise UnsupportedError(
-            "Orbax has nothing to store: there is neither a tensor nor a number",
-            hint="write a format that keeps other entries: --to torch or --to dcp",
+            "there is nothing to store with Orbax, because the source has neither tensors nor "
+            "numbers",
+            hint="write a format that keeps other entries, such as --to torch or --to dcp",
         )
 
     # The other files. The manifest comes last, as it makes the checkpoint recognisable.
@@ -323,9 +324,9 @@ def storable(catalog: Catalog) -> Catalog:
         if problem is None and inside != {
             leaf.tensor_key for leaf in _leaves_below(item.value, (key,)) if leaf.kind == _ARRAY
         }:
-            problem = "attributes of dicts"
+            problem = "dict attributes"
         if problem is not None:
-            dropped[key] = f"Orbax trees cannot hold {problem}"
+            dropped[key] = f"Orbax trees cannot contain {problem}"
     return drop_entries(catalog, dropped)
 
 
@@ -338,7 +339,7 @@ def _problem(value: object) -> str | None:
     mapping = as_mapping(value)
     if mapping is not None:
         if any(faithful_text(key) is None for key in mapping):
-            return "dicts with such keys"
+            return "dicts with these kinds of keys"
         return next(filter(None, map(_problem, mapping.values())), None)
     if isinstance(value, (list, tuple)):
         return next(filter(None, map(_problem, value)), None)
@@ -371,7 +372,7 @@ def leaves_to_write(catalog: AnyCatalog) -> list[WrittenLeaf]:
     for leaf in leaves:
         if leaf.name in names:
             raise UnsupportedError(
-                "two entries have this name when their paths are joined by dots",
+                "two entries have this name when their paths are joined with dots",
                 key=leaf.name,
                 hint=rename_hint([leaf.name]),
             )

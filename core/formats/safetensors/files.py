@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 
 from core.errors import MissingShardError, Report, UnsupportedError, list_some, raising
 from core.formats.huggingface.index import WeightIndex, describe_unread_single, read_index
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.files.store import ReadStore
@@ -160,12 +160,15 @@ def list_safetensors_files(store: ReadStore, report: Report = raising) -> Weight
     # Without an index, complete tensors take precedence over pieces.
     if not weights:
         if not pieces:
-            raise MissingShardError("the directory has no safetensors file", file=store.label)
+            raise MissingShardError("the directory has no safetensors files", file=store.label)
         return _complete_pieces(pieces)
     _report_gaps(weights, report)
     if others:
         usual_names = f"{weights[0]}{' …' * (len(weights) > 1)}"
-        notes.append(f"not read, as loaders only read {usual_names}: {list_some(others)}")
+        notes.append(
+            f"these files were not read, because loaders read only {usual_names}: "
+            f"{list_some(others)}"
+        )
     if len(weights) > 1:
         notes.append(
             f"{len(weights)} files without an index were read as one checkpoint: "
@@ -204,8 +207,8 @@ def _files_of_index(
     single = index.file.removesuffix(INDEX_SUFFIX) + SUFFIX
     if missing and single in weights and single not in used and store.entry is None:
         note = (
-            f"{single} was read, as transformers does; {index.file} is out of date: it lists "
-            f"{list_some(missing)}, which {'is' if len(missing) == 1 else 'are'} missing"
+            f"{single} was read, as transformers does, because {index.file} lists files that are "
+            f"missing: {list_some(missing)}"
         )
         return WeightFiles((single,), stem=_stem(single), notes=(*notes, note, *_unread(pieces)))
     alternative = f", or pass the directory {PIECES_DIR} with the pieces" if pieces else ""
@@ -216,7 +219,8 @@ def _files_of_index(
     for name in missing:
         report(
             MissingShardError(
-                f"files listed in {index.file} are missing ({len(missing)} in all)",
+                f"{index.file} lists this file, but it is missing "
+                f"({n_text(len(missing), 'missing file')} in all)",
                 file=name,
                 key=first_key[name],
                 hint="copy the checkpoint again, with all its files" + alternative,
@@ -229,7 +233,8 @@ def _files_of_index(
         unlisted.remove(single)
         notes = [*notes, describe_unread_single(single, index.file)]
     if unlisted:
-        notes = [*notes, f"not read, as {index.file} does not list them: {list_some(unlisted)}"]
+        note = f"these files were not read, because {index.file} does not list them"
+        notes = [*notes, f"{note}: {list_some(unlisted)}"]
     return WeightFiles(tuple(used), index, stem=_stem(index.file), notes=(*notes, *_unread(pieces)))
 
 
@@ -283,7 +288,7 @@ def _unread(pieces: list[str]) -> tuple[str, ...]:
     if not pieces:
         return ()
     note = f"{len(pieces)} files with pieces of tensors ({pieces[0]} …) were not read"
-    return (f"{note}, as other files contain the complete tensors",)
+    return (f"{note}, because other files contain the complete tensors",)
 
 
 def _report_gaps(names: list[str], report: Report) -> None:
@@ -301,7 +306,7 @@ def _report_gaps(names: list[str], report: Report) -> None:
             missing = next(n for n in range(first, n_files + 1) if n not in numbers)
             report(
                 MissingShardError(
-                    f"only {len(numbers)} of {n_files} shards found",
+                    f"only {len(numbers)} of {n_files} shards are present",
                     file=f"{stem}-{missing:0{len(total)}d}-of-{total}{SUFFIX}",
                     hint="copy the checkpoint again, with all its files",
                 )
@@ -328,10 +333,10 @@ def _choose_index(store: ReadStore, weights: list[str]) -> tuple[WeightIndex | N
             return None, []
         # An index with another stem lists other files than model.safetensors.
         if any(_series(name) == STEMS[0] for name in weights):
-            return None, [f"not read: {list_some(names)}"]
+            return None, [f"these files were not read: {list_some(names)}"]
         if len(names) > 1:
             raise UnsupportedError(
-                f"there are {len(names)} indexes: {list_some(names)}",
+                f"the directory has {len(names)} index files: {list_some(names)}",
                 file=store.label,
                 hint="pass one of them as the source",
             )

@@ -261,7 +261,7 @@ def _catalog_of_headers(headers: Sequence[Header], *, stem: str | None = None) -
                     f"the tensor is also in {arrays[key].extent.file}",
                     file=header.file,
                     key=key,
-                    hint="pass one of the files, or an index that names the right one",
+                    hint="pass one of the files, or an index that lists the right file",
                 )
             arrays[key] = array
     # A further name of a tied tensor is recorded as metadata, with the name of the tensor as value.
@@ -295,7 +295,9 @@ def _with_further_models(catalog: Catalog, store: ReadStore) -> Catalog:
         }
         taken = next((key for key in arrays if key in catalog.tensors), None)
         if taken is not None:
-            raise CorruptError("a tensor of the first model has this key", file=stem, key=taken)
+            raise CorruptError(
+                "a tensor of the first model already has this key", file=stem, key=taken
+            )
         catalog = replace(catalog, tensors={**catalog.tensors, **tensors_of(arrays)})
         own = {name: text for name, text in header.metadata.items() if name not in DEFAULT_METADATA}
         by_path |= {stem: own} if own else {}
@@ -336,7 +338,8 @@ def _merge_metadata(
                 continue
             if merged.setdefault(name, text) != text:
                 notes[
-                    f"the files differ in the metadata {name[:60]!r}; that of the first one is kept"
+                    f"the files have different metadata {name[:60]!r}; the first file's value "
+                    "is kept"
                 ] = None
     root = {**merged, **by_path.get(ROOT, {})}
     return by_path | ({ROOT: root} if root else {}), tuple(notes)
@@ -385,9 +388,8 @@ def _size_notes(n_bytes: int, index: WeightIndex) -> list[str]:
     """Return a note if the total size in the index differs from that of the tensors."""
     if index.total_bytes is None or index.total_bytes == n_bytes:
         return []
-    return [
-        f"the tensors have {n_bytes} bytes, but total_size in {index.file} is {index.total_bytes}"
-    ]
+    recorded = f"total_size in {index.file} is {index.total_bytes}"
+    return [f"the tensors add up to {n_bytes} bytes, but {recorded}"]
 
 
 def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None) -> list[str]:
@@ -415,7 +417,7 @@ def _check_pieces(store: ReadStore, catalog: Catalog, index: WeightIndex | None)
     n_bytes, total = catalog.n_bytes, index.total_bytes or 0
     if total > n_bytes and (n_bytes == 0 or total % n_bytes):
         raise MissingShardError(
-            f"the pieces have {n_bytes:,} bytes in all, but total_size in the index is {total:,}",
+            f"the pieces add up to {n_bytes:,} bytes, but total_size in the index is {total:,}",
             file=index.file,
             hint=hint,
         )

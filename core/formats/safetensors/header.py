@@ -128,7 +128,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
     size = store.size(file)
     if size < begin + 8:
         raise TruncatedError(
-            f"the file has {size} bytes, too few for the length of its header (8 bytes)",
+            f"the file is only {size} bytes long, but its header length alone takes 8 bytes",
             file=file,
             hint="copy the file again",
         )
@@ -145,7 +145,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
         )
     if start > size:
         raise TruncatedError(
-            f"the file has {size} bytes, but its header ends at byte {start}",
+            f"the file is {size} bytes long, but its header ends at byte {start}",
             file=file,
             span=(size, start),
             hint="copy the file again",
@@ -166,7 +166,7 @@ def read_header(store: ReadStore, file: str, *, begin: int = 0, report: Report =
             err.rule = err.rule or "safetensors.entry"
             # torch's consolidation writes such an entry for a tensor of which no rank has a piece.
             if fields == {"dtype": "", "shape": [], "data_offsets": [0, 0]}:
-                message = "the header lists the tensor without dtype and data"
+                message = "the header lists the tensor without a dtype or data"
                 missing = MissingShardError(message, file=file, key=name, rule=err.rule)
                 report_missing(missing, report)
             else:
@@ -203,7 +203,7 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
     offsets = _parse_numbers(fields["data_offsets"], "data_offsets", file, name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CorruptError(
-            f"data_offsets {list(offsets[:4])} are not a range of bytes", file=file, key=name
+            f"data_offsets {list(offsets[:4])} are not a valid byte range", file=file, key=name
         )
     dtype = _parse_dtype(fields["dtype"], file, name)
     # The header counts elements, torch counts bytes with two elements each.
@@ -219,8 +219,9 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
     n_bytes = prod(shape) * dtype.itemsize
     if n_bytes != offsets[1] - offsets[0]:
         raise CorruptError(
-            f"a {dtype.safetensors} tensor of shape {_short_shape(shape)} has {n_bytes} bytes, but "
-            f"data_offsets {list(offsets)} span {offsets[1] - offsets[0]}",
+            f"the {dtype.safetensors} tensor of shape {_short_shape(shape)} needs {n_bytes} "
+            "bytes, but "
+            f"data_offsets {list(offsets)} span {offsets[1] - offsets[0]} bytes",
             file=file,
             key=name,
         )
@@ -250,13 +251,13 @@ def _parse_dtype(value: object, file: str, name: str) -> DType:
         return dtype
     if value in _SIX_BITS:
         raise UnsupportedError(
-            f"dtype {value} (six bits per element) is not supported",
+            f"dtype {value} (6 bits per element) is not supported",
             file=file,
             key=name,
             hint="remove the tensor, or save it with a different dtype",
         )
     raise UnsupportedError(
-        f"dtype {str(value)[:40]!r} is unknown",
+        f"the dtype {str(value)[:40]!r} is not supported",
         file=file,
         key=name,
         hint="update ckpt-toolkit, or find out which program wrote the file",
@@ -292,7 +293,7 @@ def _arrays_in_order(
         # Each tensor must begin at the end of the previous one.
         if start + entry.end > size:
             problem: CheckpointingException = TruncatedError(
-                f"the file has {size} bytes, but the tensor ends at byte {start + entry.end}",
+                f"the file is {size} bytes long, but the tensor ends at byte {start + entry.end}",
                 file=file,
                 key=entry.name,
                 span=(start + entry.begin, start + entry.end),
@@ -300,10 +301,10 @@ def _arrays_in_order(
             )
             report(problem)
         elif entry.begin != end and not (n_refused and entry.begin > end):
-            relation = "overlaps the previous one" if entry.begin < end else "follows a gap"
+            relation = "overlaps the previous tensor" if entry.begin < end else "follows a gap"
             problem = CorruptError(
                 f"the tensor {relation}: it begins at byte {entry.begin} of the data, but the "
-                f"previous one ends at byte {end}",
+                f"previous tensor ends at byte {end}",
                 file=file,
                 key=entry.name,
                 rule="safetensors.order",
@@ -348,7 +349,7 @@ def file_image(
                 raise UnsupportedError(
                     "a tensor with two elements per byte needs at least one axis",
                     key=name,
-                    hint=f"exclude the tensor: --exclude {quote(name)}",
+                    hint=f"exclude the tensor with --exclude {quote(name)}",
                 )
             shape = (*shape[:-1], 2 * shape[-1])
         ends.append(ends[-1] + array.n_bytes)
@@ -365,10 +366,10 @@ def file_image(
             (name for name in order if name.encode("utf-8", "replace").decode() != name), None
         )
         raise UnsupportedError(
-            f"a name cannot be written as UTF-8: {err.reason}",
+            f"the name cannot be encoded as UTF-8: {err.reason}",
             file=path,
             key=odd,
-            hint="rename it with --rename",
+            hint="rename the tensor with --rename",
         ) from err
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
@@ -406,6 +407,8 @@ def _dtype_name(name: str, array: PlannedArray) -> str:
     assert dtype_name is not None, "lay_out has checked all types"
     if name == METADATA:
         raise UnsupportedError(
-            f"the name {METADATA} is reserved", key=name, hint=rename_hint([name])
+            f"the name {METADATA} is reserved in safetensors files",
+            key=name,
+            hint=rename_hint([name]),
         )
     return dtype_name

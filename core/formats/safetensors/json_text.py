@@ -113,7 +113,8 @@ class _HeaderScanner:
             has_more = self._has_more()
         if _REST.match(self._data, self._at) is None:
             raise CorruptError(
-                f"{len(self._data) - self._at} bytes follow the JSON object of the {self._what}",
+                f"{len(self._data) - self._at} extra bytes follow the JSON object of the "
+                f"{self._what}",
                 file=self._file,
             )
 
@@ -149,12 +150,12 @@ class _HeaderScanner:
             value = _TEXT.match(self._data, self._at)
             if value is None:
                 raise CorruptError(
-                    f"{METADATA} may only contain strings, but {name[:100]!r} is not one",
+                    f"{METADATA} may contain only strings, but {name[:100]!r} is not a string",
                     file=self._file,
                     rule="safetensors.metadata",
                 )
             if name in strings:
-                message = f"{METADATA} has {name[:100]!r} twice"
+                message = f"{METADATA} contains {name[:100]!r} twice"
                 self._report(CorruptError(message, file=self._file, rule="safetensors.duplicate"))
             strings[name] = self._decode_string(value[0])
             self._at = value.end()
@@ -187,7 +188,9 @@ class _HeaderScanner:
             return None
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            self._report(CorruptError("the entry has a field twice", file=self._file, key=name))
+            self._report(
+                CorruptError("the entry contains a field twice", file=self._file, key=name)
+            )
             return None
         return fields
 

@@ -75,7 +75,7 @@ def lay_out(target: TargetCatalog) -> Sequence[FileImage]:
     # A carried file may have the name of a file that is written.
     path, n_files = Counter(image.path for image in images).most_common(1)[0]
     if n_files > 1:
-        raise UnsupportedError("two files would have the same name", file=path)
+        raise UnsupportedError("two output files would have the same name", file=path)
     return tuple(images)
 
 
@@ -112,17 +112,19 @@ def _keys_of_model(target: TargetCatalog, model: str, pipeline: PipelineFacts) -
     for key in target.tensors:
         if key.partition(".")[0] not in pipeline.models:
             raise UnsupportedError(
-                f"the tensor belongs to no model of the pipeline: {', '.join(pipeline.models)}",
+                "the tensor does not belong to any model of the pipeline "
+                f"({', '.join(pipeline.models)})",
                 key=key,
-                hint="keep the names of the models, or write a different format: --to dcp",
+                hint="keep the model names in the keys, or write a different format, such as "
+                "--to dcp",
             )
     keys = {
         key: key.removeprefix(f"{model}.") for key in target.tensors if key.startswith(f"{model}.")
     }
     if not keys:
         raise UnsupportedError(
-            f"the pipeline would lack the weights of {model}",
-            hint="to convert only a part of the pipeline, pass that part's directory",
+            f"the pipeline would have no weights for {model}",
+            hint="to convert only part of the pipeline, pass that part's directory",
         )
     return keys
 
@@ -159,9 +161,9 @@ def _model_images(
     if taken is not None:
         raise UnsupportedError(
             "safetensors records tied tensors in the metadata, which already has a different entry "
-            "of this name",
+            "with this name",
             key=taken,
-            hint=f"write it as a tensor of its own: --untie {taken}={ties[taken]}",
+            hint=f"write it as a separate tensor with --untie {taken}={ties[taken]}",
         )
     arrays = {key: target.whole_array(key) for key in name_of if key not in ties}
     shards = _fill_files(arrays, target.write)

@@ -70,7 +70,7 @@ def join_pieces(headers: Iterable[Header]) -> dict[str, Tensor]:
             offset = offset_of[key]
             if DTYPES[array.dtype].kind == "packed" and offset and offset[-1]:
                 raise UnsupportedError(
-                    f"a {array.dtype} tensor that is divided along its last axis is not supported",
+                    f"a {array.dtype} tensor that is split along its last axis is not supported",
                     file=header.file,
                     key=key,
                 )
@@ -83,8 +83,9 @@ def join_pieces(headers: Iterable[Header]) -> dict[str, Tensor]:
         for other, array in pieces:
             if array.dtype != first.dtype or other.rank != box.rank:
                 raise CorruptError(
-                    f"one piece is {array.dtype} with {other.rank} axes, another {first.dtype} "
-                    f"with {box.rank}",
+                    f"one piece is {array.dtype} with {other.rank} axes, but another is "
+                    f"{first.dtype} "
+                    f"with {box.rank} axes",
                     file=array.extent.file,
                     key=key,
                 )
@@ -108,7 +109,8 @@ def _piece_offsets(header: Header) -> dict[str, Shape]:
     version = header.metadata.get(VERSION, _KNOWN_VERSION)
     if version != _KNOWN_VERSION:
         raise UnsupportedError(
-            f"{VERSION} {version[:40]!r} is not supported, only {_KNOWN_VERSION!r}",
+            f"{VERSION} {version[:40]!r} is not supported; the only supported version is "
+            f"{_KNOWN_VERSION!r}",
             file=header.file,
             hint="update ckpt-toolkit",
         )
@@ -156,9 +158,9 @@ def _tiling_fragments(
     if overlap is not None:
         first, other = boxes[overlap[0]], boxes[overlap[1]]
         raise CorruptError(
-            f"two pieces overlap: offset {list(first.offset)} shape {list(first.shape)} in "
-            f"{array_of[first].extent.file}, and offset {list(other.offset)} shape "
-            f"{list(other.shape)}",
+            f"two pieces overlap: the piece at offset {list(first.offset)} with shape "
+            f"{list(first.shape)} in {array_of[first].extent.file}, and the piece at offset "
+            f"{list(other.offset)} with shape {list(other.shape)} in this file",
             file=array_of[other].extent.file,
             key=key,
         )
@@ -166,8 +168,8 @@ def _tiling_fragments(
         hole = first_hole(full_box(shape), boxes)
         assert hole is not None
         raise MissingShardError(
-            f"no piece contains offset {list(hole.offset)} shape {list(hole.shape)} of the tensor, "
-            f"which has shape {list(shape)}",
+            f"no piece contains the region at offset {list(hole.offset)} with shape "
+            f"{list(hole.shape)} of the tensor, which has shape {list(shape)}",
             key=key,
             hint="copy the checkpoint again, with the files of all ranks",
         )
@@ -200,7 +202,7 @@ def check_sizes(tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> 
                     f"the pieces form a tensor of shape {list(tensor.shape)}, but {name} in "
                     f"config.json is {min_size}",
                     key=key,
-                    hint="the files of the last ranks may be missing; copy the files of all "
+                    hint="the last ranks' files may be missing, so copy the files of all "
                     "ranks; if config.json belongs to a different model, replace it",
                 )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from core.arrays.box import Shape, full_box
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.decoded import DecodedStore
-from core.engine.catalog.dropped import ADAPTER_CONFIG, dropped_unlisted
+from core.engine.catalog.dropped import ADAPTER_CONFIG, Dropped, dropped_unlisted
 from core.engine.catalog.facets import MegatronModel
 from core.engine.catalog.tensor import Tensor
 from core.engine.quantize.source import source_of
@@ -49,7 +49,7 @@ from core.megatron.model.topology import Topology
 from core.pickle.inert import make_namespace
 from core.values import dataclass
 
-_FOLD = "merge the adapter into its base model instead: ckpt merge BASE --lora ADAPTER"
+_FOLD = "merge the adapter into its base model instead: ckpt merge BASE -o DST --lora ADAPTER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,10 +172,7 @@ def adapter_to_megatron(
     args = make_namespace(fields)
     form = "CanonicalLoRA" if is_canonical else "LoRA"
     targets = sorted({target for layer in layers for target in _targets(layer, is_canonical)})
-    note = (
-        f"to load these adapters, configure Megatron-Bridge with {form}(target_modules={targets}, "
-        f"dim={rank}, alpha={scaling * rank:g})"
-    )
+    call = f"{form}(target_modules={targets}, dim={rank}, alpha={scaling * rank:g})"
 
     return Catalog(
         format=catalog.format,
@@ -184,12 +181,40 @@ def adapter_to_megatron(
         iteration=1,
         args=args,
         common={"args": args, "checkpoint_version": 3.0, "iteration": 1},
-        notes=(*catalog.notes, note),
-        dropped=(*catalog.dropped, *dropped_unlisted(copies, "identical to another module's")),
+        notes=(*catalog.notes, _describe_use(layers, call)),
+        dropped=(
+            *catalog.dropped,
+            *dropped_unlisted(copies, "identical to another module's"),
+            Dropped((ADAPTER_CONFIG,), "its text is in the arguments", is_listed=False),
+        ),
         facets={
             MegatronModel: MegatronModel(vocab_size=n_rows, order=tuple(tensors)),
             Topology: Topology(),
         },
+    )
+
+
+def _describe_use(layers: Iterable[_Layer], call: str) -> str:
+    """Return the note on how Megatron-Bridge is configured for the adapters, or why it cannot be.
+
+    Megatron-Bridge 067f987d sets the adapters that a fused layer lacks to None, and then calls them
+    in ``forward`` and ``sharded_state_dict`` (``peft/canonical_lora.py``).
+
+    Args:
+        call: the call that constructs the configuration.
+    """
+    missing = {
+        module_of(tensor.names[0]): None
+        for layer in layers
+        if _has_canonical_form(layer)
+        for tensor, item in zip(layer.pair.tensors, layer.items, strict=True)
+        if item is None
+    }
+    if not missing:
+        return f"to load these adapters, configure Megatron-Bridge with {call}"
+    return (
+        f"Megatron-Bridge 067f987d cannot use {call}, because there are no adapters for "
+        f"{' and '.join(missing)}; to continue with Megatron, {_FOLD}"
     )
 
 

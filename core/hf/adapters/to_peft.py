@@ -145,7 +145,7 @@ def adapter_to_peft(
         tensors={name: tensors[name] for name in sorted(tensors, key=natural_order)},
         files={ADAPTER_CONFIG: _completed(text, modules, is_transposed=True in orientations)},
         notes=catalog.notes,
-        dropped=(*dropped, *dropped_each(names, "not stored in peft adapters")),
+        dropped=(*dropped, *dropped_each(names, "not stored in PEFT adapters")),
         facets={
             HuggingFaceModel: HuggingFaceModel(family.model_type),
             WeightFileFacts: WeightFileFacts(_STEM),

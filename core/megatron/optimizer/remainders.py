@@ -112,11 +112,11 @@ def remainders_error(*, key: str, rank: str | None = None) -> UnsupportedError:
     """
     return UnsupportedError(
         "the optimizer stores remainders (the low 16 bits of each master weight), as Transformer "
-        "Engine's Adam does with --use-precision-aware-optimizer; resharding and converting them "
-        "is not supported",
+        "Engine's Adam does with --use-precision-aware-optimizer; ckpt cannot reshard or "
+        "convert remainders",
         key=key,
         rank=rank,
-        hint="drop the optimizer with --no-optim (the bf16 weights are exact), or save it from a "
-        "run whose OptimizerConfig has store_param_remainders=False",
+        hint="drop the optimizer with --no-optim (the bf16 weights are exact), or save the "
+        "checkpoint again from a run with store_param_remainders=False in OptimizerConfig",
         rule="optim.remainders",
     )

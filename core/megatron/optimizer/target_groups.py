@@ -175,8 +175,8 @@ def _groups_of_version(
     }
     if len(set(place.values())) < len(place):
         raise UnsupportedError(
-            "the source's param groups differ in more than weight decay and experts, so their "
-            "order in megatron-core 0.16 is unknown",
+            "the source's param groups differ in more than weight decay and expert membership, so "
+            "their order in megatron-core 0.16 is unknown",
             hint="drop the optimizer with --no-optim",
         )
     return {group_id: described[group_id] for group_id in sorted(place, key=lambda key: place[key])}
@@ -192,8 +192,8 @@ def _describe(settings: Mapping[str, object], version: MegatronVersion) -> Mappi
     missing = [name for name in _FOUND_BY if name not in settings and f"pre_{name}" not in settings]
     if missing:
         raise UnsupportedError(
-            f"the source's param groups lack {' and '.join(missing)}, by which megatron-core "
-            "identifies them",
+            f"the source's param groups lack {' and '.join(missing)}, which megatron-core uses to "
+            "identify groups",
             hint=f"omit {OPTION}, or drop the optimizer with --no-optim",
         )
 
@@ -202,8 +202,8 @@ def _describe(settings: Mapping[str, object], version: MegatronVersion) -> Mappi
         return settings
     if traits_of(settings).has_own_lr or settings.get("lr_mult", settings.get("pre_lr_mult")) != 1:
         raise UnsupportedError(
-            f"megatron-core {version} and the source describe param groups with a learning rate of "
-            "their own in different ways",
+            "the source describes param groups that have their own learning rate in a form that "
+            f"megatron-core {version} does not use",
             hint=f"omit {OPTION}, or drop the optimizer with --no-optim",
         )
     if version.sorts_groups:
@@ -242,8 +242,8 @@ def _check_same(settings: Mapping[str, object], other_settings: Mapping[str, obj
             or not are_same(settings[name], other_settings[name])
         ):
             raise UnsupportedError(
-                f"experts and other parameters would share a param group, but their {name} is "
-                f"{settings.get(name)!r} and {other_settings.get(name)!r}",
+                f"experts and other parameters would share a param group, but their {name} values "
+                f"differ: {settings.get(name)!r} and {other_settings.get(name)!r}",
                 hint="keep an expert parallel size above 1, or drop the optimizer with --no-optim",
             )
 
@@ -283,9 +283,9 @@ def numbers_of_groups(
         if len(numbers) == len(params) and len(set(numbers.values())) == len(groups):
             return numbers
     raise UnsupportedError(
-        f"the checkpoint does not record the parameters of the optimizer's {len(groups)} groups, "
-        "and they do not follow from the groups' settings",
-        hint="drop the optimizer with --no-optim, or keep the format",
+        "the checkpoint does not record which parameters belong to each of the optimizer's "
+        f"{len(groups)} param groups, and ckpt cannot derive this from the groups' settings",
+        hint="drop the optimizer with --no-optim, or keep the source's format",
     )
 
 

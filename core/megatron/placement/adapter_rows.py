@@ -76,8 +76,8 @@ def _reordered(catalog: Catalog, *, first: int, second: int) -> Catalog:
         n_rows = catalog.tensors[key].shape[0]
         if n_rows % (first * second):
             raise UnsupportedError(
-                f"the adapter has {n_rows} rows, which tensor parallel size "
-                f"{first * second // 2} does not cut into halves for each rank",
+                f"the adapter's {n_rows} rows do not divide into two halves for each of "
+                f"{first * second // 2} tensor-parallel ranks",
                 key=key,
             )
 

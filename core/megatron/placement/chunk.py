@@ -18,7 +18,7 @@ from core.megatron.model.topology import Rank
 from core.megatron.rules.experts import Expert, unpacked
 from core.megatron.rules.rules import Rules
 from core.pickle.inert import as_mapping
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +95,8 @@ class ModelChunk:
             return [(0, global_name)]
         if expert.number is not None and expert.number >= self.n_experts:
             raise CorruptError(
-                f"expert {expert.number} is beyond the {self.n_experts} that a rank should hold "
-                "(num_experts / EP)",
+                f"expert number {expert.number} is out of range: each rank should have "
+                f"{n_text(self.n_experts, 'expert')} (num_experts / EP)",
                 key=name,
                 rank=self.folder,
             )
@@ -134,7 +134,8 @@ class ModelChunk:
         """Return the arrays of the experts that are stacked on the first axis."""
         if len(array.shape) < 2 or array.shape[0] != self.n_experts:
             raise CorruptError(
-                f"a tensor that stacks {self.n_experts} experts has shape {array.shape}",
+                f"the tensor should stack {n_text(self.n_experts, 'expert')} on its first axis, "
+                f"but its shape is {array.shape}",
                 key=name,
                 rank=self.folder,
             )
@@ -165,12 +166,12 @@ def find_chunk(root: object, vp_rank: int, *, vpp: int, rank: str) -> object:
         if not chunks:
             raise MissingShardError(problem, rank=rank)
         raise MissingShardError(
-            f"{problem}, only {', '.join(chunks)}",
+            f"{problem}; the file contains only {', '.join(chunks)}",
             rank=rank,
             hint="check virtual_pipeline_model_parallel_size in the training arguments",
         )
 
     # Chunks of another VPP would be dropped silently.
     if (len(chunks) > 1) if vpp == 1 else ("model" in chunks):
-        raise CorruptError(f"the file has {', '.join(chunks)}, but VPP is {vpp}", rank=rank)
+        raise CorruptError(f"the file contains {', '.join(chunks)}, but VPP is {vpp}", rank=rank)
     return entries[name]

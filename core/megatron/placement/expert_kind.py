@@ -99,10 +99,10 @@ def with_expert_kind(
 
     # The order of names and the versions of modules are those of the other kind's modules.
     catalog = drop_versions(_with_single_states(catalog, facts, rules))
-    note = f"the experts become {kind} (start Megatron {_FLAGS[after]})"
+    note = f"the experts are converted to {kind} (start Megatron {_FLAGS[after]})"
     if after == "grouped":
         legacy = "" if is_local else " and --moe-use-legacy-grouped-gemm"
-        note = f"{note[:-1]}{legacy}; megatron-core 0.17 and later have no such experts)"
+        note = f"{note[:-1]}{legacy}; megatron-core 0.17 and later do not support them)"
     return replace(
         catalog,
         args=args,
@@ -134,12 +134,12 @@ def _check_kind(
     """
     if facts.kind.is_legacy or before == "switch":
         raise UnsupportedError(
-            "experts of megatron.legacy (SwitchMLP) have only one kind",
+            "megatron.legacy supports only one kind of experts, SwitchMLP",
             hint=f"remove {OPTION}",
         )
     if after == "te_grouped" and is_local:
         raise UnsupportedError(
-            "the local transformer implementation has no te-grouped experts",
+            "the local transformer implementation does not support te-grouped experts",
             hint="use --transformer-impl transformer_engine, or --experts grouped",
         )
     if after == "grouped":
@@ -147,7 +147,7 @@ def _check_kind(
             expert = rules.expert_of(key)
             if expert is not None and expert.rest.endswith(".bias"):
                 raise UnsupportedError(
-                    "GroupedMLP has no biases, but the experts of this model do",
+                    "GroupedMLP does not support biases, but this model's experts have them",
                     key=key,
                     hint=f"use {OPTION} sequential or te-grouped",
                 )
@@ -189,6 +189,6 @@ def _with_single_states(catalog: Catalog, facts: ModelFacts, rules: Rules) -> Ca
         objects={**objects, **single},
         dropped=(
             *catalog.dropped,
-            *dropped_each(filled, "packed for the experts of a rank", catalog.tensors),
+            *dropped_each(filled, "packed together with the rank's other experts", catalog.tensors),
         ),
     )

@@ -50,6 +50,7 @@ from core.errors import CorruptError, MissingShardError, UnsupportedError
 from core.megatron.extras.common_state import OPTIMIZER
 from core.megatron.model.args import fields_of, replaced
 from core.pickle.inert import as_mapping
+from core.values import n_text
 
 _GROUPS = "optimizer.param_to_group_meta."
 _HALF = re.compile(r"(?P<param>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])", re.DOTALL)
@@ -116,10 +117,10 @@ def _state_name(key: str) -> str:
     if state in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
         return state_key(state, param)
     raise UnsupportedError(
-        f"the optimizer's state {state!r} in an fsdp_dtensor checkpoint is not supported: only "
-        "exp_avg, exp_avg_sq and momentum_buffer are known to be shaped like their parameters",
+        f"the optimizer state {state!r} is not supported in fsdp_dtensor checkpoints, because only "
+        "exp_avg, exp_avg_sq and momentum_buffer are known to have their parameters' shapes",
         key=key,
-        hint="drop the optimizer with --no-optim; the weights are the masters, so no "
+        hint="drop the optimizer with --no-optim; the stored weights are the master weights, so no "
         "precision is lost",
     )
 
@@ -143,14 +144,15 @@ def _join_halves(catalog: Catalog) -> Catalog:
         other = catalog.tensors.get(other_key)
         if other is None:
             raise MissingShardError(
-                "this half of the gated layer is missing; the other is present", key=other_key
+                "this half of the gated layer is missing, but the other half is present",
+                key=other_key,
             )
         if param in tensors:
             continue
         if (other.dtype, other.shape) != (tensor.dtype, tensor.shape):
             raise CorruptError(
-                f"{tensor.dtype} of shape {tensor.shape}, but the other half, {other_key}, is "
-                f"{other.dtype} of {other.shape}",
+                f"this half is {tensor.dtype} of shape {tensor.shape}, but the other half, "
+                f"{other_key}, is {other.dtype} of shape {other.shape}",
                 key=key,
             )
         # Gate rows come first.
@@ -247,8 +249,9 @@ def _with_masters(catalog: Catalog) -> Catalog:
 
     cast = [weight for weight in weights.values() if catalog.tensors[weight].dtype != dtype]
     note = (
-        f"the {len(cast)} stored weights are the optimizer's fp32 masters; the weights are rounded "
-        f"to {dtype}, with which the run computes, and the masters are carried as they are"
+        f"the checkpoint stores fp32 master weights in place of {n_text(len(cast), 'weight')}; "
+        f"ckpt carries them over unchanged as master weights, and rounds them to {dtype}, the "
+        "run's compute dtype, as the model's weights"
     )
     result = replace(catalog, tensors=tensors)
     return result.noted([note]) if dtype is not None and cast else result

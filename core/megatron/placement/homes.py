@@ -13,7 +13,7 @@ from core.megatron.model.facts import PREDICTION_STACK, ModelFacts
 from core.megatron.model.pipeline import Pipeline, Stages
 from core.megatron.model.topology import Rank, Topology
 from core.megatron.rules.rules import Rules, format_table
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 T = TypeVar("T")
 FINAL_NORM = "decoder.final_layernorm"
@@ -71,7 +71,7 @@ class Homes:
                 raise UnsupportedError(
                     "no rule assigns this tensor to a pipeline stage",
                     key=key,
-                    hint="pass a file with --rules that contains, beside its other tables:\n"
+                    hint="add this table to a rules file, and pass the file with --rules:\n"
                     + format_table("stage", [key], 'stage = "last"   # or "first"'),
                 )
 
@@ -82,7 +82,9 @@ class Homes:
         if layer.number >= self.stages.n_layers(layer.stack):
             n_layers = self.stages.n_layers(layer.stack)
             raise CorruptError(
-                f"there is no layer {layer.number} in a model of {n_layers}", key=key
+                f"layer number {layer.number} is out of range: the model has "
+                f"{n_text(n_layers, 'layer')}",
+                key=key,
             )
 
         # Layers are numbered anew in every chunk, experts in every expert parallel rank.

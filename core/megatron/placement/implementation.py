@@ -62,12 +62,12 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
     # The other implementation must have such a model.
     if facts.kind.is_legacy:
         raise UnsupportedError(
-            "models with the names of megatron.legacy have only one transformer implementation",
+            "megatron.legacy models have only one transformer implementation",
             hint="remove --transformer-impl",
         )
     if model.expert_names == "te_grouped" and not to_fused:
         raise UnsupportedError(
-            "the local implementation does not have Transformer Engine's grouped experts",
+            "the local implementation does not support Transformer Engine's grouped experts",
             hint=f"add {OPTION} sequential or {OPTION} grouped, or remove --transformer-impl",
         )
 
@@ -113,7 +113,7 @@ def with_implementation(catalog: Catalog, implementation: str, *, rules: Rules) 
         dropped=(
             *catalog.dropped,
             *dropped_each(
-                filled_states, "of the other transformer implementation", catalog.tensors
+                filled_states, "specific to the other transformer implementation", catalog.tensors
             ),
         ),
     ).with_facet(

@@ -92,13 +92,13 @@ def _in_order(
         part = parts.get(name)
         if part is None:
             raise MissingShardError(
-                "this part of the parameter is missing; the others are present",
+                "this part of the parameter is missing, but its other parts are present",
                 key=f"{param}.{name}",
             )
         if part.dtype != first.dtype or _with(part.shape, axis, 0) != _with(first.shape, axis, 0):
             raise CorruptError(
-                f"{part.dtype} of shape {part.shape}, but another part of {param} is "
-                f"{first.dtype} of {first.shape}",
+                f"this part is {part.dtype} of shape {part.shape}, but another part of {param} is "
+                f"{first.dtype} of shape {first.shape}",
                 key=f"{param}.{name}",
             )
     return [parts[name] for name in names]

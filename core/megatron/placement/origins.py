@@ -70,7 +70,7 @@ def origins_of(
             name = rule.tied
         existing = origins.get(name)
         if existing is not None and (rule.tied is None or existing.at != at):
-            raise CorruptError(f"{existing.keys[0]} and {key} are the same tensor", key=name)
+            raise CorruptError(f"{existing.keys[0]} and {key} both contain this tensor", key=name)
         origins[name] = Origin((*(existing.keys if existing else ()), key), at)
 
     for key, stored in names.items():
@@ -80,10 +80,12 @@ def origins_of(
             members = names_in(stored, facts, rules)
             expected = tuple(number + 1 for number in members[-1][0])
             if shape[: len(expected)] != expected:
-                model = f"model of {facts.n_layers} layers and {facts.n_experts or 0} experts"
+                model = f"the model has {facts.n_layers} layers"
+                if facts.n_experts:
+                    model += f" and {facts.n_experts} experts"
                 if stored.startswith(LLAVA_LAYERS):
-                    model = f"tower of {facts.n_tower_layers} layers"
-                problem = f"a stack of shape {shape} in a {model}"
+                    model = f"the tower has {facts.n_tower_layers} layers"
+                problem = f"the shape of the stacked tensor is {shape}, but {model}"
                 report(CorruptError(problem, key=key, rule="layout.stacks"))
 
                 # If reporting goes on, only the members that the stack has are real.
@@ -133,7 +135,7 @@ def names_in(name: str, facts: ModelFacts, rules: Rules) -> list[tuple[tuple[int
         names = [((layer,), str(Layer(stack, layer, sub))) for layer in range(n_layers)]
         if not names:
             raise CorruptError(
-                f"the other tensors are those of a {facts.kind.kind} model, which has no such "
+                f"the other tensors belong to a {facts.kind.kind} model, which does not have such "
                 "layers",
                 key=name,
             )
@@ -179,8 +181,8 @@ def meta_of(catalog: Catalog, name: str, origin: Origin) -> Tensor:
         other = catalog.tensors[key]
         if (other.dtype, other.shape) != (first.dtype, first.shape):
             raise CorruptError(
-                f"{other.dtype} of shape {other.shape}, but its copy {origin.keys[0]} is "
-                f"{first.dtype} of {first.shape}",
+                f"this tensor is {other.dtype} of shape {other.shape}, but its copy "
+                f"{origin.keys[0]} is {first.dtype} of shape {first.shape}",
                 key=key,
             )
     return Tensor(first.dtype, first.shape[len(origin.at) :])

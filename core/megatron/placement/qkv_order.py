@@ -127,17 +127,18 @@ def rows_by_part(name: str, n_rows: int, facts: ModelFacts) -> OldRows | None:
     tp, n_queries = facts.topology.tp, facts.n_heads // facts.n_groups
     if facts.head_dim is None or facts.n_groups % tp:
         raise UnsupportedError(
-            f"multi_query_group_num {facts.n_groups} with TP {tp} is not supported, because ranks "
-            "hold copies of keys",
+            f"multi_query_group_num {facts.n_groups} is not supported with TP {tp}, because "
+            "several ranks then have copies of the same keys",
             key=name,
-            hint="save the checkpoint at a TP size that divides multi_query_group_num",
+            hint="save the checkpoint with a TP size that divides multi_query_group_num",
         )
     n_groups = facts.n_groups // tp
     rows = OldRows(n_queries + 2, n_groups, facts.head_dim, has_parts_last=False)
     if n_rows != rows.n_parts * n_groups * facts.head_dim:
         raise CorruptError(
-            f"{n_groups} groups of {n_queries} queries need "
-            f"{rows.n_parts * n_groups * facts.head_dim} rows on a rank, but there are {n_rows}",
+            f"{n_groups} groups of {n_queries} query heads need "
+            f"{rows.n_parts * n_groups * facts.head_dim} rows per rank, but the tensor has "
+            f"{n_rows}",
             key=name,
         )
     return rows
@@ -164,15 +165,15 @@ def old_rows(name: str, n_rows: int, version: float, facts: ModelFacts) -> OldRo
         )
     if facts.head_dim is None or facts.n_groups != facts.n_heads:
         raise UnsupportedError(
-            f"checkpoint_version {version} with query groups, or without a hidden size, is not "
-            "supported",
+            f"checkpoint_version {version} is not supported "
+            + ("without a hidden size" if facts.head_dim is None else "with query groups"),
             key=name,
         )
     n_parts, n_heads = (3 if match[1] else 2), facts.n_heads // facts.topology.tp
     if n_rows != n_parts * n_heads * facts.head_dim:
         raise CorruptError(
             f"{n_heads} heads of {facts.head_dim} channels need "
-            f"{n_parts * n_heads * facts.head_dim} rows on a rank, but there are {n_rows}",
+            f"{n_parts * n_heads * facts.head_dim} rows per rank, but the tensor has {n_rows}",
             key=name,
         )
     return OldRows(n_parts, n_heads, facts.head_dim, has_parts_last=version == 1)

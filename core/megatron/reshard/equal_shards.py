@@ -64,7 +64,7 @@ class EqualShards:
             else f"{group} ranks {numbers} of {self.n}"
         )
         axis = self.rule.cut_axis
-        return f"{ranks} hold the same values, but the rule of this tensor cuts axis {axis}"
+        return f"{ranks} have identical shards, although this tensor's rule splits axis {axis}"
 
 
 def find_equal_shards(
@@ -161,23 +161,23 @@ def suggest_rules(equal: Sequence[EqualShards]) -> str:
             names.setdefault(format_cut(item.rule), []).append(item.name)
     if not names:
         return (
-            "convert it with the software that wrote it (no rule describes a tensor that some "
-            "ranks share); if these are shards that happen to be equal, pass a file with --rules "
-            'that says so: rule = "split" with the axis'
+            "convert the checkpoint with the software that wrote it, because no rule can describe "
+            "a tensor that only some ranks share; if the shards only happen to be equal, say so in "
+            'a rules file (rule = "split" with the axis), and pass the file with --rules'
         )
     tables = [
         format_table(
             "rule",
             alike,
             'rule = "replicate"',
-            "# or, if these are shards that happen to be equal:",
+            "# or, if the shards only happen to be equal:",
             *(f"# {line}" for line in cut),
         )
         for cut, alike in names.items()
     ]
     return (
-        "if every rank holds the complete tensor, pass a file with --rules that contains:\n"
-        + "\n".join(tables)
+        "if every rank has the complete tensor, add this to a rules file, and pass the file with "
+        "--rules:\n" + "\n".join(tables)
     )
 
 

@@ -80,10 +80,10 @@ def unshard_global(
     """
     if is_one_rank(catalog, rules):
         raise UnsupportedError(
-            "judging by the shapes, this is the file of one rank of a checkpoint; the other ranks "
-            "are needed as well",
-            hint="put each rank's file under its name, mp_rank_00/model_optim_rng.pt …, and pass "
-            "the directory above",
+            "judging by the tensor shapes, this file is from one rank of a checkpoint; ckpt also "
+            "needs the other ranks' files",
+            hint="save each rank's file under its own name (mp_rank_00/model_optim_rng.pt, "
+            "mp_rank_01/model_optim_rng.pt …), and pass the directory that contains them",
         )
     catalog = from_fsdp_dtensor(catalog, carries_optimizer=optim == "carry")
     catalog = join_parts(catalog, rules)
@@ -109,7 +109,7 @@ def unshard_global(
     keys = entries.model_keys(catalog)
     if prefix and any(map(is_random_state, keys)):
         keys = list(filterfalse(is_random_state, keys))
-        dropped.append(Dropped((RNG,), "of one rank; start Megatron with --no-load-rng"))
+        dropped.append(Dropped((RNG,), "from only one rank; start Megatron with --no-load-rng"))
 
     # Tensors inside objects, such as random states, are carried or listed with these.
     of_model = {*keys}
@@ -118,7 +118,7 @@ def unshard_global(
         for key, tensor in catalog.tensors.items()
         if key not in of_model and not is_optimizer_key(key)
     }
-    dropped += dropped_unlisted(in_objects, "in objects")
+    dropped += dropped_unlisted(in_objects, "inside objects")
 
     # Find every tensor of the global form in the stored ones.
     stored = _find_tensors(

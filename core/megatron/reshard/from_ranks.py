@@ -96,7 +96,7 @@ def unshard_ranks(
     rank_facts = catalog.facet(RankFacts)
     if rank_facts is not None and rank_facts.is_single_rank:
         raise UnsupportedError(
-            "this is one rank of a checkpoint; the other ranks are needed as well",
+            "this is only one rank of a checkpoint; ckpt also needs the other ranks",
             hint="pass the directory that contains the rank directories",
         )
     ranks = ranks_of(catalog)
@@ -143,11 +143,11 @@ def unshard_ranks(
     shapes = true_shapes.shapes
     notes = [*catalog.notes, *optimizer.notes, *true_shapes.notes]
     if model.outer:
-        notes.append(f"the names begin with {model.outer!r}, which is left out")
+        notes.append(f"ckpt removes the prefix {model.outer!r} from the tensor names")
     if facts.pipeline.is_v_shaped and not is_v_shaped(fields_of(catalog.args)):
         notes.append(
-            "the pipeline is V-shaped, as the places of the embedding and the output layer show; "
-            "the arguments do not record it"
+            "the locations of the embedding and the output layer show that the pipeline is "
+            "V-shaped, although the arguments do not say so"
         )
 
     # Rows that are stored in another order are put in order by their fragments.
@@ -170,8 +170,8 @@ def unshard_ranks(
 
     unused = dropped_each(
         (facts.kind.head,) if facts.has_unused_head(facts.topology) else (),
-        "not used: with multi-token prediction and tied embeddings, the last stage computes its "
-        "output with its copy of the embedding",
+        "not used, because with multi-token prediction and tied embeddings, the last stage "
+        "computes its output with its copy of the embedding",
     )
     # Of the states that hold tensors none is kept.
     in_states = dropped_unlisted(
@@ -179,7 +179,7 @@ def unshard_ranks(
     )
     unused_head = dropped_unlisted(
         {array.name: whole_tensor(array) for array in (*model.unused, *optimizer.unused)},
-        "of the unused output",
+        "part of the unused output layer",
     )
 
     # Describe the form of the files, so that rank files can be written in the same form.
@@ -456,14 +456,14 @@ def global_shape_of(
     for part in tensor.parts:
         if part.array.shape != shape or part.array.dtype != first.array.dtype:
             raise CorruptError(
-                f"{part.array.dtype} of shape {part.array.shape} here, but "
+                f"the tensor is {part.array.dtype} of shape {part.array.shape} here, but "
                 f"{first.array.dtype} of shape {first.array.shape} in {first.folder}",
                 key=name,
                 rank=part.folder,
             )
     if axis is not None and axis >= len(first.array.shape):
         raise CorruptError(
-            f"the tensor has {len(first.array.shape)} axes, but its rule cuts axis {axis}", key=name
+            f"the tensor's shape is {first.array.shape}, but its rule splits axis {axis}", key=name
         )
     return global_shape(first.array.shape, axis, topology.size_of(tensor.rule.group))
 
@@ -580,8 +580,8 @@ def _order_rows(
             tensor.old_rows = old_rows(param_of(key), tensor.n_rows, version, facts)
         common = {**common, "checkpoint_version": CURRENT}
         notes.append(
-            "query, key and value rows are now in the order of checkpoint_version "
-            f"{CURRENT}, not {version}"
+            "reordered query, key and value rows from the layout of checkpoint_version "
+            f"{version} to {CURRENT}"
         )
     if facts.kind.is_legacy and is_multi_query(fields_of(args)):
         from core.megatron.placement.qkv_order import rows_by_part
@@ -596,8 +596,8 @@ def _order_rows(
         args = replaced(args, {}, added=added)
         common = {**common, "args": args}
         notes.append(
-            "query, key and value rows are now in Megatron's order, by group "
-            "(group_query_attention), not in that of multi_query_attention"
+            "reordered query, key and value rows from the layout of multi_query_attention to "
+            "Megatron's grouped layout (group_query_attention)"
         )
     return _RowOrder(args, common, notes)
 

@@ -57,11 +57,11 @@ def find_misplaced_padding(
         return None
     ((rank, (name, folder)),) = holders.items()
     return CorruptError(
-        f"the vocabulary padding is in tensor-parallel rank {rank}'s file, but belongs in that of "
-        f"the last rank, {tp - 1}",
+        f"the vocabulary padding is in tensor-parallel rank {rank}'s file, but belongs in the last "
+        f"rank's file (rank {tp - 1})",
         key=name,
         rank=folder,
-        hint="rename the rank directories so that the file with the padding is that of the last "
+        hint="rename the rank directories so that the file with the padding belongs to the last "
         "tensor-parallel rank, or copy the checkpoint again",
     )
 

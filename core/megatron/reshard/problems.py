@@ -206,8 +206,8 @@ def _agreeing_parts(name: str, tensor: RankTensor, report: Report) -> list[RankP
         if (array.dtype, array.shape) != (dtype, shape):
             report(
                 CorruptError(
-                    f"{array.dtype} of shape {array.shape} here, but {dtype} of {shape} on {n} "
-                    f"other rank{'s' if n > 1 else ''}",
+                    f"the tensor is {array.dtype} of shape {array.shape} here, but {dtype} of "
+                    f"shape {shape} on {n} other rank{'s' if n > 1 else ''}",
                     key=name,
                     rank=part.folder,
                     rule="layout.ranks_differ",

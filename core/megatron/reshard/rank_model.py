@@ -33,7 +33,7 @@ from core.megatron.placement.homes import FINAL_NORM
 from core.megatron.rules.rules import Rule, Rules, Wrapper
 from core.pickle.equality import are_same
 from core.pickle.inert import Global, Inert, TensorLeaf, as_mapping
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.megatron.placement.qkv_order import OldRows
@@ -151,9 +151,9 @@ def merge_ranks(
     missing = sorted(set(range(topology.tp)) - {rank.tp for rank in files})
     if missing:
         error = MissingShardError(
-            f"the shards of TP ranks {list_some(missing)} are in no file, because before "
-            f"core 0.19 Megatron did not save every rank of {topology}",
-            hint="save the model again with a newer Megatron-LM, or as torch_dist",
+            f"no file contains the shards of TP ranks {list_some(missing)}, because megatron-core "
+            f"before 0.19 did not save every rank of {topology}",
+            hint="save the checkpoint again with a newer Megatron-LM, or as torch_dist",
         )
         report(error.breaking("layout.ranks"))
 
@@ -306,7 +306,7 @@ def _add_entry(
     if expert is not None and expert.names != model.expert_names:
         if model.expert_names is not None:
             raise CorruptError(
-                f"experts are both {model.expert_names} and {expert.names}",
+                f"the experts are stored in two forms, {model.expert_names} and {expert.names}",
                 key=name,
                 rank=chunk.folder,
             )
@@ -327,7 +327,7 @@ def _add_entry(
             tensor = model.tensors.get(rule.tied)
             if tensor is None:
                 raise MissingShardError(
-                    f"{name} is a copy of this tensor, which is missing",
+                    f"this tensor is missing, although its copy {name} exists",
                     key=rule.tied,
                     rank=chunk.folder,
                 )
@@ -353,9 +353,9 @@ def _add_state(
             f"this entry is a {class_name}, not a plain tensor",
             key=name,
             rank=chunk.folder,
-            hint="convert them to plain tensors with --dequantize bf16"
+            hint="convert FP8 tensors to plain tensors with --dequantize bf16"
             if class_name.endswith(".Float8Tensor")
-            else "save the model once without quantized or otherwise special parameters",
+            else "save the model again without quantized or other special parameters",
         )
 
     # Keep every distinct value: ranks may disagree, which is decided when the model is complete.
@@ -446,17 +446,23 @@ def _check_layers(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
             layers_of[layer.stack].add(layer.number)
     for stack, layers in layers_of.items():
         count, offset = stages.count(stack, *chunk.where), stages.offset(stack, *chunk.where)
+        n_layers = n_text(count, "layer")
         empty = {number - offset for number in chunk.facts.empty_layers(stack)}
         missing = sorted(set(range(count)) - layers - empty)
         if missing:
-            problem = f"layers {list_some(missing)} of this stage's {count} are missing"
+            verb = "is" if len(missing) == 1 else "are"
+            problem = (
+                f"this stage should have {n_layers}, but {_name_layers(missing)} {verb} missing"
+            )
             report(MissingShardError(problem, rank=chunk.folder, rule="layout.layers"))
         extra = sorted(layers - set(range(count)))
         if extra:
-            problem = (
-                f"layers {list_some(extra)} are beyond the {count} that this stage should hold"
-            )
+            problem = f"this stage should have {n_layers}, but also has {_name_layers(extra)}"
             report(CorruptError(problem, rank=chunk.folder, rule="layout.layers"))
+
+
+def _name_layers(numbers: Sequence[int]) -> str:
+    return f"layer{'' if len(numbers) == 1 else 's'} {list_some(numbers)}"
 
 
 def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> None:
@@ -479,12 +485,12 @@ def _check_places(names: Sequence[str], chunk: ModelChunk, report: Report) -> No
             expected = describe_chunk(*stages.chunk_at(place), vpp=stages.vpp)
             actual = describe_chunk(*chunk.where, vpp=stages.vpp)
             error = CorruptError(
-                f"the tensor is in {actual}, but belongs to {expected}: according to "
-                f"the arguments, it is in the {place} part of the model",
+                f"the tensor is in {actual}, but according to the arguments, it belongs to "
+                f"{expected}, because it is in the {place} part of the model",
                 key=name,
                 rank=chunk.folder,
-                hint="were the directories of pipeline stages swapped? Rename them so that the "
-                f"file with this tensor is that of {expected}",
+                hint="the directories of the pipeline stages may have been swapped; if so, rename "
+                f"them so that the file with this tensor belongs to {expected}",
                 rule="layout.places",
             )
             report(error)

@@ -49,9 +49,9 @@ def find_rank_states(
     kind = None if ranks is None else ranks.optimizer_kind
     if kind == "optim.pt":
         raise UnsupportedError(
-            "the optimizer is in files optim.pt of a Megatron-LM from before 2023-05, which cannot "
-            "be resharded",
-            hint="drop it with --no-optim: the weights are exact",
+            "the optimizer is in optim.pt files, which Megatron-LM wrote before 2023-05 and ckpt "
+            "cannot reshard",
+            hint="drop the optimizer with --no-optim; the weights are exact",
         )
     if kind == "distributed":
         from core.megatron.optimizer.flat.read import read_flat

@@ -213,16 +213,16 @@ def _dropped(catalog: Catalog) -> list[Dropped]:
     filled = [key for key, item in catalog.objects.items() if item.value is not None]
     filled += [key for key, tensor in catalog.tensors.items() if tensor.n_elements]
     states = [key for key in filled if key.endswith(EXTRA_STATE)]
-    dropped += dropped_each(states, "Megatron-FSDP stores no extra states", catalog.tensors)
+    dropped += dropped_each(states, "Megatron-FSDP does not store extra states", catalog.tensors)
     copies = {
         key: tensor
         for key, tensor in catalog.tensors.items()
         if state_key(MASTER, key) in catalog.tensors
     }
-    dropped += dropped_unlisted(copies, "rounded master weights, which are written")
+    dropped += dropped_unlisted(copies, "rounded copies of the master weights, which are written")
     if catalog.optimizer is not None:
         names = (f"optimizer.{name}" for name in catalog.optimizer.entries)
-        dropped += dropped_each(names, f"{FORMAT} has no place for it")
+        dropped += dropped_each(names, f"{FORMAT} cannot store it")
     return dropped
 
 
@@ -245,8 +245,9 @@ def _fsdp_tensors(
         halves = names.halves(name)
         if cut.n > 1 and len(cut.parts) > 1 and len(halves) == 1:
             raise UnsupportedError(
-                f"each of {cut.n} TP ranks has a piece of every part of this parameter, which "
-                f"{FORMAT} stores one after the other; writing it this way is not supported",
+                f"writing this parameter as {FORMAT} is not supported with TP {cut.n}, because "
+                f"each rank has a piece of every part, but {FORMAT} stores the parts one after "
+                "another",
                 key=key,
                 hint="use --tp-new 1",
             )
@@ -321,7 +322,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
     refused = {
         f"a {facts.kind.kind} model": facts.kind is not GPT,
         "a hybrid model": facts.pattern is not None,
-        "a model whose layers differ in kind": facts.blocks is not None
+        "a model with different kinds of layers": facts.blocks is not None
         or bool(facts.linear_layers),
         "a model with multi-token prediction": facts.n_predictions > 0,
         "a model with multi-latent attention": facts.is_mla,
@@ -336,7 +337,7 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
             )
     if (model.expert_names or facts.expert_names) == "grouped":
         raise UnsupportedError(
-            f"Megatron-FSDP's {FORMAT} has no form for GroupedMLP experts",
+            f"Megatron-FSDP's {FORMAT} does not support GroupedMLP experts",
             hint=f"add {EXPERTS} sequential",
         )
 
@@ -347,20 +348,20 @@ def _check_model(catalog: Catalog, facts: ModelFacts) -> None:
     states = {state[0] for key in catalog.tensors if (state := split_state_key(key)) is not None}
     if strange := sorted(states - {MASTER, *_ADAM}):
         raise UnsupportedError(
-            f"the optimizer's state {strange[0]!r} cannot be written as {FORMAT}: Megatron-FSDP "
-            "trains with Adam only",
+            f"the optimizer state {strange[0]!r} cannot be written as {FORMAT}, because "
+            "Megatron-FSDP supports only Adam",
             hint=_DROP_OPTIMIZER,
         )
     fields = fields_of(catalog.args)
     if not (fields.get("bf16") or fields.get("fp16")):
         raise UnsupportedError(
-            f"an fp32 run cannot continue from {FORMAT}: without --bf16 or --fp16, Megatron-FSDP "
-            "saves such checkpoints but cannot load them",
+            f"an fp32 run cannot continue from {FORMAT}, because without --bf16 or --fp16, "
+            "Megatron-FSDP can save such checkpoints but cannot load them",
             hint=f"{_DROP_OPTIMIZER}, and start with --bf16",
         )
     if isinstance(optimizer.step, TensorLeaf):
         raise UnsupportedError(
-            "the number of steps is a tensor, as torch's Adam counts them; writing it as "
+            "the optimizer's step count is a tensor, as in torch's Adam; writing it as "
             f"{FORMAT} is not supported",
             hint=_DROP_OPTIMIZER,
         )

@@ -104,8 +104,8 @@ def shard(
     expert_names = described.expert_names or facts.expert_names
     if expert_names == "grouped" and version is not None and not version.has_grouped_mlp:
         raise UnsupportedError(
-            f"the experts are those of GroupedMLP (experts.weight1), which megatron-core {version} "
-            "does not have",
+            f"the model has GroupedMLP experts (experts.weight1), which megatron-core {version} "
+            "does not support",
             hint=f"write one module per expert with {OPTION} sequential",
         )
 
@@ -235,8 +235,8 @@ def _layout_notes(
         )
     elif topology.tp > facts.n_groups:
         notes.append(
-            f"TP {topology.tp} is above the {facts.n_groups} query groups: only megatron-core 0.16 "
-            "and later can load the files"
+            f"TP {topology.tp} exceeds the number of query groups ({facts.n_groups}), so only "
+            "megatron-core 0.16 and later can load the files"
         )
     return notes
 
@@ -260,14 +260,14 @@ def _convolution_notes(
     if version is not None and version.has_direct_convolution != is_newer:
         name = "conv1d_weight" if is_newer else "conv1d.weight"
         raise UnsupportedError(
-            f"Mamba's convolution is {name} in these rank files, which megatron-core {version} "
-            "does not load",
-            hint="write torch_dist, which it loads: --to torch_dist",
+            f"Mamba's convolution is named {name} in these rank files, and megatron-core {version} "
+            "cannot load this name",
+            hint=f"use --to torch_dist, which megatron-core {version} can load",
         )
     if version is None and not is_newer and SINCE_0_19 in fields_of(model.args):
         note = (
-            "the arguments are those of megatron-core 0.19 or later, which does not load Mamba's "
-            "conv1d.weight from rank files: write torch_dist for it"
+            "the arguments are from megatron-core 0.19 or later, which cannot load Mamba's "
+            "conv1d.weight from rank files; to continue with that version, use --to torch_dist"
         )
         return [note]
     return []

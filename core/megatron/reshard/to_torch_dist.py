@@ -141,8 +141,8 @@ def to_torch_dist(
     facts = parse_facts(catalog.args, names=rules.model_of(catalog.tensors))
     if facts.kind.is_legacy:
         raise UnsupportedError(
-            "models with the names of megatron.legacy exist only as rank files: Megatron-LM cannot "
-            "save them as torch_dist",
+            "megatron.legacy models exist only as rank files, because Megatron-LM cannot save them "
+            "as torch_dist",
             hint="use --to megatron",
         )
     check_parallel_sizes(topology, facts)
@@ -168,7 +168,7 @@ def to_torch_dist(
     elif is_stacked and not can_stack:
         raise UsageError(
             "--stack-layers: the layers differ, so they cannot share a key",
-            hint="remove the option",
+            hint="omit --stack-layers",
         )
 
     # Collect the tensors of every key; the optimizer decides how keys of its states are named.
@@ -200,13 +200,13 @@ def to_torch_dist(
     notes = [*catalog.notes, *optimizer.notes]
     if topology != facts.topology:
         notes.append(
-            f"chunks are those of {topology}, the arguments those of {facts.topology}: Megatron "
-            "loads the checkpoint at any sizes"
+            f"the chunks are for {topology}, but the arguments are still for {facts.topology}; "
+            "Megatron can load the checkpoint with any parallel sizes"
         )
     if facts.has_unused_head(topology):
         notes.append(
-            "with tied embeddings, Megatron loads torch_dist only where multi-token prediction is "
-            "in a stage before the last one, or in one pipeline stage"
+            "with tied embeddings, Megatron can load torch_dist only if multi-token prediction is "
+            "in a stage before the last, or if there is only one pipeline stage"
         )
 
     # The other facts of a torch_dist source are kept.
@@ -355,8 +355,8 @@ def _group_tensors(
         n_expected = prod(group[0].shape)
         if len(group) != n_expected:
             raise UnsupportedError(
-                f"only {len(group)} of the {n_expected} tensors to stack are in the checkpoint: "
-                "the others were probably not trained",
+                f"the checkpoint has only {len(group)} of the {n_expected} tensors to stack, "
+                "probably because the other tensors were not trained",
                 key=name,
                 hint="drop the optimizer with --no-optim",
             )
@@ -451,10 +451,11 @@ def _with_stored_rows(catalog: Catalog, topology: Topology, facts: ModelFacts) -
     tp = facts.topology.tp
     if topology.tp != tp:
         raise UnsupportedError(
-            f"in torch_dist, the order of this adapter's rows depends on the tensor parallel size: "
-            f"Megatron-Bridge loads it only at the size of the arguments, {tp}, not {topology.tp}",
+            "in torch_dist, this adapter's row order depends on the tensor parallel size, and "
+            f"Megatron-Bridge can load it only with the arguments' size, {tp}, not {topology.tp}",
             key=key,
-            hint=f"use --to megatron; or use --to hf, and convert that with --tp-new {topology.tp}",
+            hint="use --to megatron, or use --to hf and convert the result with "
+            f"--tp-new {topology.tp}",
         )
     return to_stored_order(catalog, tp)
 
@@ -505,7 +506,9 @@ def _extra_states(
             states[key] = value
             continue
         if value is not None and (key not in catalog.tensors or catalog.tensors[key].n_elements):
-            dropped += dropped_each((key,), "packed for all experts of a rank", catalog.tensors)
+            dropped += dropped_each(
+                (key,), "packed together with the rank's other experts", catalog.tensors
+            )
         states |= {expert.numbered(number): None for number in range(facts.n_experts or 0)}
     return states, dropped
 

@@ -92,9 +92,9 @@ def unshard(
     if strange:
         assert store is not None, "nothing was compared without files"
         refuse_remainders(model, store, strange)
-        reason = "were the weights changed after the optimizer's last step?"
+        reason = "the weights may have been changed after the optimizer's last step"
         model = model.noted(
-            [f"master weights of {list_some(strange)} do not round to the weights: {reason}"]
+            [f"the master weights of {list_some(strange)} do not round to the weights; {reason}"]
         )
 
     # Rows whose order depends on the TP size are those of the run that saved.
@@ -106,7 +106,7 @@ def unshard(
     unknown = [key for key in names if split_state_key(key) is None and rules.is_unknown(key)]
     if unknown:
         model = model.noted(
-            [f"no rule matches {list_some(unknown)}: replicated on every rank ({UNKNOWN_SOURCE})"]
+            [f"{UNKNOWN_SOURCE}: every rank gets {list_some(unknown)}, which no rule matches"]
         )
     # A step may put one tensor under several keys (a weight that is its own master); Megatron ties
     # none, so each is stored by itself.

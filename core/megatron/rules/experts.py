@@ -123,7 +123,7 @@ def expert_form(
             if reread is not None and (reread.names, reread.rest) == (names, expert.rest):
                 return form
     raise UnsupportedError(
-        f"experts of the form {names} have no such parameter", key=expert.numbered(number)
+        f"{names} experts do not have this parameter", key=expert.numbered(number)
     )
 
 
@@ -148,11 +148,17 @@ def unpacked(
     packed_axis = 1 if rest.startswith("linear_fc1") else 0
     if len(array.shape) != 2 or array.shape[packed_axis] % n:
         raise CorruptError(
-            f"a parameter of {n} grouped experts has shape {array.shape}", key=key, rank=rank
+            f"the parameter's shape {array.shape} does not divide into matrices of {n} grouped "
+            "experts",
+            key=key,
+            rank=rank,
         )
     if extent.strides not in (None, (array.shape[1], 1)):
         raise CorruptError(
-            f"a parameter of grouped experts has strides {extent.strides}", key=key, rank=rank
+            "parameters of grouped experts must be contiguous, but the strides are "
+            f"{extent.strides}",
+            key=key,
+            rank=rank,
         )
 
     # The matrices of the experts follow each other in memory, whichever axis is declared longer.
@@ -209,7 +215,7 @@ def _transposed(key: str, fragment: Fragment) -> Fragment:
     extent = array.extent
     if extent.encoding is not None or len(array.shape) < 2:
         raise UnsupportedError(
-            "compressed experts cannot be written as one parameter (the old GroupedMLP)",
+            "compressed experts cannot be packed into a single parameter (the old GroupedMLP)",
             key=key,
             hint=f"write one module per expert with {OPTION} sequential",
         )

@@ -45,8 +45,8 @@ def prefix_of(catalog: Catalog, rules: Rules) -> str:
             return prefix
     example = next((key for key in catalog.tensors if not is_optimizer_key(key)), "")
     raise UnsupportedError(
-        f"the tensors do not have Megatron's names ({example!r} …)",
-        hint="only checkpoints of Megatron models can be given a parallel layout",
+        f"the tensor names are not Megatron's (for example, {example!r})",
+        hint="ckpt can apply a parallel layout only to checkpoints of Megatron models",
     )
 
 
@@ -65,9 +65,9 @@ def without_prefix(prefix: str, key: str, rules: Rules) -> str:
     if wrapper is not None and name.startswith(wrapper.towers):
         return name
     raise UnsupportedError(
-        f"the names of other tensors have the prefix {prefix!r}, this one does not",
+        f"the other tensors' names have the prefix {prefix!r}, but this name does not",
         key=key,
-        hint="drop it with --exclude",
+        hint="drop the tensor with --exclude",
     )
 
 

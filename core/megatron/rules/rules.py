@@ -279,8 +279,8 @@ class Rules:
                 "no layout rule matches this tensor"
                 + (f" (shape on each of {len(shapes)} ranks: {extents})" if extents else ""),
                 key=name,
-                hint="put this rule into a file, correct it if necessary, and pass the file with "
-                "--rules (or use --unknown replicate if all ranks hold the same tensor):\n"
+                hint="save this rule in a file, correct it if necessary, and pass the file with "
+                "--rules (or use --unknown replicate if all ranks have the same tensor):\n"
                 + proposal(name, shapes, hidden_size=hidden_size, tp=tp),
             )
         if rule.later is not None:
@@ -583,20 +583,24 @@ def proposal(
     shape = shapes[0] if shapes else ()
 
     # Linear layers are not cut on the axis of the hidden size.
-    undecided = 'rule = "replicate"   # if every TP rank holds the same; else "split" with an axis'
+    undecided = (
+        'rule = "replicate"   # if all TP ranks have the same values; else "split" and an axis'
+    )
     other_axes = [axis for axis, extent in enumerate(shape) if extent != hidden_size]
     if len(set(shapes)) > 1:
-        rule = ['rule = "replicate"   # the ranks hold different shapes, which no rule describes']
+        rule = [
+            'rule = "replicate"   # the ranks have different shapes, which no rule can describe'
+        ]
     elif shape and hidden_size is not None and not other_axes:
         shards = "" if tp in (None, 1) else f", on each of {tp} TP ranks"
-        rule = [f'rule = "replicate"   # the hidden size on every axis{shards}']
+        rule = [f'rule = "replicate"   # every axis has the hidden size{shards}']
     elif len(shape) < 2:
         rule = [undecided]
     elif hidden_size is not None and len(shape) == 2 and len(other_axes) == 1:
-        rule = ['rule = "split"   # the other axis is the hidden size', f"axis = {other_axes[0]}"]
+        rule = ['rule = "split"   # the other axis has the hidden size', f"axis = {other_axes[0]}"]
     else:
         rule = [
-            'rule = "split"   # or "replicate", if every TP rank holds the same',
+            'rule = "split"   # or "replicate", if all TP ranks have the same values',
             f"axis = {int(shape[0] > shape[1])}",
         ]
     return format_table("rule", [name], *rule)

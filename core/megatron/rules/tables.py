@@ -35,6 +35,8 @@ _LISTS = ("divides", "names")
 _TEXTS = ("tied", "later", "single", "source")
 _RULE_FIELDS = {"pattern", "rule", "axis", "parts", "shape", "group", "unit", *_LISTS, *_TEXTS}
 _SIZE_FIELDS = {"name", "pattern", "axis", "args", "source"}
+_SIZE = 'a positive number, an argument, or sums and products of them, such as "heads * channels"'
+"""What a size may be, for messages."""
 
 
 def load_rules(extra: Path | None = None, *, unknown: str = "refuse") -> Rules:
@@ -115,12 +117,12 @@ def _read_user_table(path: Path) -> Mapping[str, object]:
     try:
         table = tomllib.loads(data.decode("utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as err:
-        raise UsageError(f"the file is not TOML: {err}", file=label) from err
+        raise UsageError(f"the file is not valid TOML: {err}", file=label) from err
 
     # A misspelled table would be ignored silently.
     unknown = sorted(set(table) - {"rule", "stage", "buffer", "size"})
     if unknown:
-        hint = "use [[rule]], [[stage]], [[buffer]] and [[size]]"
+        hint = "use only the tables [[rule]], [[stage]], [[buffer]] and [[size]]"
         raise UsageError(f"unknown tables: {', '.join(unknown)}", file=label, hint=hint)
     return table
 
@@ -163,7 +165,8 @@ def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
     for n, row in _numbered(table, "stage", label):
         if row.get("stage") not in STAGES or set(row) - {"pattern", "stage"}:
             raise UsageError(
-                f"[[stage]] {n} needs a pattern and a stage, {' or '.join(STAGES)}", file=label
+                f"[[stage]] {n} must have only a pattern and a stage ({' or '.join(STAGES)})",
+                file=label,
             )
         pattern = _compile_pattern(row, where=f"[[stage]] {n}", label=label)
         stages.append((pattern, str(row["stage"])))
@@ -171,7 +174,7 @@ def _parse_rows(table: Mapping[str, object], *, label: str) -> _Rows:
     buffers: list[re.Pattern[str]] = []
     for n, row in _numbered(table, "buffer", label):
         if set(row) - {"pattern", "source"}:
-            raise UsageError(f"[[buffer]] {n} may only have a pattern and a source", file=label)
+            raise UsageError(f"[[buffer]] {n} may have only a pattern and a source", file=label)
         buffers.append(_compile_pattern(row, where=f"[[buffer]] {n}", label=label))
 
     return _Rows(
@@ -191,14 +194,20 @@ def _parse_sizes(table: Mapping[str, object], *, label: str) -> Iterator[ShapeSi
     for n, row in _numbered(table, "size", label):
         where, name, axis = f"[[size]] {n}", row.get("name"), row.get("axis", 0)
         if not isinstance(name, str) or not name.isidentifier() or set(row) - _SIZE_FIELDS:
-            raise UsageError(f"{where} needs a name, a pattern and an axis", file=label)
+            raise UsageError(
+                f"{where} needs a name (an identifier), and may have only the fields "
+                f"{', '.join(sorted(_SIZE_FIELDS))}",
+                file=label,
+            )
         if not isinstance(axis, int) or not _is_axis(axis):
             raise UsageError(f"{where} needs an axis from 0 to 7", file=label)
 
         # Without ``args`` the size is known only from shapes.
         args = parsed_size(row["args"]) if "args" in row else None
         if "args" in row and args is None:
-            raise UsageError(f"{where} has args {row['args']!r}, which is not a size", file=label)
+            raise UsageError(
+                f"{where} has args = {row['args']!r}, but args must be a size ({_SIZE})", file=label
+            )
         yield ShapeSize(name, _compile_pattern(row, where=where, label=label), axis, args)
 
 
@@ -208,7 +217,9 @@ def _numbered(
     """Return the tables of a list, numbered from 1 as in messages."""
     rows = table.get(name, [])
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UsageError(f"{name} is not a list of tables", file=label, hint=f"write [[{name}]]")
+        raise UsageError(
+            f"{name} must be a list of tables", file=label, hint=f"begin each table with [[{name}]]"
+        )
     return list(enumerate(rows, start=1))
 
 
@@ -238,7 +249,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
             raise _RowError(f"has unknown fields: {', '.join(unknown)}")
         kind = row.get("rule")
         if kind not in KINDS:
-            raise _RowError(f"has rule {kind!r}; it must be one of {', '.join(KINDS)}")
+            raise _RowError(f"has rule = {kind!r}, but rule must be one of {', '.join(KINDS)}")
         if kind in NEEDS_AXIS and not _is_axis(row.get("axis")):
             raise _RowError("needs an axis from 0 to 7")
         segments = _parse_segments(row, str(kind))
@@ -247,8 +258,8 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
             item != "" and not parsed_size(item) for item in items
         ):
             raise _RowError(
-                f"has shape {items!r}; it must be a list with a size for each axis, as in parts, "
-                'or ""'
+                f"has shape = {items!r}, but shape must be a list with one entry per axis: a size "
+                f'({_SIZE}) or ""'
             )
         shape = tuple(map(parsed_size, items))
         _check_choice(row, "group", ("tp", "etp"))
@@ -256,7 +267,7 @@ def _parse_rule(row: Mapping[str, object], *, where: str, label: str) -> Rule:
         lists = {name: _parse_names(row, name) for name in _LISTS}
         names = lists["names"]
         if names and all(len(names) != len(parts) for parts in segments):
-            raise _RowError("needs the same number of names and parts")
+            raise _RowError("must have as many names as parts")
         texts = {name: _parse_text(row, name) for name in _TEXTS}
     except _RowError as err:
         raise UsageError(f"{where} {err}", file=label) from None
@@ -298,13 +309,12 @@ def _parse_segments(row: Mapping[str, object], kind: str) -> tuple[tuple[PartSiz
         sizes = [size for item in items if (size := parsed_size(item)) is not None]
         if not items or len(sizes) < len(items):
             raise _RowError(
-                f"has parts {parts!r}; they must be whole, gated, a list of sizes, which are "
-                'numbers, arguments, and sums and products of them ("heads * channels"), or a list '
-                "of such lists"
+                f"has parts = {parts!r}, but parts must be whole, gated, a list of sizes, or a "
+                f"list of such lists (a size is {_SIZE})"
             )
         segments.append(tuple(sizes))
     if kind != "split" and not row.get("shape"):
-        raise _RowError("has parts, but its rule is not split, and it has no shape")
+        raise _RowError('has parts, but parts need either rule = "split" or a shape')
     return tuple(segments)
 
 
@@ -312,7 +322,7 @@ def _check_choice(row: Mapping[str, object], name: str, allowed: tuple[str | Non
     """Raise unless a field is absent or has one of the allowed values."""
     if name in row and row[name] not in allowed:
         raise _RowError(
-            f"has {name} {row[name]!r}; it must be one of {', '.join(filter(None, allowed))}"
+            f"has {name} = {row[name]!r}, but {name} must be {' or '.join(filter(None, allowed))}"
         )
 
 
@@ -320,7 +330,7 @@ def _parse_names(row: Mapping[str, object], name: str) -> tuple[str, ...]:
     """Return a field that is a list of names; () if it is absent."""
     value = row.get(name, [])
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _RowError(f"has a field {name} that is not a list of names")
+        raise _RowError(f"has a {name} field that is not a list of strings")
     return tuple(value)
 
 
@@ -328,7 +338,7 @@ def _parse_text(row: Mapping[str, object], name: str) -> str | None:
     """Return a field that is text; None if it is absent."""
     value = row.get(name)
     if value is not None and not isinstance(value, str):
-        raise _RowError(f"has a {name} that is not a string")
+        raise _RowError(f"has a {name} field that is not a string")
     return value
 
 

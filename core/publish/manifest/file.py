@@ -240,8 +240,8 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
             raise ValueError(content["schema"])
         if content["version"] > VERSION:
             raise UnsupportedError(
-                f"the manifest has version {content['version']}, but this ckpt reads "
-                f"versions up to {VERSION}",
+                f"the manifest has version {content['version']}, but this version of ckpt reads "
+                f"only versions up to {VERSION}",
                 file=name,
                 hint="upgrade ckpt, or create a new manifest with ckpt manifest",
             )
@@ -265,7 +265,7 @@ def read_manifest(store: ReadStore, name: str = MANIFEST) -> Manifest:
         raise CorruptError(
             f"not a ckpt manifest: {reason}",
             file=name,
-            hint="delete it, and create a new one with ckpt manifest",
+            hint="delete the file, and create a new manifest with ckpt manifest",
         ) from err
 
 

@@ -393,8 +393,8 @@ def _notes(form: Canonical, *, fingerprints: bool) -> Iterator[str]:
         reason = "the optimizer states are not in canonical form, so they have no fingerprints"
     else:
         reason = (
-            "the tensors are not in canonical form, so the fingerprints are valid for this layout "
-            "only"
+            "the tensors are not in canonical form, so the fingerprints are valid only for this "
+            "layout"
         )
     yield f"{reason}: {form.failure.message}"
 

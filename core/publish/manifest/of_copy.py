@@ -101,8 +101,8 @@ class FileRanges:
                 continue
             if offset < end or offset + n_bytes > image.size:
                 raise CorruptError(
-                    f"bytes {offset}–{offset + n_bytes} overlap other bytes, or exceed the file's "
-                    f"{image.size} bytes",
+                    f"bytes {offset}–{offset + n_bytes} overlap other bytes or extend past the end "
+                    f"of the file ({image.size} bytes)",
                     file=image.path,
                 )
             crc = crc32_combine(crc, crc32_of_zeros(offset - end), offset - end)

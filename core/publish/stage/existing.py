@@ -36,9 +36,9 @@ def check_replaceable(dst: Path, paths: Collection[str]) -> None:
         return
     if not _holds_checkpoint(dst):
         raise UsageError(
-            "only a checkpoint can be replaced, and the destination is not one",
+            "the destination is not a checkpoint, and ckpt replaces only checkpoints",
             file=str(dst),
-            hint="remove it, or choose another destination",
+            hint="remove the destination, or choose another one",
         )
 
     # Iterations that the new checkpoint does not have are training progress: never remove them.
@@ -48,7 +48,7 @@ def check_replaceable(dst: Path, paths: Collection[str]) -> None:
         raise UsageError(
             f"the destination contains other iterations ({', '.join(lost[:4])}) that would be lost",
             file=str(dst),
-            hint="choose another destination, or move them elsewhere first",
+            hint="choose another destination, or move these iterations elsewhere first",
         )
     added = [] if dst.is_file() else _list_added_files(dst, paths)
     if added:
@@ -56,7 +56,7 @@ def check_replaceable(dst: Path, paths: Collection[str]) -> None:
             f"the destination contains files that were added to it and would be lost: "
             f"{list_some(added)}",
             file=str(dst),
-            hint="move them elsewhere first, or choose another destination",
+            hint="move these files elsewhere first, or choose another destination",
         )
 
 

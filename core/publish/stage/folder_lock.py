@@ -22,7 +22,8 @@ WORKERS_LOCK = "workers.lock"
 """Name of the lock that several workers share in a staging directory (``workers_lock``)."""
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EINVAL)
 NO_LOCKS = (
-    "the file system does not support locks: make sure that nothing else writes to this destination"
+    "the file system does not support locks, so make sure that nothing else writes to this "
+    "destination"
 )
 
 
@@ -59,7 +60,7 @@ def lock_stage(dst: Path) -> FolderLock:
     refusal = StorageError(
         "another process is writing to this destination",
         file=str(dst),
-        hint=f"wait until it has finished; it has locked {stage_dir.name}",
+        hint=f"wait until that process has finished; it has locked {stage_dir.name}",
     )
     return lock_folder(stage_dir, refusal=refusal)
 

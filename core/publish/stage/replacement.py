@@ -72,7 +72,7 @@ def check_may_replace(dst: Path, *, is_file: bool, keep: Sequence[Path]) -> None
         raise UsageError(
             f"the destination is {existing}, but the output would be {output}",
             file=str(dst),
-            hint="remove it",
+            hint="remove the destination, or choose another one",
         )
 
     # Nothing that must be kept may disappear with it, nor the place from which the user works.
@@ -176,9 +176,10 @@ def undo_replacement(stage_dir: Path, dst: Path) -> bool:
             return True
         if holds_previous(stage_dir, dst):
             raise UsageError(
-                f"the destination was created while its previous content was set aside in {aside}",
+                "the destination was created again after its previous content was moved to "
+                f"{aside}",
                 file=str(dst),
-                hint="move one of the two elsewhere, and run again",
+                hint="move one of the two elsewhere, and run the command again",
             )
 
     # The manifest of an old single file, as long as the new file is still in the staging directory.

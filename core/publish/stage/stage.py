@@ -166,7 +166,7 @@ class LocalDestination(OutputDestination):
         if keeps_partial:
             return f"nothing was written{unchanged} (rerun the same command)"
         if has_stage:
-            return f"{stage_dir} could not be removed{unchanged} (the next run removes it)"
+            return f"{stage_dir} could not be removed{unchanged} (the next run will remove it)"
         return (
             f"nothing was written{unchanged} (rerun with --resume to keep partial work next time)"
         )
@@ -343,7 +343,7 @@ class Stage(DestinationStage):
         Raises:
             StorageError: the system does not tell.
         """
-        with translate_os_errors(str(self.stage_dir), doing="check the free space"):
+        with translate_os_errors(str(self.stage_dir), doing="check the free space of"):
             status = os.statvfs(nearest_folder(self.stage_dir))
             present = sum(
                 entry.stat().st_blocks * 512
@@ -365,8 +365,8 @@ class Stage(DestinationStage):
         free = self.free_bytes()
         if free < needed_bytes:
             raise CapacityError(
-                f"the destination needs {needed_bytes / _MIB:,.1f} MiB, "
-                f"but only {free / _MIB:,.1f} MiB are free",
+                f"the output needs {needed_bytes / _MIB:,.1f} MiB, "
+                f"but only {free / _MIB:,.1f} MiB is free",
                 file=str(self.dst.parent),
                 hint="free some space, or write to another disk",
             )
@@ -507,7 +507,9 @@ class Stage(DestinationStage):
             try:
                 self.journal.flush()
             except CheckpointingException:
-                self.notes.append("the journal could not be completed; some work will be repeated")
+                self.notes.append(
+                    "the journal could not be completed, so some work will be repeated"
+                )
         self._close()
         if self._lock is None:
             return
@@ -515,7 +517,7 @@ class Stage(DestinationStage):
         # Remove the staging directory, unless it contains the old destination or work to resume.
         if not self._settle_publication():
             self.notes.append(
-                f"{self.stage_dir} contains the previous destination; the next run restores it"
+                f"{self.stage_dir} contains the previous destination; the next run will restore it"
             )
         elif not keep:
             if not remove_stage(self.stage_dir):

@@ -50,7 +50,7 @@ class WorkersLock:
         if self.is_sure and not try_lock(self.fd, fcntl.LOCK_SH):
             raise StorageError(
                 "another process has started to write to this destination",
-                hint="wait until it has finished",
+                hint="wait until that process has finished",
             )
 
     def close(self) -> None:
@@ -121,7 +121,8 @@ def _lock_exclusively(fd: int, path: Path, wait_s: float) -> bool:
     while (is_locked := try_lock(fd, fcntl.LOCK_EX)) is False:
         if time.monotonic() >= until:
             raise StorageError(
-                f"workers of an earlier run are still writing here after {wait_s:.0f} s",
+                f"after {wait_s:.0f} s, workers of an earlier run are still writing to this "
+                "destination",
                 file=str(path.parent),
                 hint="stop them, or wait until they have finished",
             )

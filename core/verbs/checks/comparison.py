@@ -110,7 +110,7 @@ def _read_from_manifest(path: Path) -> ReferenceFingerprints | None:
         content = (
             "no fingerprints"
             if manifest.scheme is None
-            else f"fingerprints {manifest.scheme}, not {SCHEME}"
+            else f"{manifest.scheme} fingerprints, not {SCHEME} fingerprints"
         )
         raise UsageError(
             f"--against: the manifest has {content}",

@@ -57,7 +57,7 @@ def parse_plan_request(
         name, equals, value = (word.strip().lower() for word in part.partition("="))
         if not equals or name in sizes or (name == "format" and to is not None):
             raise UsageError(
-                f"--plan-for: {part!r} is not NAME=VALUE, or repeats a name", hint=_EXAMPLE
+                f"--plan-for: {part!r} is not NAME=VALUE or repeats a name", hint=_EXAMPLE
             )
         if name == "format":
             # Resolve the name here, so that a misspelt format is a usage error and not a finding.
@@ -69,7 +69,7 @@ def parse_plan_request(
         elif name not in SIZES:
             allowed = ", ".join((*SIZES, "format"))
             raise UsageError(
-                f"--plan-for: unknown name {name!r}, expected one of: {allowed}",
+                f"--plan-for: unknown name {name!r} (expected one of: {allowed})",
                 hint=did_you_mean(name, (*SIZES, "format")) or _EXAMPLE,
             )
         # Python refuses to convert very long digit strings; no size has more than ten digits.

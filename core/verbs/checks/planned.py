@@ -41,7 +41,9 @@ def plan_as_requested(subject: Subject) -> Iterator[Finding]:
     if request is None:
         return
     if format is None:
-        yield IMPOSSIBLE.finding("no plan is possible: the checkpoint cannot be read")
+        yield IMPOSSIBLE.finding(
+            "the request cannot be planned, because the checkpoint cannot be read"
+        )
         return
     from core.verbs.checks.plan_request import SIZES
     from core.verbs.convert.job import Job, TopologyChange
@@ -103,7 +105,7 @@ def _report_plan(
     """Report how the request can be carried out (CK902), and what would be lost (CK903)."""
     reason = _reason_to_load_directly(prepared, request)
     if reason is not None and not without_optim:
-        yield POSSIBLE.finding(f"{request}: {reason}", hint="no conversion needed")
+        yield POSSIBLE.finding(f"{request}: {reason}", hint="no conversion is needed")
         return
     plan, target = prepared.plan, prepared.target_format
     words = ["run: ckpt reshard", quote(str(subject.path)), "DST"]
@@ -113,9 +115,9 @@ def _report_plan(
     if without_optim:
         words.append("--no-optim")
     yield POSSIBLE.finding(
-        f"{request}: ckpt writes it as {target.name}: read {_mebibytes(plan.read_bytes)}, write "
-        f"{_mebibytes(plan.file_bytes)} in {n_text(len(prepared.files), 'file')}, memory "
-        f"{_mebibytes(plan.memory_bytes)}",
+        f"{request}: ckpt would read {_mebibytes(plan.read_bytes)} and write "
+        f"{_mebibytes(plan.file_bytes)} ({target.name}, {n_text(len(prepared.files), 'file')}), "
+        f"using {_mebibytes(plan.memory_bytes)} of memory",
         hint=" ".join(words),
     )
     for text in prepared.dropped:
@@ -144,7 +146,7 @@ def _reason_to_load_directly(prepared: Prepared, request: PlanRequest) -> str | 
     return (
         None
         if kind in _FIXED_SIZES
-        else f"Megatron loads {source.format.name} at these sizes as it is"
+        else f"Megatron can load this {source.format.name} checkpoint at these sizes"
     )
 
 

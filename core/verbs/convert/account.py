@@ -26,6 +26,7 @@ from core.formats.format import Format
 from core.formats.huggingface.files import CONFIG
 from core.opening.objects import KEEP_OBJECTS, has_tensors
 from core.opening.open import Checkpoint
+from core.values import n_text
 
 
 def check_account(
@@ -48,8 +49,8 @@ def check_account(
     lost = _find_unaccounted(opened, source, target, record)
     if lost:
         raise RuntimeError(
-            f"{len(lost):,} tensors of the source, or parts of them, would be neither written nor "
-            f"listed as not carried, such as {lost[0]}; nothing was written"
+            f"{n_text(len(lost), 'source tensor')}, such as {lost[0]}, would be lost in whole or "
+            "in part without being reported, so nothing was written"
         )
 
 
@@ -65,7 +66,7 @@ def check_not_empty(source: Checkpoint, target: TargetCatalog, format: Format) -
     if not (catalog.tensors or has_tensors(catalog.objects.values())):
         return
     raise UnsupportedError(
-        f"no tensor would be written to {format.title}: everything in the source would be left out",
+        f"{format.title} would contain no tensors, because everything in the source is left out",
         file=source.store.label,
         hint="exclude fewer entries" if catalog.tensors else KEEP_OBJECTS,
     )

@@ -164,7 +164,7 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     ):
         raise CorruptError(
-            f"quantization_config.weight_block_size is {block!r}, not two positive numbers",
+            f"quantization_config.weight_block_size is {block!r}, not two positive integers",
             file=CONFIG,
         )
     n_rows, n_columns = block
@@ -176,7 +176,8 @@ def _dequantize(catalog: Catalog, job: Job, config: Mapping[str, object] | None)
         if key in catalog.tensors
     )
     notes = [
-        f"{n} {kind} tensors become {dtype_called(job.dequantize).name}"
+        f"{n_text(n, f'{kind} tensor is', f'{kind} tensors are')} dequantized to "
+        f"{dtype_called(job.dequantize).name}"
         for kind, n in counts.items()
     ]
     edits: dict[str, object] = {} if result.remaining else {"quantization_config": None}
@@ -188,14 +189,14 @@ def _dequantize_optim(catalog: Catalog) -> _ChangeStep:
     from core.engine.changes.optimizer_states import dequantize_states
 
     result = dequantize_states(catalog)
-    notes = [f"{len(result.keys)} 8-bit or 4-bit optimizer states become float32"]
+    notes = [f"{len(result.keys)} 8-bit or 4-bit optimizer states are dequantized to float32"]
     if result.renamed:
         n = len(result.renamed)
-        notes.append(f"{n} optimizer states in float32 are renamed to exp_avg and exp_avg_sq")
+        notes.append(f"{n} float32 optimizer states are renamed to exp_avg and exp_avg_sq")
     if result.kept:
         notes.append(
-            f"{len(result.kept)} of them keep their bitsandbytes names (state1, state2), which "
-            "its 32-bit optimizers load"
+            f"{len(result.kept)} of the dequantized states keep their bitsandbytes names (state1, "
+            "state2), which bitsandbytes' 32-bit optimizers load"
         )
     return _ChangeStep(result.catalog, notes)
 
@@ -223,19 +224,20 @@ def _select(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> 
                 key=weight.key,
                 hint="apply the scales with --dequantize bf16"
                 if weight.scheme.dequantize is not None
-                else "keep both, or drop both",
+                else "keep both or drop both",
             )
     n_dropped = len(selection.excluded)
     notes = (
-        [f"{n_text(n_dropped, 'entry', 'entries')} dropped by --include/--exclude"]
+        [f"{n_text(n_dropped, 'entry', 'entries')} dropped by --include or --exclude"]
         if n_dropped
         else []
     )
     # States without a name cannot follow the parameters that are dropped.
     if any(key in catalog.tensors and not is_optimizer_key(key) for key in selection.excluded):
         notes += [
-            f"{key} numbers its parameters, so it keeps the states of dropped parameters: "
-            f"--param-order model drops those states, --exclude {quoted_word(f'{key}.*')} drops all"
+            f"{key} identifies parameters by number, so the states of dropped parameters are kept; "
+            "to drop only those states, add --param-order model; to drop all states, add "
+            f"--exclude {quoted_word(f'{key}.*')}"
             for key in keys_of_numbered(selection.catalog)
         ]
     return _ChangeStep(selection.catalog, notes, selection.excluded)
@@ -269,7 +271,7 @@ def _tie(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _Ch
     edits: dict[str, object] = {}
     for pairs, change, becomes_tied, result in (
         (job.untie, untie, False, "written as a copy of"),
-        (job.tie, tie, True, "dropped: it is identical to"),
+        (job.tie, tie, True, "dropped because it is identical to"),
     ):
         if not pairs:
             continue
@@ -280,7 +282,7 @@ def _tie(catalog: Catalog, job: Job, config: Mapping[str, object] | None) -> _Ch
         n_states = abs(len(catalog.tensors) - n_before) - len(pairs)
         if n_states > 0:
             fate = "dropped" if becomes_tied else "written as copies"
-            notes.append(f"{n_states} optimizer tensors of tied weights are {fate} too")
+            notes.append(f"{n_states} optimizer tensors of the tied weights are {fate} too")
         # The configuration records only ties between the input and the output embedding.
         if any(OUTPUT.search(key) and INPUT.search(original) for key, original in pairs):
             edits |= edit_tie(config or {}, is_tied=becomes_tied)
@@ -324,8 +326,8 @@ def _untie_changed(
         if have_one_dtype(after, pair) or not have_one_dtype(before, first):
             return _ChangeStep(after)
     note = (
-        f"{pair.head} is no longer the same as {pair.embedding}, to which {CONFIG} ties it: both "
-        "are written"
+        f"{CONFIG} ties {pair.head} to {pair.embedding}, but the two now differ, so both are "
+        "written"
     )
     return _ChangeStep(after, [note], edits=edit_tie(config, is_tied=False))
 
@@ -338,18 +340,18 @@ def _restack(catalog: Catalog, job: Job) -> _ChangeStep:
     """
     if job.stack_layers and job.unstack_layers is not None:
         raise UsageError(
-            "--stack-layers and --unstack-layers contradict each other", hint="use only one of them"
+            "--stack-layers and --unstack-layers cannot be combined", hint="use only one"
         )
     if job.stack_layers:
         from core.engine.changes.restack.stack import stack_layers
 
         result = stack_layers(catalog, axis=job.layer_axis)
-        note = f"layers stacked into {result.n_groups} tensors"
+        note = f"the layers are stacked into {n_text(result.n_groups, 'tensor')}"
     elif job.unstack_layers is not None:
         from core.engine.changes.restack.unstack import unstack_layers
 
         result = unstack_layers(catalog, job.unstack_layers, axis=job.layer_axis)
-        note = f"{result.n_groups} stacked tensors split into one per layer"
+        note = f"{result.n_groups} stacked tensors are split into one tensor per layer"
     else:
         return _ChangeStep(catalog)
     return _ChangeStep(result.catalog, [note, *result.notes])
@@ -395,7 +397,7 @@ def _cast(
         )
         if n_float8:
             notes.append(
-                f"{n_text(n_float8, 'float8 tensor')} not cast (to cast: --dtype GLOB=DTYPE)"
+                f"{n_text(n_float8, 'float8 tensor')} not cast (to cast them: --dtype GLOB=DTYPE)"
             )
         edits = {name: model_dtypes[-1] for name in _DTYPE_NAMES if name in (config or ())}
     notes += _uncast_scale_notes(job, weights, catalog, result)
@@ -408,7 +410,10 @@ def _quantize(catalog: Catalog, job: Job) -> _ChangeStep:
     from core.engine.quantize.to_float8 import BLOCK
 
     result = quantize(catalog, job.quantize)
-    notes = [f"{len(result.keys)} tensors become float8_e4m3fn with scales", *result.notes]
+    notes = [
+        f"{len(result.keys)} tensors are quantized to float8_e4m3fn with scales",
+        *result.notes,
+    ]
 
     scales = [result.catalog.tensors.get(f"{key}_scale_inv") for key in result.keys]
     modules = [key.removesuffix(".weight") for key in result.remaining if key.endswith(".weight")]
@@ -442,8 +447,8 @@ def _quantize(catalog: Catalog, job: Job) -> _ChangeStep:
             config["modules_to_not_convert"] = modules
         if any(tensor is not None and not tensor.shape for tensor in scales):
             notes.append(
-                "some scales apply to blocks, others to whole tensors: transformers dequantizes "
-                "both, but vLLM and SGLang expect a single kind"
+                "some scales apply to blocks and some to entire tensors; transformers dequantizes "
+                "both, but vLLM and SGLang expect only one kind"
             )
     return _ChangeStep(result.catalog, notes, edits={"quantization_config": config})
 
@@ -477,8 +482,8 @@ def _uncast_scale_notes(
             if is_float and after.tensors[key].dtype == tensor.dtype:
                 uncast.setdefault(weight.scheme.name, []).append(key)
     return [
-        f"scales and similar tensors of {name} weights keep their dtype ({some_of(keys)}): "
-        "casting them would change the weights"
+        f"scales and similar tensors of {name} weights keep their dtype ({some_of(keys)}), "
+        "because casting them would change the weights"
         for name, keys in uncast.items()
     ]
 

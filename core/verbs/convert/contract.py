@@ -159,7 +159,7 @@ def check_round_trip(format: Format, folder: Path, sample: Sample = SAMPLE) -> N
 
     # Reading fetches metadata only.
     read_store = _CountingStore(LocalStore(folder / "one"))
-    assert format.sniff(read_store), "what was written is not recognised as this format"
+    assert format.sniff(read_store), "what was written is not recognized as this format"
     catalog = format.read(read_store)
     large = max(prod(shape) * itemsize(dtype) for dtype, shape in specs.values())
     if large > _METADATA_BYTES:

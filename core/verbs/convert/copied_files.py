@@ -35,7 +35,8 @@ def check_copied_files(job: Job, source: Checkpoint, used: Catalog) -> list[str]
         if copied.is_proven:
             raise _error(copied)
     return [
-        f"{copied.file}: {copied.message}; ckpt validate --headers says more" for copied in copies
+        f"{copied.file}: {copied.message}; for details, run ckpt validate --headers"
+        for copied in copies
     ]
 
 

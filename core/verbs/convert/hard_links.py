@@ -127,8 +127,12 @@ def prepare_links(job: Job, source: Checkpoint, format: Format) -> Prepared:
         notes=(
             *source.notes,
             *linked.notes,
-            ("one file is a hard link" if len(links) == 1 else f"{len(links)} files are hard links")
-            + " to the source's; no data was copied",
+            (
+                "one file is hard-linked"
+                if len(links) == 1
+                else f"{len(links)} files are hard-linked"
+            )
+            + " to the source; no data was copied",
         ),
         dropped_entries=(
             *dropped_together(unread, UNREAD),
@@ -163,14 +167,14 @@ def link_data_files(job: Job, source: Checkpoint) -> LinkedCheckpoint:
     format = source.format.name
     if format not in ("dcp", "torch_dist") or job.to not in (None, format):
         raise UnsupportedError(
-            f"--metadata-only needs dcp or torch_dist on both sides; this is {format}"
-            + (f" to {job.to}" if job.to else ""),
-            hint="omit --metadata-only: the data has to be written",
+            "--metadata-only requires SRC and DST to have the same format, dcp or torch_dist, but "
+            + (f"SRC is {format}" + (f" and DST is {job.to}" if job.to else "")),
+            hint="omit --metadata-only, because the data has to be rewritten",
         )
     catalog = source.catalog
     if format == "dcp" and metadata_files(source.store) != [METADATA]:
         raise UnsupportedError(
-            "--metadata-only: model and optimizer are in separate directories, "
+            "--metadata-only: the model and the optimizer are in separate directories, "
             "each with its own .metadata",
             hint="pass one of the directories, or omit --metadata-only",
         )
@@ -200,7 +204,7 @@ def _link_dcp(job: Job, catalog: Catalog, beside: Sequence[str]) -> LinkedCheckp
     if meta_keys(result.catalog) != meta_keys(catalog):
         raise UsageError(
             f"--metadata-only links {META} unchanged, but the options drop or rename entries in it",
-            hint="omit --metadata-only, or select other entries",
+            hint="omit --metadata-only, or the options that drop or rename entries",
         )
     names = {name for name in beside if not name.endswith((METADATA, ".distcp"))} | {
         fragment.array.extent.file
@@ -229,7 +233,7 @@ def _link_torch_dist(job: Job, catalog: Catalog, beside: Sequence[str]) -> Linke
             "it was saved with, so it has to be rewritten",
             hint="omit --metadata-only",
         )
-    note = "torch_dist loads at any parallel sizes, so the metadata and arguments are the source's"
+    note = "torch_dist loads at any parallel sizes, so the source's metadata and arguments are kept"
     facts = catalog.facet(DcpFacts) or DcpFacts()
     return LinkedCheckpoint(catalog, tuple(sorted({*beside, *facts.item_files})), (), (note,))
 
@@ -253,5 +257,7 @@ def _check_options(job: Job, format: str) -> None:
             allowed |= {"rng"}
     given = job.given_options
     others = [name for name in given if name not in allowed]
-    reason = f"--metadata-only writes no data of {format}"
-    refuse_without_effect(given, [NoEffect(others, True, reason, "omit it, or --metadata-only")])
+    reason = f"--metadata-only does not write {format} data"
+    refuse_without_effect(
+        given, [NoEffect(others, True, reason, "omit it, or omit --metadata-only")]
+    )

@@ -272,7 +272,8 @@ def parse_size(size: str | int) -> int:
     n_bytes = int(float(match[1]) * _UNITS[(match[2] or "").lower()]) if match else 0
     if n_bytes <= 0:
         raise UsageError(
-            f"{size!r} is not a valid size", hint="write 512MiB, 1GB or a number of bytes"
+            f"{size!r} is not a valid size",
+            hint="use a size such as 512MiB or 1GB, or a number of bytes",
         )
     return n_bytes
 
@@ -321,7 +322,7 @@ def parse_renames(renames: Pairs) -> tuple[tuple[str, str], ...]:
         if match is None:
             raise UsageError(
                 f"--rename: {text!r} is not OLD=NEW",
-                hint="OLD is a regular expression: '^module\\.='",
+                hint="OLD is a regular expression, for example '^module\\.='",
             )
         return match[1], match[2]
 

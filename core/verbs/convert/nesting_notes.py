@@ -123,7 +123,7 @@ def _flattening_notes(catalog: Catalog, *, has_common: bool) -> list[str]:
     elif has_common:
         notes += _root_notes(catalog)
     elif root is not None and as_mapping(root) is None:
-        notes.append("the root is not a dict and is stored as one")
+        notes.append("the root is not a dict, so it is converted to one")
     return notes + _tensor_notes(catalog)
 
 
@@ -132,7 +132,7 @@ def _record_lost_attributes(attributes: Sequence[MappingAttribute]) -> tuple[Dro
     return (
         *dropped_each(
             (attribute.key for attribute in attributes if attribute.holds_tensor),
-            "a tensor in an attribute of a mapping; only torch files store those",
+            "a tensor in a mapping's attribute, which only torch files can store",
         ),
         *record_attributes(attribute.key for attribute in attributes if not attribute.holds_tensor),
     )
@@ -147,7 +147,7 @@ def _root_notes(catalog: Catalog) -> list[str]:
     """Write a note if the root is not a mapping, which the format needs."""
     if catalog.skeleton is None or as_mapping(catalog.skeleton) is not None:
         return []
-    return ["the root is not a dict; it is stored in one, under the name 'value'"]
+    return ["the root is not a dict, so it is stored in one under the name 'value'"]
 
 
 def _sharing_notes(catalog: Catalog, *, keeps_ties: bool) -> list[str]:
@@ -189,7 +189,7 @@ def recorded_notes(recorded: Mapping[str, str]) -> list[str]:
     untie = f"--untie {key}={first}{more}"
     names = list_some(f"{key} ({first})" for key, first in recorded.items())
     return [
-        f"tied tensors are stored once, under the name in brackets ({untie} writes both): {names}"
+        f"tied tensors are stored once, under the name in parentheses ({untie} keeps both): {names}"
     ]
 
 
@@ -227,12 +227,15 @@ def _tensor_notes(catalog: Catalog) -> list[str]:
         if leaf.wrapper is not None or leaf.requires_grad
     ]
     if parameters:
-        notes.append(f"Parameter and requires_grad become plain tensors: {list_some(parameters)}")
+        notes.append(
+            "Parameters and tensors with requires_grad become plain tensors: "
+            f"{list_some(parameters)}"
+        )
     # Where several paths join to one key, all but the first get a number or an escaped dot.
     collisions = [entry.key for entry, _ in leaves if entry.is_altered]
     if collisions:
         notes.append(
-            f"tensors whose dotted paths collide get distinct keys: {list_some(collisions)}"
+            f"tensors with the same dotted path get distinct keys: {list_some(collisions)}"
         )
     return notes
 

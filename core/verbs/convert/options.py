@@ -31,18 +31,18 @@ def check_merge(job: Job) -> None:
     """
     if job.optim == "carry":
         raise UsageError(
-            "optimizer states are not merged",
-            hint="merge without them; training then starts with a fresh optimizer",
+            "optimizer states cannot be merged",
+            hint="merge only the weights; training then starts with a fresh optimizer",
         )
     refuse_without_effect(
         job.given_options,
         (
-            NoEffect(("metadata_only",), True, "the data of a merge is computed"),
+            NoEffect(("metadata_only",), True, "a merge computes new data"),
             NoEffect(
                 ("dequantize",),
                 True,
-                "the sources of a merge are read as they are stored",
-                "apply the scales of each checkpoint first: ckpt convert SRC DST --dequantize bf16",
+                "a merge reads its sources as they are stored",
+                "first apply each checkpoint's scales: ckpt convert SRC DST --dequantize bf16",
             ),
         ),
     )
@@ -57,7 +57,7 @@ def check_reshard(job: Job, *, hint: str) -> None:
     # --to, --vocab-size or --experts may be the only change: the sizes then stay the source's.
     others = (job.to, job.vocab_size, job.experts)
     if not changes_layout(job) and all(option is None for option in others):
-        raise UsageError("no target size", hint=hint)
+        raise UsageError("no target size was specified", hint=hint)
 
 
 def writes_fsdp_dtensor(job: Job) -> bool:
@@ -97,20 +97,24 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
     is_one_file = (
         format.is_single_file and job.dst is not None and job.dst.suffix in format.suffixes
     )
-    files = f"{format.name} has its own way to divide tensors into files"
+    files = f"{format.name} splits tensors into files in its own way"
     return [
         NoEffect(
             [name for name in layout_options if name not in _FSDP_SIZES],
             is_fsdp,
-            "Megatron-FSDP numbers layers over the whole model",
-            "omit it; --tp-new sets the padding of the vocabulary, and --ep-new the size in "
-            "the training arguments",
+            "Megatron-FSDP numbers layers across the entire model",
+            "omit it; --tp-new sets the vocabulary padding, and --ep-new sets the expert-parallel "
+            "size in the training arguments",
         ),
         NoEffect(
             layout_options,
             has_no_layout,
             f"{format.name} checkpoints have no parallel layout"
-            + ("; --ep-new is for DeepSpeed experts" if format.cut_experts is not None else ""),
+            + (
+                "; --ep-new applies only to DeepSpeed experts"
+                if format.cut_experts is not None
+                else ""
+            ),
             "omit the sizes, or use --to megatron or --to torch_dist",
         ),
         NoEffect(
@@ -121,19 +125,19 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
         NoEffect(
             ("max_shard_size",),
             is_one_file or not format.splits_files,
-            "DST is one file" if is_one_file else files,
+            "DST is a single file" if is_one_file else files,
             "omit it, or write a directory: --to safetensors",
         ),
         NoEffect(
             ("weights_only",),
             not format.keeps_nesting,
-            f"{format.name} writes no torch.save files",
+            f"{format.name} does not write torch.save files",
             "omit it, or use --to torch",
         ),
         NoEffect(
             ("megatron_version",),
             not format.is_rank_local,
-            f"only rank files depend on the version, and {format.name} has none",
+            f"only rank files depend on the Megatron version, and {format.name} has no rank files",
         ),
         NoEffect(
             ("layer_axis",),
@@ -143,7 +147,7 @@ def list_format_rows(job: Job, format: Format, *, is_named: bool) -> list[NoEffe
         NoEffect(
             ("unstack_layers",),
             bool(job.unstack_layers) and format.has_layout,
-            f"{format.name} has either one key for all layers or one per layer",
+            f"{format.name} stacks either all layers or none",
             "use --unstack-layers auto",
         ),
     ]
@@ -168,19 +172,19 @@ def check_target_names(
     """
     if names == "megatron" and job.to is not None and job.to.lower() in HF_ALIASES:
         raise UsageError(
-            f"--to {job.to} and --names megatron contradict each other",
+            f"--to {job.to} and --names megatron cannot be combined",
             hint="use --to safetensors for Megatron's names, or omit --names",
         )
     if names == "hf" and writes_fsdp_dtensor(job):
         raise UsageError(
-            f"--names {job.names} and --to {job.to} contradict each other: {FSDP_DTENSOR} has "
-            "Megatron's names",
+            f"--names {job.names} and --to {job.to} cannot be combined, because {FSDP_DTENSOR} "
+            "uses Megatron's names",
             hint="omit --names, or use --to dcp",
         )
     if names == "hf" and format.is_rank_local:
         raise UsageError(
-            f"--names {job.names} and --to {format.name} contradict each other: "
-            "rank files have Megatron's names",
+            f"--names {job.names} and --to {format.name} cannot be combined, because rank files "
+            "use Megatron's names",
             hint="omit --names, or use --to hf",
         )
     if config is None or model_type is None or model_type == config["model_type"]:
@@ -188,7 +192,7 @@ def check_target_names(
     actual = str(config["model_type"])[:80]
     raise UsageError(
         f"--names {job.names}: the tensors already have the Hugging Face names of {actual!r}",
-        hint="omit --names; names of one model type cannot be converted to those of another",
+        hint="omit --names; ckpt cannot convert one model type's names to another's",
     )
 
 
@@ -206,7 +210,7 @@ def check_vocabulary_size(job: Job, config: Mapping[str, object]) -> None:
     if job.vocab_size is not None and job.vocab_size != n_rows:
         raise UsageError(
             f"--vocab-size {job.vocab_size} does not match vocab_size {n_rows} in {CONFIG}",
-            hint="omit it; use --make-vocab-size-divisible-by to set Megatron's padding",
+            hint="omit --vocab-size; to set Megatron's padding, use --make-vocab-size-divisible-by",
         )
 
 
@@ -220,7 +224,7 @@ def refuse_quantizing(job: Job, format: Format) -> None:
         raise UsageError(
             "--quantize: Megatron cannot load float8 weights with scales, "
             f"so {format.name} cannot store them",
-            hint="omit it, or use --to hf",
+            hint="omit --quantize, or use --to hf",
         )
 
 
@@ -251,16 +255,16 @@ def refuse_broken_optimizer(before: Catalog, after: Catalog) -> None:
         name, parameter = state
         if key not in after.tensors:
             raise UsageError(
-                "--include and --exclude drop this optimizer state, but keep its parameter",
+                "--include and --exclude drop this optimizer state but keep its parameter",
                 key=key,
-                hint="drop the complete optimizer with --no-optim, or drop the parameter as well",
+                hint="drop the entire optimizer with --no-optim, or drop the parameter too",
             )
         # A master weight must round to its weight, so casting the weight alone breaks the pair.
         dtype = after.tensors[parameter].dtype
         if name == MASTER and dtype not in (before.tensors[parameter].dtype, tensor.dtype):
             raise UsageError(
-                f"--dtype: the weight would become {dtype}, but the optimizer's {tensor.dtype} "
-                "master weight belongs to the weight before the cast",
+                f"--dtype would cast the weight to {dtype}, but the optimizer's {tensor.dtype} "
+                "master weight matches the weight before the cast",
                 key=parameter,
                 hint="omit the cast, or drop the optimizer with --no-optim",
             )

@@ -185,8 +185,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
         return prepare_links(job, opened, format)
     if job.on_replica_mismatch != "error" and job.tie:
         raise UsageError(
-            "--tie compares all copies, which --on-replica-mismatch first skips",
-            hint="use only one of them",
+            "--tie compares all replicas, but --on-replica-mismatch first skips that comparison",
+            hint="use only one",
         )
 
     # Give the source its final names, and cut it for the destination.
@@ -231,8 +231,8 @@ def _prepare(job: Job, source: Checkpoint, others: Sequence[Checkpoint] = ()) ->
     )
     if plan.n_ignored:
         notes.append(
-            f"{plan.n_ignored:,} copies of tensors on other ranks are not compared: "
-            "the first copy is used"
+            f"{plan.n_ignored:,} replicas of tensors on other ranks are not compared, because the "
+            "first replica is used"
         )
     if job.verify:
         from core.verbs.convert.verify import check_memory
@@ -389,16 +389,16 @@ def _collect_notes(
         from core.formats.huggingface.tokenizer import has_tokenizer
 
         if not has_tokenizer(result.written_files):
-            notes.append("the model has no tokenizer files: add them with --tokenizer DIR")
+            notes.append("the model has no tokenizer files; to add them, pass --tokenizer DIR")
     modules = [path for path in target.files if path.endswith((".safetensors", ".bin"))]
     if modules and (job.dtype or job.quantize):
-        notes.append(f"weights of other modules are carried unchanged: {', '.join(modules)}")
+        notes.append(f"the weights of other modules are copied unchanged: {', '.join(modules)}")
     if not format.keeps_nesting and catalog.args is None:
         from core.engine.catalog.wrapped_model import model_options
 
         options = model_options(catalog)
         if options is not None:
-            notes.append(f"to write only the model, under its own names, add {options}")
+            notes.append(f"to write only the model under its own names, add {options}")
     return notes
 
 
@@ -457,11 +457,11 @@ def _choose_format(job: Job, source: Checkpoint) -> Format:
     format = source.format if job.to is None else format_called(job.to)
     if format.lay_out is None:
         names = [writable.name for writable in formats() if writable.lay_out is not None]
-        hint = f"choose a format to write with --to: {', '.join(names)}"
+        hint = f"choose an output format with --to: {', '.join(names)}"
         if format.written_as is not None:
             hint = (
                 f"--to {format.written_as}, without sizes, writes a checkpoint that loads on any "
                 f"number of GPUs; {hint}"
             )
-        raise UnsupportedError(f"{format.name} is read-only", hint=hint)
+        raise UnsupportedError(f"ckpt can read {format.name} but not write it", hint=hint)
     return format

@@ -117,7 +117,7 @@ class Prepared:
         if not 0 <= rank < len(arrays):
             unit = "rank directories" if is_ranks else "files with tensors"
             raise UsageError(
-                f"no rank {rank}: the destination has {len(arrays)} {unit}",
+                f"there is no rank {rank}, because the destination has {len(arrays)} {unit}",
                 hint=f"ranks are numbered from 0 to {len(arrays) - 1}" if arrays else "omit --rank",
             )
         # Follow the plan from those arrays back to the source's files.
@@ -144,7 +144,7 @@ class Prepared:
         if self.form.facet(MegatronModel) is None or not self.target_format.has_layout:
             raise UsageError(
                 f"--explain: this conversion to {self.target_format.name} uses no layout rules",
-                hint="use it when writing megatron or torch_dist, for example "
+                hint="use --explain when writing megatron or torch_dist, for example "
                 "ckpt reshard SRC --tp-new 4 --explain",
             )
         topology = target_topology(self.job, self.form, self.target_format)

@@ -40,7 +40,7 @@ def check_source_sizes(job: Job, catalog: Catalog) -> None:
         hint = f"omit {', '.join('--' + name for name in asserted)}"
         if not job.topology.sizes:
             wanted = " ".join(f"--{name}-new {size}" for name, size in asserted.items())
-            hint = f"these options describe SRC; for the sizes to write, use {wanted}"
+            hint = f"these options describe SRC; to choose the sizes to write, use {wanted}"
         raise UsageError(
             "the checkpoint does not record the parallel sizes it was saved with", hint=hint
         )
@@ -88,7 +88,7 @@ def target_topology(job: Job, catalog: Catalog, format: Format) -> Topology:
         raise UsageError(
             f"--pipeline-model-parallel-layout has {n_parts} parts, which does not match "
             f"PP {topology.pp}{vpp_text}",
-            hint="use one part for every model chunk, PP × VPP in total, or set --pp-new",
+            hint="use one part per model chunk (PP × VPP in total), or set --pp-new",
         )
     return replace(topology, vpp=vpp)
 

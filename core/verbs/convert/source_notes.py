@@ -27,20 +27,21 @@ def compare_copies(source: Checkpoint) -> Checkpoint:
             copy_kind = "copies"
         different = find_different_copies(source.store, pairs)
     except CheckpointingException as err:
-        verdict = f"the weights could not be compared with the master weights ({err.message})"
+        verdict = f"the weights could not be compared with their master weights ({err.message})"
     else:
         n = len({key for key, _, _ in pairs})
         if different:
             key, copy = different[0]
             verdict = (
-                f"{len(different):,} of {n:,} are not the rounded master weights, which are "
-                f"written: {key} in {copy.extent.file} differs (ckpt validate --headers lists all)"
+                f"{len(different):,} of {n:,} differ from the rounded master weights, which are "
+                f"written instead; one is {key} in {copy.extent.file} (ckpt validate --headers "
+                "lists all)"
             )
         elif n:
-            verdict = "they are the rounded master weights, in a sample of each"
+            verdict = "a sample of each matches the rounded master weights"
     if not verdict:
         return source
-    note = f"the {copy_kind} of the weights in the model files are not carried; {verdict}"
+    note = f"the {copy_kind} of the weights in the model files are not carried over; {verdict}"
     return replace(source, notes=(*source.notes, note))
 
 
@@ -63,8 +64,8 @@ def check_empty_parameters(job: Job, checkpoint: Checkpoint, format: Format) -> 
     if not emptied:
         return []
     message = (
-        f"{len(emptied):,} parameters have no elements (shape [0]), such as {emptied[0]}, "
-        "because they were saved while ZeRO-3 had divided them among ranks"
+        f"{len(emptied):,} parameters, such as {emptied[0]}, are empty (shape [0]), because they "
+        "were saved while ZeRO-3 had partitioned them across ranks"
     )
     is_hf = job.names is not None and job.names.startswith("hf")
     is_model = is_hf or (job.to or "").lower() in HF_ALIASES or format.is_rank_local

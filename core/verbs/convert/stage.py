@@ -250,8 +250,9 @@ def _overflow_notes(overflows: Mapping[str, int]) -> list[str]:
     others = len(overflows) - 1
     more = f" and {others} other tensor{'s' * (others > 1)}" if others else ""
     note = (
-        f"{sum(overflows.values()):,} finite values of {worst}{more} became infinite: they are "
-        "beyond the range of the new type (--dtype); bfloat16 has the range of float32"
+        f"{sum(overflows.values()):,} finite values of {worst}{more} became infinite, because "
+        "they are beyond the range of the new dtype (--dtype); bfloat16 has the same range as "
+        "float32"
     )
     return [note]
 

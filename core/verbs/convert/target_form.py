@@ -140,9 +140,9 @@ def settle_attributes(
     new = [name for name in build_entry_values(opened) if name in settled.objects]
     if new:
         pops = "; ".join(f"state_dict.pop({name!r})" for name in new)
-        note = f"metadata and attributes become the {'entries' if new[1:] else 'entry'} "
+        note = f"metadata and attributes are stored as the {'entries' if new[1:] else 'entry'} "
         note += " and ".join(new)
-        notes = (*notes, f"{note} (before a strict load_state_dict: {pops})")
+        notes = (*notes, f"{note} (remove before a strict load_state_dict: {pops})")
 
     # What the user dropped is not listed: attributes, and tensors with theirs.
     exclude = [matcher(pattern) for pattern in job.exclude]
@@ -159,7 +159,7 @@ def settle_attributes(
             if not is_excluded:
                 owner = "" if source is sources[0] else f" of {source.path.name}"
                 names = tuple(f"{path}.{name}{owner}" if path else name + owner for name in values)
-                reason = "metadata and attributes without a place in the destination"
+                reason = "metadata and attributes that the destination cannot store"
                 dropped += dropped_together(names, reason)
     return replace(form, catalog=settled, notes=notes, dropped=(*form.dropped, *dropped))
 
@@ -268,7 +268,7 @@ def describe_unsafe_files(source: Checkpoint, paths: Iterable[str]) -> tuple[Dro
             reason = f"refers to {names[0]}, which would run code when loaded"
             dropped.append(Dropped((path,), reason))
         elif pickled.unread:
-            dropped.append(Dropped((path,), f"not examined for code: {pickled.unread[0]}"))
+            dropped.append(Dropped((path,), f"not checked for code: {pickled.unread[0]}"))
     return tuple(dropped)
 
 
@@ -278,8 +278,8 @@ def describe_loader_states(job: Job, target: TargetCatalog) -> list[str]:
     if not ranks or job.topology is None or not job.topology.is_change:
         return []
     n = f"{len(ranks)} data-parallel ranks" if len(ranks) > 1 else "one data-parallel rank"
-    note = f"data loader states are carried unchanged: they belong to {n}"
-    return [f"{note}, and training with a different number cannot continue at the same samples"]
+    note = f"data loader states are copied unchanged; they belong to {n}"
+    return [f"{note}, so training with a different number cannot continue at the same samples"]
 
 
 def cut_form(job: Job, catalog: Catalog, format: Format) -> tuple[Catalog, TargetCatalog]:
@@ -415,9 +415,9 @@ def _check_keys(catalog: Catalog, *, only_tensors: bool, file: str) -> None:
     more = f"; also {list_some(name for name, _ in further)}" if further else ""
     raise UnsupportedError(
         f"the dict {path or 'at the root'} has objects as keys ({list_some(classes)}), "
-        f"which cannot become names of its entries{more}",
+        f"which cannot be written as entry names{more}",
         key=path or None,
         file=file,
         hint="write a torch file, which keeps such keys (--to torch), drop the entries "
-        f"(--exclude {quoted_word(path or '<*')}), or save the dict under other keys",
+        f"(--exclude {quoted_word(path or '<*')}), or save the dict with different keys",
     )

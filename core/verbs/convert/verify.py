@@ -166,9 +166,11 @@ def _locate_arrays(catalog: Catalog, expected: TargetCatalog, store: ReadStore) 
     for key, meta in expected.tensors.items():
         actual = catalog.tensors.get(key)
         if actual is None or (actual.dtype, actual.shape) != (meta.dtype, meta.shape):
-            state = "is missing" if actual is None else f"is {actual.dtype} of shape {actual.shape}"
+            state = (
+                "is missing" if actual is None else f"is {actual.dtype} with shape {actual.shape}"
+            )
             raise CorruptError(
-                f"the tensor was written as {meta.dtype} of shape {meta.shape}, "
+                f"the tensor was written as {meta.dtype} with shape {meta.shape}, "
                 f"but {state} when read back",
                 key=key,
                 hint="rerun the command; if it fails again, check the disk and the memory",
@@ -241,7 +243,7 @@ class ComparingStage(TargetStore):
                 f"but {view[first]:#04x} in the source",
                 file=name,
                 span=(offset, offset + len(view)),
-                hint="nothing was published: run the command again; if it fails again, check the "
+                hint="nothing was published, so rerun the command; if it fails again, check the "
                 "disk and the memory",
             )
 

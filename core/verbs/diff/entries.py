@@ -105,7 +105,7 @@ def entry_diffs(
         n_pairs += 1
         if n_pairs > MAX_PAIRS:
             raise CapacityError(
-                f"more than {MAX_PAIRS:,} values in addition to the tensors, too many to compare",
+                f"more than {MAX_PAIRS:,} values besides the tensors are too many to compare",
                 hint="compare only the tensors: --tensors-only",
             )
         # Report values without parts; put the parts of others on the stack.

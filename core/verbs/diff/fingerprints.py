@@ -42,14 +42,14 @@ def recorded_as_equal(a: Side, b: Side) -> RecordedEquality:
         try:
             manifest = _trusted_manifest(side)
         except CheckpointingException as err:
-            note = f"{name}: its manifest is not used: {err.sentence}"
+            note = f"the manifest of {name} is not used: {err.sentence}"
             return RecordedEquality(notes=(note,))
         if manifest is None:
             return RecordedEquality()
         manifests.append(manifest)
     first, second = manifests
     if first.scheme != second.scheme:
-        note = f"the fingerprints have different schemes, {first.scheme} and {second.scheme}"
+        note = f"the fingerprints use different schemes, {first.scheme} and {second.scheme}"
         return RecordedEquality(notes=(note,))
 
     # A fingerprint is valid for the comparison only if it is of a tensor of that dtype and shape:
@@ -96,7 +96,9 @@ def _trusted_manifest(side: Side) -> Manifest | None:
                 raise CorruptError(f"{file.path} is missing")
             status = os.stat(path)
             if status.st_size != file.n_bytes:
-                raise CorruptError(f"{file.path} has {status.st_size} bytes, not {file.n_bytes}")
+                raise CorruptError(
+                    f"{file.path} is {status.st_size} bytes long, not {file.n_bytes}"
+                )
             if status.st_mtime_ns > written:
                 raise CorruptError(f"{file.path} is newer than the manifest")
     return manifest

@@ -37,9 +37,12 @@ def build_diff_job(
     refuse_without_effect(
         [name for name, value in values.items() if value is not None],
         (
-            NoEffect(("rtol", "atol", "read"), stat_only, unread, "omit it or --stat-only"),
+            NoEffect(("rtol", "atol", "read"), stat_only, unread, "omit it, or omit --stat-only"),
             NoEffect(
-                ("nan_differs",), not is_by_value, "values are not compared", "add --rtol or --atol"
+                ("nan_differs",),
+                not is_by_value,
+                "without a tolerance, bytes are compared instead of values",
+                "add --rtol or --atol",
             ),
         ),
     )

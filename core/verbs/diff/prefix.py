@@ -47,7 +47,9 @@ def _strip(side: Side, prefix: str) -> Side | None:
     new_of = {key: key.removeprefix(prefix) or key for key in keys}
     duplicate = next((key for key, n in Counter(new_of.values()).items() if n > 1), None)
     if duplicate is not None:
-        raise UsageError(f"--strip-prefix: without {prefix!r}, two keys become {duplicate!r}")
+        raise UsageError(
+            f"--strip-prefix: without {prefix!r}, two keys would both become {duplicate!r}"
+        )
     entries = {new_of.get(name, name): value for name, value in side.entries.items()}
     return replace(side, catalog=rename_entries(side.catalog, new_of), entries=entries)
 

@@ -154,7 +154,7 @@ class Diff:
         if parts:
             title = f"different: {' and '.join(parts)}"
         elif self.left_out:
-            title = "no difference, but not everything could be compared"
+            title = "no differences, but not everything could be compared"
         else:
             title = f"the same: {n_text(len(self.tensors), 'tensor')}"
         names = {"only_a": "only in A", "only_b": "only in B"}

@@ -435,7 +435,7 @@ class _Comparison:
         """Compare two tensors inside entries; return None if they are equal, else a text."""
         a, b = self._a.catalog.tensor(key), self._b.catalog.tensor(other)
         if (a.dtype, a.shape) != (b.dtype, b.shape):
-            return f"{b.dtype} of shape {list(b.shape)}, not {a.dtype} of shape {list(a.shape)}"
+            return f"{b.dtype} with shape {list(b.shape)}, not {a.dtype} with shape {list(a.shape)}"
         if not self._job.reads:
             return None
         (result,) = TensorWork(self._reader_a, self._reader_b, [(key, other)]).run(1)
@@ -529,8 +529,8 @@ def _matchers(patterns: Iterable[str], keys: Iterable[str]) -> list[Callable[[st
         if not any(map(matches, keys)):
             raise UsageError(
                 f"no tensor or entry of either checkpoint matches {pattern!r}",
-                hint="list the keys with: ckpt inspect A --flat (Megatron's tensors have their "
-                "global names)",
+                hint="list the keys with: ckpt inspect A --flat (Megatron tensors are listed "
+                "under their global names)",
             )
         matchers.append(matches)
     return matchers

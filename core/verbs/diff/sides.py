@@ -127,8 +127,8 @@ def _named_like(side: Side, first: Side) -> Side:
         return side
     old, new = next(iter(new_of.items()))
     note = (
-        f"{len(new_of):,} tensors have names from a different transformers version ({old}); "
-        f"compared under the other checkpoint's names ({new})"
+        f"{len(new_of):,} tensors have names from a different transformers version ({old}), so "
+        f"they are compared under the other checkpoint's names ({new})"
     )
     return replace(side, catalog=catalog, notes=(*side.notes, note))
 
@@ -159,7 +159,7 @@ def _rank_by_rank(
     if not all(source.catalog.is_rank_local for source in sources):
         reason = failure.message if failure else "rank files"
         raise UnsupportedError(
-            f"the layout of only one of the checkpoints can be interpreted: {reason}",
+            f"only one of the two checkpoints' layouts can be interpreted: {reason}",
             key=failure.key if failure else None,
             hint=failure.hint if failure else None,
         )
@@ -186,10 +186,10 @@ def _of_one_implementation(
             return side_a, _side(sources[1], b)
         name = "local" if is_local else "transformer_engine"
         side_b = _side(sources[1], b, with_implementation(b.catalog, name, rules=rules))
-        note = f"its tensor names are those of a different implementation; compared as {name}"
+        note = f"its tensor names come from a different implementation; compared as {name}"
     except CheckpointingException as err:
         side_b = _side(sources[1], b)
-        note = f"tensor names not mapped to those of the other implementation: {err.message}"
+        note = f"its tensor names cannot be mapped to the other implementation's: {err.message}"
     return side_a, replace(side_b, notes=(*side_b.notes, note))
 
 
@@ -230,7 +230,7 @@ def _with_hf(
     if not is_hf(catalog, config):
         note = (
             "its tensor names are neither Megatron's nor those of a Hugging Face model with a "
-            "config.json; compared under their own names"
+            "config.json, so the tensors are compared under their stored names"
         )
         second = _side(other, plain)
         return _side(megatron, form), replace(second, notes=(*second.notes, note))
@@ -247,7 +247,10 @@ def _with_hf(
         for tensors in (form.catalog.tensors, mapped.tensors)
     )
     n_dropped = len(form.catalog.tensors) - len(model)
-    dropped = f"{n_dropped} optimizer tensors not compared: Hugging Face checkpoints have none"
+    dropped = (
+        f"{n_dropped} optimizer tensors are not compared, because Hugging Face checkpoints have no "
+        "optimizer"
+    )
     first = Side(
         megatron,
         replace(form.catalog, tensors=model),

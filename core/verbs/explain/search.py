@@ -21,12 +21,15 @@ _HEADING = re.compile(r"(#{1,4}) +(.+)")
 _ANCHOR = re.compile(r'<a id="[^"]+"></a>')
 _WORD = re.compile(r"[a-z0-9]+(?:_[a-z0-9]+)*")
 _ENDING = re.compile(r"(?<=\w{3})(?:ations?|ings?|ions?|ed|es|e|s)$")
+CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`)((?:(?!\n\n).)+?)(?<!`)\1(?!`)", re.DOTALL)
+"""A span of code in a paragraph."""
+_EMPHASIS = re.compile(r"(\*{1,2})(?=[^\s*])(.+?)(?<=[^\s*])\1", re.DOTALL)
 _LIST_ITEM = re.compile(r"^(?=[-*] |\| )", re.MULTILINE)
 _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _STOP_WORDS = frozenset(
     "a about after all am an and any are as at be been but by can cannot ckpt checkpoint "
     "checkpoints could did do does doesn don for from get give go had has have how i if in into "
-    "is it its just ll make many me most much my need no not of on one only or our please say "
+    "is it its just ll make many me most much my need no not of on one only or our out please say "
     "should so some than that the their them then there these they this to too up use using "
     "want was we were what when where which while who why will with would you your".split()
 )
@@ -43,7 +46,9 @@ _SYNONYMS = (
     ("fp32", "float32"),
     ("fp16", "float16"),
     ("fp8", "float8"),
-    ("memory", "oom", "ram"),
+    ("memory", "oom", "ram", "cpu"),
+    ("oom", "kill"),
+    ("loss", "spike", "jump", "diverge"),
     ("resharding", "reshard"),
     ("moe", "expert"),
     ("fewer", "other", "different", "another", "less", "more"),
@@ -64,14 +69,14 @@ _SYNONYM_WEIGHT = 0.8
 """Weight of a synonym, in parts of the word's."""
 _LEAST_COVERED = 0.5
 """Least share of the weight of a question that a section must have."""
+_PART_WEIGHT = 0.25
+"""Weight of ``max``, ``shard`` and ``size`` in a question with ``max_shard_size``."""
 _LEAST_OF_BEST = 0.35
 """Least score of a further section, in parts of that of the best one."""
 _SATURATION, _LENGTH_SHARE = 1.2, 0.7
 """BM25's k1 and b."""
 _IN_TITLE = 2
 """How often a word of a page's title and name counts in each of its sections."""
-_HEADING_WEIGHT = 0.8
-"""Weight of the words that a heading shares with the question, in parts of that of a passage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +114,25 @@ class PageMatch:
 
 
 def plain_text(markdown: str) -> str:
-    """Return a passage without the marks of links, code, emphasis and tables, on one line."""
-    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown)
-    text = re.sub(r"^(?:[-*] +|#+ +|\|)|\|$|</?\w+>|&emsp;|[`*]", "", text.strip())
-    return " ".join(unescape(text.replace("|", " · ")).split()).strip("· ")
+    """Return a passage without the marks of links, code, emphasis and tables, on one line.
+
+    What stands in code keeps its characters.
+    """
+    spans: list[str] = []
+
+    def set_aside(match: re.Match[str]) -> str:
+        spans.append(match[2].strip().replace(r"\|", "|"))
+        return f"\0{len(spans) - 1}\0"
+
+    text = CODE_SPAN.sub(set_aside, markdown.strip())
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    if text.startswith("|"):
+        text = text.strip("|").replace("|", " · ")
+    text = re.sub(r"^(?:[-*] +|#+ +)|</?\w+>|&emsp;", "", text)
+    text = _EMPHASIS.sub(r"\2", _EMPHASIS.sub(r"\2", text))
+    text = re.sub(r"\\([*_|])", r"\1", unescape(text))
+    text = re.sub(r"\0(\d+)\0", lambda match: spans[int(match[1])], text)
+    return " ".join(text.split()).strip("· ")
 
 
 def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSection]:
@@ -133,8 +153,14 @@ def split_sections(page: str, text: str, *, weight: float = 1.0) -> list[PageSec
     ]
 
 
-def rank_sections(sections: Sequence[PageSection], question: str) -> list[PageMatch]:
-    """Return the sections that share enough words with a question, the best first."""
+def rank_sections(
+    sections: Sequence[PageSection], question: str, *, is_nearest_enough: bool = False
+) -> list[PageMatch]:
+    """Return the sections that share enough words with a question, the best first.
+
+    Args:
+        is_nearest_enough: if there are none, return those that share two words or more.
+    """
     spellings_of = _spell_words(question)
     counts = [_count_words(section) for section in sections]
     n_with = Counter(word for count in counts for word in count)
@@ -142,17 +168,23 @@ def rank_sections(sections: Sequence[PageSection], question: str) -> list[PageMa
         word: math.log(1 + len(sections) / (0.5 + max(map(n_with.__getitem__, spellings))))
         for word, spellings in spellings_of.items()
     }
+    compounds = [word for word in spellings_of if "_" in word and n_with[word]]
+    for part in {part for word in compounds for part in list_words(word)} - {*compounds}:
+        weight_of[part] *= _PART_WEIGHT
     total = sum(weight_of.values())
-    mean = sum(sum(count.values()) for count in counts) / max(1, len(counts))
+    lengths = [sum(n for word, n in count.items() if "_" not in word) for count in counts]
+    mean = sum(lengths) / max(1, len(lengths))
     scored: list[tuple[float, PageMatch]] = []
-    for section, count in zip(sections, counts, strict=True):
+    distant: list[tuple[float, PageMatch]] = []
+    for section, count, length in zip(sections, counts, lengths, strict=True):
         parts = _weigh_shared(count, spellings_of)
         covered = sum(weight_of[word] * part for word, part in parts.items()) / (total or 1)
-        if covered < _LEAST_COVERED:
+        is_answer = covered >= _LEAST_COVERED
+        if not is_answer and (scored or len(parts) < 2 or not is_nearest_enough):
             continue
-        norm = _SATURATION * (1 - _LENGTH_SHARE + _LENGTH_SHARE * sum(count.values()) / mean)
+        norm = _SATURATION * (1 - _LENGTH_SHARE + _LENGTH_SHARE * length / mean)
         heading = _weigh_shared(Counter(list_words(section.heading)), spellings_of)
-        score = _HEADING_WEIGHT * sum(weight_of[word] * part for word, part in heading.items())
+        score = sum(weight_of[word] * part for word, part in heading.items())
         for word in parts:
             n = max(count[spelling] * part for spelling, part in spellings_of[word].items())
             score += weight_of[word] * n / (n + norm)
@@ -162,16 +194,24 @@ def rank_sections(sections: Sequence[PageSection], question: str) -> list[PageMa
             if (shared := _weigh_shared(Counter(list_words(passage)), spellings_of))
         ]
         nearness, _, passage = max(passages, default=(0, 0, ""))
-        scored.append(
-            (section.weight * covered * (score + nearness), PageMatch(section, plain_text(passage)))
-        )
+        match = PageMatch(section, plain_text(passage))
+        ranked = scored if is_answer else distant
+        ranked.append((section.weight * covered * (score + nearness), match))
+    scored = scored or distant
     scored.sort(key=lambda item: -item[0])
     return [match for score, match in scored if score >= _LEAST_OF_BEST * scored[0][0]]
 
 
 def list_words(text: str) -> list[str]:
-    """Return the stems of the words of a text that say something; ``a_b`` also as ``a``, ``b``."""
-    words = [part for word in _WORD.findall(text.lower()) for part in {word, *word.split("_")}]
+    """Return the stems of the words of a text that say something; ``a_b`` also as ``a``, ``b``.
+
+    ``a-b`` is the same as ``a_b``: the options of a command and those of a library.
+    """
+    words = [
+        part
+        for word in _WORD.findall(text.lower().replace("-", "_"))
+        for part in dict.fromkeys((word, *word.split("_")))
+    ]
     return [_ENDING.sub("", word) for word in words if len(word) > 1 and word not in _STOP_WORDS]
 
 
@@ -187,7 +227,7 @@ def _spell_words(question: str) -> Mapping[str, Mapping[str, float]]:
 def _synonyms() -> Mapping[str, Collection[str]]:
     """Return the stems of the synonyms of each stem."""
     groups = [[stem for word in group for stem in list_words(word)] for group in _SYNONYMS]
-    return {stem: group for group in groups for stem in group}
+    return {stem: {s for g in groups if stem in g for s in g} for group in groups for stem in group}
 
 
 def _weigh_shared(

@@ -139,7 +139,7 @@ def first_values(store: ReadStore, catalog: Catalog, key: str, n: int) -> list[N
     count = sum(box.n_elements for box in wanted)
     missing = next((index for index in range(count) if index not in values), None)
     if missing is not None:
-        raise MissingShardError(f"no file holds element {missing} of the tensor", key=key)
+        raise MissingShardError(f"no file contains element {missing} of the tensor", key=key)
     return [values[index] for index in range(count)]
 
 
@@ -233,7 +233,7 @@ def _decoder_of(dtype: str) -> Callable[[bytes], Sequence[Number]]:
     # float8 and smaller types, which only ml_dtypes can decode.
     name = DTYPES[dtype].numpy
     if name is None:
-        raise UnsupportedError(f"cannot display numbers of dtype {dtype}")
+        raise UnsupportedError(f"cannot display {dtype} values")
 
     def small_floats(data: bytes) -> list[Number]:
         import ml_dtypes

@@ -107,8 +107,8 @@ def require_key(summary: Summary, option: str) -> UsageError:
     """
     key = next(iter(model_tensors(summary)), "KEY")
     return UsageError(
-        f"{option} needs the KEY of a tensor",
-        hint=f"name one or use a pattern: ckpt inspect {quote(summary.path)} {quote(key)} {option}",
+        f"{option} requires a tensor's KEY",
+        hint=f"pass a KEY or a pattern: ckpt inspect {quote(summary.path)} {quote(key)} {option}",
     )
 
 

@@ -209,7 +209,7 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
     # Collect the notes.
     notes = [*checkpoint.notes]
     if catalog.is_rank_local and unsharded.catalog is None:
-        notes.append("shown rank by rank: data that several ranks hold is counted several times")
+        notes.append("shown rank by rank, so data that several ranks have is counted several times")
     notes += catalog.notes
     n_unopened = 0 if ranks is None else ranks.n_unopened
     if n_unopened:
@@ -240,7 +240,8 @@ def summarize(checkpoint: Checkpoint, *, with_capabilities: bool = True) -> Summ
             capabilities = capabilities_of(checkpoint, traits)
     if capabilities is None:
         notes.append(
-            "too large to try the possible conversions: use ckpt convert SRC DST --dry-run"
+            "the checkpoint is too large to check which conversions are possible; to check one, "
+            "run ckpt convert SRC DST --dry-run"
         )
     return Summary(
         path=str(checkpoint.path),

@@ -134,8 +134,8 @@ def fold_adapter(
             catalog = with_own_head(catalog, tie)
             edited |= edit_tie(edited, is_tied=False)
             notes.append(
-                f"the adapter changes only one of {tie.embedding} and {tie.head}, which are tied "
-                f"in the base, or both differently, so each is written, and {TIE} is false"
+                f"the base ties {tie.head} to {tie.embedding}, but the adapter changes only one of "
+                f"them or changes them differently, so both are written and {TIE} becomes false"
             )
 
     changed = {*adaptations, *replacements}
@@ -147,8 +147,8 @@ def fold_adapter(
         n_rows = next(iter(resized.values())).shape[0]
         edited |= _edit_vocabulary(edited, n_rows)
         notes.append(
-            f"the vocabulary has {n_rows:,} rows, like the adapter's; the tokenizer stays that of "
-            f"{base.label}: replace its files with those used in training"
+            f"the vocabulary has {n_rows:,} rows, like the adapter's, but the tokenizer files are "
+            f"still those of {base.label}; replace them with the files used in training"
         )
 
     # Check everything that is computed now, so that no error comes in the middle of copying.
@@ -217,8 +217,8 @@ def _match_base(names: Sequence[str], keys: Collection[str], adapter: Adapter) -
         else _BASE_HINT.format(_trained_on(adapter))
     )
     raise UnsupportedError(
-        f"the adapter changes {n_text(len(missing), 'tensor')} that the base does not have, and "
-        f"{len(key_of)} that it has: {list_some(missing)}",
+        f"the adapter changes {n_text(len(missing), 'tensor')} that the base does not have "
+        f"(and {len(key_of)} that it does have): {list_some(missing)}",
         file=adapter.label,
         hint=hint,
     )
@@ -278,11 +278,11 @@ def _resized_vocabulary(
     n_rows = {tensor.shape[0] for tensor in resized.values()}
     if rest or len(n_rows) > 1:
         raise UnsupportedError(
-            f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, the base's "
-            f"{old[0]}" + (f", and the adapter lacks {list_some(rest)}" if rest else ""),
+            f"the adapter's vocabulary has {', '.join(map(str, sorted(n_rows)))} rows, but the "
+            f"base's has {old[0]}" + (f", and the adapter lacks {list_some(rest)}" if rest else ""),
             key=next(iter(resized)),
             file=adapter.label,
-            hint="resize the base as before training, with transformers' "
+            hint="resize the base as you did before training, with transformers' "
             "resize_token_embeddings(), and use the result as the base",
         )
     return resized
@@ -308,7 +308,7 @@ def _check_replacement(base: Catalog, name: str, adapter: Adapter, key: str) -> 
     old, new = base.tensors[name], adapter.catalog.tensors[key]
     if old.shape != new.shape:
         raise UnsupportedError(
-            f"the adapter's tensor has shape {new.shape}, the base's {old.shape}",
+            f"the adapter's tensor has shape {new.shape}, but the base's has shape {old.shape}",
             key=name,
             hint=_BASE_HINT.format(_trained_on(adapter)),
         )
@@ -364,8 +364,8 @@ def _orientations(
     }
     if square and others - {default}:
         raise UnsupportedError(
-            "the adapter has linear layers of both orientations, and nothing shows which "
-            "orientation square weights have",
+            "the adapter has linear layers of both orientations, so the orientation of square "
+            "weights cannot be determined",
             key=square[0],
             hint="merge it with peft: PeftModel.merge_and_unload()",
         )

@@ -66,8 +66,8 @@ def adapter_form(other: Checkpoint, *, options: FormOptions, prefix: str) -> Ada
         weights = without_optimizer(catalog).catalog
         return Adapter(label, with_file_prefix(weights, prefix), config)
     raise UsageError(
-        f"--lora: not an adapter: there is no peft {ADAPTER_CONFIG}, and the tensors do not "
-        "have the names of Megatron's adapters",
+        f"--lora: the path is not an adapter, because it has no peft {ADAPTER_CONFIG} and its "
+        "tensors do not have the names of a Megatron adapter",
         file=label,
         hint="pass the directory written by peft's save_pretrained, or Megatron-Bridge's adapter "
         "checkpoint",
@@ -108,7 +108,7 @@ def fold(
             "the adapter unties the output layer from the embedding, or resizes the vocabulary, "
             "which contradicts the base's Megatron arguments",
             file=adapter.label,
-            hint="convert the base first, and merge that: ckpt convert SRC DST --to hf",
+            hint="first convert the base, and merge into the result: ckpt convert SRC DST --to hf",
         )
     pairs = {}
     for name, pair in weights_of(catalog).items():
@@ -118,9 +118,9 @@ def fold(
         is_plain = pair.shift is None and pair.packed is None and pair.entry is None
         if not is_plain or pair.is_swapped or pair.is_transposed or pair.twins:
             raise UnsupportedError(
-                "the adapter changes a tensor that Megatron stores in another form",
+                "the adapter changes a tensor that Megatron stores in a different form",
                 key=name,
-                hint="convert the base first: ckpt convert SRC DST --to hf",
+                hint="first convert the base: ckpt convert SRC DST --to hf",
             )
         pairs[name] = pair
 

@@ -102,7 +102,7 @@ def form_like(
             raise _other_family(other, "Megatron's")
     elif has_layout:
         if not is_hf(first, config):
-            raise _other_family(other, "names of its own, unlike Megatron's")
+            raise _other_family(other, "neither Megatron's nor Hugging Face's")
         assert config is not None
         model_type = config.get("model_type")
         catalog = to_hf(
@@ -116,7 +116,7 @@ def form_like(
 def _other_family(other: Checkpoint, names: str) -> UnsupportedError:
     """Return the error for a checkpoint whose names cannot be those of the first one."""
     return UnsupportedError(
-        f"the first checkpoint has {names} tensor names; this checkpoint's names cannot "
+        f"the first checkpoint has {names} tensor names, and this checkpoint's names cannot "
         "be mapped to them",
         file=str(other.path),
         hint="first convert one checkpoint to the other's names: ckpt convert SRC DST --names hf "

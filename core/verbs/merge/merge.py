@@ -113,7 +113,7 @@ def merge_catalogs(
     ]
     if different and not request.keeps_first:
         raise UnsupportedError(
-            f"entries that are not float tensors differ from those of {first.label}: "
+            f"entries other than float tensors differ from those of {first.label}: "
             f"{list_some(different)}",
             hint=_KEEP_FIRST,
         )
@@ -127,16 +127,16 @@ def merge_catalogs(
     ]
     if dtypes:
         notes.append(
-            f"{some_of(dtypes)}: stored in different dtypes; the result has those of {first.label}"
+            f"{some_of(dtypes)}: the dtypes differ; the result uses those of {first.label}"
         )
     if different:
-        notes.append(f"taken from {first.label} although different: {list_some(different)}")
+        notes.append(f"taken from {first.label} although they differ: {list_some(different)}")
     return MergedCatalog(catalog, tuple(notes))
 
 
 def origin_note(first: MergeSource) -> str:
     """Return the note that everything but the float tensors is the first source's."""
-    return f"configuration, arguments and all other entries are those of {first.label}"
+    return f"the configuration, arguments and all other entries come from {first.label}"
 
 
 def _check_floats(key: str, dtypes: Mapping[str, str]) -> str:
@@ -152,7 +152,7 @@ def _check_floats(key: str, dtypes: Mapping[str, str]) -> str:
     for label, dtype in dtypes.items():
         if dtype_of(dtype).kind != "float" or dtype == "float8_e8m0fnu":
             raise UnsupportedError(
-                f"tensors of {dtype} cannot be merged",
+                f"{dtype} tensors cannot be merged",
                 key=key,
                 file=label,
                 hint="first remove the tensor from every source: "
@@ -169,7 +169,7 @@ def refuse_quantized(source: MergeSource, config: Mapping[str, object] | None) -
     """
     for weight in quantized_weights(source.catalog.tensors, config):
         raise UnsupportedError(
-            f"the weights are quantized ({weight.scheme.name})",
+            f"quantized weights ({weight.scheme.name}) cannot be merged",
             key=weight.key,
             file=source.label,
             hint="apply the scales first: ckpt convert SRC DST --dequantize bf16",
@@ -193,7 +193,7 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
                 f"{has} has {n_text(len(keys), 'tensor')} that {lacks} lacks "
                 f"({n_common:,} in both): {list_some(keys)}",
                 file=lacks,
-                hint="merge checkpoints of one model; rename or exclude tensors first "
+                hint="merge checkpoints of the same model, or first rename or exclude tensors "
                 "with ckpt convert",
             )
     shapes = [
@@ -203,10 +203,10 @@ def _check_same_tensors(first: MergeSource, other: MergeSource) -> None:
     ]
     if shapes:
         raise UnsupportedError(
-            f"shapes differ in {first.label} and {other.label}: {list_some(shapes)}",
+            f"shapes differ between {first.label} and {other.label}: {list_some(shapes)}",
             file=other.label,
-            hint="merge checkpoints of one model; for different vocabulary padding, pass the "
-            "number of real rows with --vocab-size",
+            hint="merge checkpoints of the same model; if only the vocabulary padding differs, "
+            "pass the number of rows without padding with --vocab-size",
         )
 
 

@@ -67,7 +67,7 @@ def replace_tensors(
     ]
     if shapes:
         raise UnsupportedError(
-            f"shapes differ in {first.label} and {other.label}: {list_some(shapes)}",
+            f"shapes differ between {first.label} and {other.label}: {list_some(shapes)}",
             file=other.label,
         )
 
@@ -77,10 +77,12 @@ def replace_tensors(
     }
     dtypes = [name for name in key_of if tensors[name].dtype != first.catalog.tensors[name].dtype]
     notes = [
-        f"{len(key_of):,} of {len(tensors):,} tensors are those of {other.label}",
+        f"{len(key_of):,} of {len(tensors):,} tensors come from {other.label}",
         origin_note(first),
     ]
     if dtypes:
-        notes.append(f"{some_of(dtypes)}: the result has the dtypes of {other.label}")
+        notes.append(
+            f"{some_of(dtypes)}: the dtypes differ; the result uses those of {other.label}"
+        )
     result = replace(first.catalog, tensors=tensors)
     return MergedCatalog(record_replaced(result, first.catalog, key_of), tuple(notes))

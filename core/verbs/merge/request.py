@@ -50,29 +50,34 @@ class Merge:
     def __post_init__(self) -> None:
         option, n_sources = f"--{self.method}", 1 + len(self.others)
         if self.method not in METHODS:
-            raise UsageError(f"{self.method!r} is not one of: {', '.join(METHODS)}")
+            raise UsageError(
+                f"unknown merge method {self.method!r} (expected one of: {', '.join(METHODS)})"
+            )
         if self.method in (SLERP, DELTA, REPLACE) and n_sources != 2:
             raise UsageError(
-                f"{option} takes two checkpoints, but {n_sources} are given",
+                f"{option} requires two checkpoints, but {n_sources} were specified",
                 hint={
                     DELTA: "pass the tuned checkpoint, then its base",
                     REPLACE: "pass the complete checkpoint, then the one with the new tensors",
-                }.get(self.method, "to interpolate more than two, chain several runs"),
+                }.get(
+                    self.method,
+                    "to interpolate more than two, merge the result with the next checkpoint",
+                ),
             )
         if n_sources < 2:
             raise UsageError(
-                f"{option} needs at least two checkpoints, but only one is given",
-                hint="name all of them: ckpt merge A B -o DST " + option,
+                f"{option} requires at least two checkpoints, but only one was specified",
+                hint="list all of them: ckpt merge A B -o DST " + option,
             )
         if self.method == LORA and n_sources != 2:
             raise UsageError(
-                "--lora takes one adapter", hint="fold several adapters in one after the other"
+                "--lora accepts only one adapter", hint="fold in several adapters one at a time"
             )
         if self.method == WEIGHTS:
             self._check_weights(n_sources)
         is_fraction = self.amount is not None and 0 <= self.amount <= 1
         if self.method in (EMA, SLERP) and not is_fraction:
-            raise UsageError(f"{option}: {self.amount} is not a number from 0 to 1")
+            raise UsageError(f"{option}: {self.amount} is not a number between 0 and 1")
         if self.amount is not None and not math.isfinite(self.amount):
             raise UsageError(f"--scale: {self.amount} is not a finite number")
 
@@ -89,9 +94,9 @@ class Merge:
         if abs(total - 1) > _TOLERANCE:
             scaled = ",".join(f"{weight / total:.6g}" for weight in self.weights) if total else None
             raise UsageError(
-                f"--weights sum to {total:.6g}, not to 1, so the result would be the "
-                "average times that number",
-                hint=None if scaled is None else f"divided by their sum, they are {scaled}",
+                f"--weights sum to {total:.6g} instead of 1, so the merged weights would be "
+                "scaled by that factor",
+                hint=None if scaled is None else f"to normalize the weights, pass {scaled}",
             )
 
     def describe(self, paths: Sequence[str]) -> str:
@@ -166,15 +171,15 @@ def build_merge(
         raise UsageError(f"{names} cannot be combined", hint="use only one")
     (method,) = methods
     if scale is not None and method != ADD_DELTA:
-        raise NoEffectError(("scale",), "only --add-delta is scaled")
+        raise NoEffectError(("scale",), "it applies only to --add-delta")
 
     # Deltas and adapters are sources as well, which are added to the only other one.
     others = tuple(sources[1:])
     added = tuple(add_delta) if lora is None else (lora,)
     if added and others:
         raise UsageError(
-            f"--{method} takes one SRC, but {len(sources)} are given",
-            hint="pass each further delta with --add-delta"
+            f"--{method} accepts only one SRC, but {len(sources)} were specified",
+            hint="pass each additional delta with --add-delta"
             if method == ADD_DELTA
             else "merge the checkpoints first",
         )

@@ -135,10 +135,11 @@ def merge_others(
         own = find_tie_pair(sources[0].catalog.tensors, first_config)
         if own is None or own.embedding != name:
             raise UnsupportedError(
-                f"only one of {name} and its tied output layer is replaced, but it is unknown "
+                f"only one of {name} and its tied output layer is replaced, but ckpt cannot tell "
                 "which tensor of the composite model is the output layer",
                 file=str(first.path),
-                hint=f"write it separately first: ckpt convert SRC DST --untie NEW={name}",
+                hint="first write the output layer separately: "
+                f"ckpt convert SRC DST --untie NEW={name}",
             )
         names |= {ties.pair.head: own.head} if text is not None else {}
         sources = [MergeSource(sources[0].label, with_own_head(sources[0].catalog, own))]
@@ -154,8 +155,8 @@ def merge_others(
     if not ties.is_untied or first_config is None or ties.pair is None:
         return result
     note = (
-        f"not all checkpoints tie {ties.pair.head} to {ties.pair.embedding}, so each is written, "
-        f"and {TIE} is false"
+        f"not all checkpoints tie {ties.pair.head} to {ties.pair.embedding}, so both are written "
+        f"and {TIE} becomes false"
     )
     edited = with_config(result.catalog, {**first_config, **edit_tie(first_config, is_tied=False)})
     return MergedCatalog(edited, (*result.notes, note))

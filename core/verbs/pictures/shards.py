@@ -164,7 +164,7 @@ def planned_keys(plan: Plan, pattern: str) -> list[str]:
         hint = f"did you mean {' or '.join(nearest)}? " if nearest else ""
         raise UsageError(
             f"no tensor of the destination matches {pattern!r}",
-            hint=f"{hint}list all with: --explain --map '*' --json",
+            hint=f"{hint}list all tensors with: --explain --map '*' --json",
         )
     return keys
 

@@ -27,7 +27,7 @@ class KeepRules:
         rules = {"--keep-last": self.keep_last, "--keep-every": self.keep_every}
         if all(number is None for number in rules.values()):
             raise UsageError(
-                "no rule says which iterations to keep",
+                "no option says which iterations to keep",
                 hint="pass --keep-last N, --keep-every N, or both",
             )
         for option, number in rules.items():

@@ -119,7 +119,7 @@ def _objects_to_delete(marker: Path) -> dict[str, object]:
         raise CorruptError(
             "the list of objects to delete is damaged",
             file=str(marker),
-            hint="delete this object, and the iteration that it names, yourself",
+            hint="delete this object and the iteration that it names yourself",
         )
     return objects
 
@@ -149,7 +149,7 @@ def _delete_folder(folder: Path, *, on_removed: OnRemoved) -> None:
     """
     if folder.is_symlink():
         raise StorageError(
-            "a symbolic link has the name of an interrupted removal",
+            "a symbolic link has a name that is reserved for interrupted removals",
             file=str(folder),
             hint="remove the link",
         )

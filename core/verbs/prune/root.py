@@ -77,9 +77,9 @@ def read_root(path: Path) -> TrainingRoot:
         forget_listings()
         if not is_listed(path):
             raise UsageError(
-                "what is below this URL cannot be listed, so nothing can be removed from it",
+                "the objects under this URL cannot be listed, so ckpt cannot remove any of them",
                 file=f"{path.scheme}://{path.bucket}",
-                hint="prune takes local directories, and s3://, gs:// and az:// URLs",
+                hint="pass a local directory, or an s3://, gs:// or az:// URL",
             )
     else:
         refuse_url(path)
@@ -139,9 +139,9 @@ def _read_trackers(store: SourceStore) -> dict[str, int]:
         elif name == TRACKER and text != RELEASE:
             raise CorruptError(
                 f"the tracker contains {text[:40]!r}, which is neither a number nor {RELEASE!r}, "
-                "so nothing says which iteration must stay",
+                "so ckpt cannot tell which iteration to keep",
                 file=str(store.root / name),
-                hint="write the number of the iteration to resume from into it",
+                hint="write the number of the iteration to resume from into the tracker",
             )
     return trackers
 

@@ -126,11 +126,11 @@ class Pruning:
         """
         if self.removed and not (self.is_proven or self.trusts_metadata):
             raise UsageError(
-                f"iteration {self.newest_valid}, the newest valid one, was checked without reading"
-                " its data, so the older ones are not removed",
+                f"the newest valid iteration, {self.newest_valid}, was checked without reading its"
+                " data, so older iterations are not removed",
                 file=str(self.root),
-                hint="read every byte of it with --deep, which skips only files that are almost"
-                " entirely holes (CK606), or remove them anyway with --trust-metadata",
+                hint="read all its data with --deep (which skips only files that are almost all"
+                " holes, CK606), or remove older iterations anyway with --trust-metadata",
             )
 
 
@@ -244,7 +244,7 @@ def _unrecognised(path: Path) -> str | None:
     location = locate_checkpoint(path)
     location.store.close()
     if location.failure is not None:
-        return f"not recognised as a checkpoint ({location.failure.message})"
+        return f"not recognized as a checkpoint ({location.failure.message})"
     if location.below:
         return f"it contains separate checkpoints ({list_some(location.below)})"
     for folder in location.passed:
@@ -353,7 +353,7 @@ def _locked(root: Path) -> Iterator[None]:
     refusal = StorageError(
         "another process is pruning this directory",
         file=str(root),
-        hint="wait until it has finished",
+        hint="wait for it to finish",
     )
     with closing(lock_folder(root, refusal=refusal)):
         yield
@@ -369,7 +369,7 @@ def _require_unneeded(root: Path, iteration: PrunedIteration) -> None:
     is_named = iteration.number in now.trackers.values()
     if is_named or not now.staged.isdisjoint(iteration.names):
         raise SourceChangedError(
-            f"iteration {iteration.number} was to be removed, but is needed now",
+            f"iteration {iteration.number} was selected for removal but is now in use",
             file=str(root),
             hint="run the command again",
         )
@@ -383,7 +383,7 @@ def _require_unchanged(folder: Path, before: Contents) -> None:
     """
     if read_contents(folder) != before:
         raise SourceChangedError(
-            "the iteration changed while it was examined, so a save may be running",
+            "the iteration changed while ckpt was checking it, so a save may be running",
             file=str(folder),
             hint="run the command again when the save is complete",
         )

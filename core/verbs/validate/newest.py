@@ -79,7 +79,7 @@ def find_newest_valid(
 
     iterations, last, unfinished = broadcast_result(team, list_root)
     skipped = [
-        Skipped(str(root / name), "incomplete: the name is that of a staging directory")
+        Skipped(str(root / name), "incomplete, because its name is a staging directory's")
         for name in unfinished
     ]
     # Try the newest iteration first.
@@ -113,7 +113,7 @@ def iteration_paths(root: Path) -> list[Path]:
         )
         if runs:
             run = quote(str(runs[0]))
-            hint = f"pass one of the runs in it, such as {run} (with the newest iteration)"
+            hint = f"pass one of the runs in it; the newest iteration is in {run}"
         raise UsageError("no iterations found", file=str(root), hint=hint)
     return [path for _, path in iterations]
 

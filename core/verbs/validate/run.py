@@ -101,7 +101,7 @@ class Validation:
         ]
         size = f"{n_text(self.n_files, 'file')}, {bytes_text(self.n_bytes)}"
         facts = [
-            ("format", self.format or "not recognised"),
+            ("format", self.format or "not recognized"),
             ("size", f"{size}, {n_text(self.n_tensors, 'tensor')}"),
             ("read", f"{self.level.name.lower()}, in {seconds_text(self.seconds)}"),
             *list_facts(
@@ -284,7 +284,7 @@ def _run_checks(subject: Subject, begun: float, figures: tuple[Figures, ...]) ->
     unread: tuple[str, ...] = ()
     if subject.n_unopened:
         count = "one rank file" if subject.n_unopened == 1 else f"{subject.n_unopened:,} rank files"
-        unread = (f"content of {count} with the same stage and size as one that was (--headers)",)
+        unread = (f"contents of {count} that match a checked file in stage and size (--headers)",)
     reference = subject.against
     return Validation(
         path=str(subject.path),

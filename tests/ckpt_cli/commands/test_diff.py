@@ -191,7 +191,7 @@ def test_options_change_what_counts(
     [
         (["--rtol", "-1"], "'-1' is not a number ≥ 0"),
         (["--rtol", "nan"], "'nan' is not a number ≥ 0"),
-        (["--nan-differs"], "--nan-differs has no effect: values are not compared"),
+        (["--nan-differs"], "--nan-differs has no effect: without a tolerance"),
         (["--stat-only", "--rtol", "1"], "--stat-only reads no values"),
         (["--memory", "lots"], "'lots' is not a valid size"),
         (["--include", "nope"], "matches 'nope'"),

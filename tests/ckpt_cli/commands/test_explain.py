@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckpt_cli.app import main
-from ckpt_cli.commands.help import find_pages
+from ckpt_cli.commands.help import find_files, find_pages, link_commands, name_command
+from core.verbs.explain.messages import read_messages
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: object, code: int = 0) -> str:
@@ -25,7 +26,7 @@ def test_a_code_is_explained_with_its_cause_and_its_commands(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "explain", "ck508", "CK101")
-    assert out.startswith("CK508  a rank's file is a copy of another rank's\n")
+    assert out.startswith("CK508  a rank's file is a copy of another rank's file\n")
     assert "  cause  " in out and "ckpt validate PATH --headers" in out
     assert "\nCK101  a file is missing\n" in out
 
@@ -63,7 +64,7 @@ def test_a_log_is_read_from_stdin(
 
 def test_a_text_of_which_nothing_is_known_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys, "explain", "the moon is full", code=1)
-    assert out.startswith("ckpt knows nothing about this text\n")
+    assert out.startswith("this text matches no known message\n")
     assert "ckpt inspect PATH" in out and "ckpt validate PATH" in out
 
 
@@ -92,6 +93,14 @@ def test_the_findings_of_a_checkpoint_are_explained_with_its_path(
     out = shown(capsys, "explain", tmp_path / "run")
     assert "error CK160" in out and "\nCK160  a rank's files are missing\n" in out
     assert f"ckpt validate {iteration} --headers" in out
+    # What the finding says of its own cause is not denied.
+    assert "  usually  " in out and "  cause  " not in out
+    for path in (tmp_path / "run", iteration):
+        out = shown(capsys, "explain", path)
+        assert f"ckpt validate --newest-valid {tmp_path / 'run'}\n" in out
+    shutil.copytree(iteration, tmp_path / "alone")
+    out = shown(capsys, "explain", tmp_path / "alone")
+    assert "CK160" in out and "--newest-valid" not in out and "ROOT" not in out
     assert "to see what can be read: ckpt inspect" in out
 
 
@@ -128,13 +137,48 @@ def test_help_lists_the_topics_below_the_commands(capsys: pytest.CaptureFixture[
 def test_every_topic_is_shown_as_it_stands_without_its_comments(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    stems = [name.rpartition("/")[2] for name in find_pages()]
-    assert len(set(stems)) == len(stems) > 30
+    assert len(find_pages()) > 30
     for name, path in find_pages().items():
         out = shown(capsys, "help", name)
         assert out.splitlines()[0] == path.read_text("utf-8").splitlines()[0]
         assert "<!--" not in out
+        # The short name, unless it is also a command's or another page's.
+        assert out == shown(capsys, *name_command(name).split()[1:])
+    assert name_command("guide/prune") == "ckpt help guide/prune"
+    assert name_command("guide/prune", "what-is-kept") == "ckpt help prune#what-is-kept"
+    assert name_command("reference/formats") == "ckpt help formats"
+    assert name_command("facts/formats") == "ckpt help facts/formats"
     assert shown(capsys, "help", "merge-lora") == shown(capsys, "help", "tasks/merge-lora")
+
+
+def test_every_command_that_stands_for_a_link_shows_its_page_or_section(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    texts = (
+        link_commands(path.read_text("utf-8"), name)
+        for name, path in find_files().items()
+        if path.suffix == ".md" and name != "index.md"
+    )
+    commands = {
+        command for text in texts for command in re.findall(r"\(`ckpt ((?:help|ex)[^`]+)`\)", text)
+    }
+    assert len(commands) > 100
+    assert all(shown(capsys, *command.split()) for command in commands)
+    assert "explain CK601" in commands
+    topics = [topic for message in read_messages().values() for topic in message.topics]
+    assert all(shown(capsys, "help", topic).startswith("# ") for topic in topics)
+
+
+def test_examples_are_printed_by_their_path_or_their_name(
+    repo_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (repo_dir / "docs/examples").rglob("*.*"):
+        if path.suffix != ".pyc":
+            text = path.read_text("utf-8")
+            assert shown(capsys, "help", path.relative_to(repo_dir)) == text
+            assert shown(capsys, "help", path.name) == text
+            assert f"{path.name}" in shown(capsys, "help")
+    assert "FROM " in shown(capsys, "help", "docs/examples/Dockerfile")
 
 
 def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +215,7 @@ def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFix
         ("how to prove the conversion is right", "ckpt help torch-dist-to-hf"),
         ("out of memory when converting", "ckpt explain out-of-memory"),
         ("which is the newest good checkpoint", "ckpt help newest-good-checkpoint"),
-        ("remove old checkpoints", "ckpt help prune"),
+        ("remove old checkpoints", "ckpt help guide/prune"),
         ("tokenizer missing after conversion", "ckpt explain no-tokenizer"),
         ("dequantize fp8 deepseek weights", "ckpt help huggingface-megatron#float8"),
         (
@@ -180,6 +224,16 @@ def test_an_unknown_topic_is_answered_with_the_nearest(capsys: pytest.CaptureFix
         ),
         ("convert orbax jax to pytorch", "ckpt help orbax"),
         ("average checkpoints", "ckpt help merge#merge-methods"),
+        ("CPU out of memory merging checkpoint", "ckpt help convert#memory"),
+        ("loss spike after resuming from checkpoint", "ckpt help loss-jumps-after-resume"),
+        (
+            "pytorch_model.bin to safetensors split into shards max_shard_size",
+            "ckpt help convert#change-the-content",
+        ),
+        ("delete old checkpoints keep last 3", "ckpt help guide/prune"),
+        ("NaN in weights", "ckpt help validate#levels"),
+        ("torch.compile _orig_mod. in names", "ckpt help convert#change-the-content"),
+        ("load S3 checkpoint", "ckpt help stores"),
         ("dataloader state at other DP", "ckpt help formats#what-is-kept"),
     ],
 )
@@ -194,11 +248,19 @@ def test_a_question_is_answered_by_one_of_the_five_sections(
     assert len(section.splitlines()) > 3
 
 
+def test_a_question_that_no_section_has_most_words_of_is_answered_by_the_nearest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    question = ("zebra", "stripes", "giraffes", "merge", "lora")
+    assert "ckpt help merge-lora" in shown(capsys, "help", *question)
+    assert shown(capsys, "explain", *question, code=1).startswith("this text matches no")
+
+
 def test_explain_searches_the_pages_if_no_message_has_the_text(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "explain", "how much disk space is needed")
-    assert out.startswith("no known message has this text, but these pages may help:\n")
+    assert out.startswith("this text matches no known message, but these pages may help:\n")
     assert "\n  ckpt help convert#disk-space\n" in out
     out = shown(capsys, "explain", "Unable to locate credentials")
     assert out.startswith("Unable to locate credentials\n") and "ckpt help stores" in out
@@ -230,6 +292,19 @@ def test_a_topic_is_drawn_on_a_terminal(
     out = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)
     assert "Merge a LoRA adapter into its base" in out
     assert "```" not in out and max(map(len, out.splitlines())) <= 80
+    words = " ".join(out.split())
+    assert "(ckpt help lora-adapters)" in words and ".md" not in words
+
+
+def test_links_in_code_and_to_the_web_stay_as_they_are() -> None:
+    text = (
+        "[`a` b](../guide/merge.md#merge-methods) `[c](d.md)` [e](https://f.org/) ![g](h.svg)\n\n"
+        "[here](#x)\n\n```python\na[0](b)\n```\n"
+    )
+    assert link_commands(text, "howto/ci.md") == (
+        "`a` b (`ckpt help merge#merge-methods`) `[c](d.md)` [e](https://f.org/) ![g](h.svg)\n\n"
+        "here (`ckpt help ci#x`)\n\n```python\na[0](b)\n```\n"
+    )
 
 
 def test_a_path_is_text_in_commands_and_cannot_control_the_terminal(

@@ -27,7 +27,7 @@ def test_without_a_terminal_it_points_at_inspect(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("error: ckpt explore needs a terminal, but std")
-    assert f"hint: print it instead: ckpt inspect {path} --iteration 3" in err
+    assert f"hint: print the checkpoint instead: ckpt inspect {path} --iteration 3" in err
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -37,16 +37,16 @@ def test_each_stream_has_to_be_a_terminal(number: int) -> None:
     require_terminal(options, tuple(streams), {"TERM": "xterm"})
     name = ("stdin", "stdout", "stderr")[number]
     streams[number] = io.StringIO()  # type: ignore[call-overload]
-    with pytest.raises(UsageError, match=f"but {name} is not one"):
+    with pytest.raises(UsageError, match=f"but {name} is not a terminal"):
         require_terminal(options, tuple(streams), {"TERM": "xterm"})
 
 
 @pytest.mark.parametrize("environ", [{}, {"TERM": "dumb"}])
 def test_a_dumb_terminal_is_refused(environ: dict[str, str]) -> None:
     options = ExploreOptions(path=Path("a b"))
-    with pytest.raises(UsageError, match="can move its cursor") as caught:
+    with pytest.raises(UsageError, match="with cursor movement") as caught:
         require_terminal(options, (Terminal(), Terminal(), Terminal()), environ)
-    assert caught.value.hint == "print it instead: ckpt inspect 'a b'"
+    assert caught.value.hint == "print the checkpoint instead: ckpt inspect 'a b'"
 
 
 def test_the_command_imports_textual_only_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:

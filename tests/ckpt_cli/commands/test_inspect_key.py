@@ -134,7 +134,7 @@ def test_values_of_config_json_and_of_other_objects_have_paths(
 
 def test_values_without_a_key_need_one(golden: Path, refused: Run, run: Run) -> None:
     message = refused(golden / LLAMA, "--values", "4")
-    assert "error: --values 4 needs the KEY of a tensor" in message
+    assert "error: --values 4 requires a tensor's KEY" in message
     command = message.partition("ckpt inspect ")[2].split()
     assert command[1:] == ["model.embed_tokens.weight", "--values", "4"]
     assert "first 4 values" in run(*command)
@@ -190,7 +190,7 @@ def test_statistics_need_a_tensor_and_their_options_need_statistics(
     golden: Path, refused: Run
 ) -> None:
     assert "KEY selects only objects" in refused(golden / RANKS, "args", "--stats")
-    assert "--threads has no effect: no values are read" in refused(golden / RANKS, "-j", "2")
+    assert "--threads has no effect: no tensor data is read" in refused(golden / RANKS, "-j", "2")
 
 
 def test_a_damaged_tensor_ends_the_statistics(

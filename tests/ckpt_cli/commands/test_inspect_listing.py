@@ -121,7 +121,7 @@ def test_options_for_iterations_name_the_runs(
     assert main(["validate", "--newest-valid", "-q", str(runs)]) == 1
     assert "--newest-valid" not in capsys.readouterr().err
     assert main(["validate", "--all-iterations", str(runs)]) == 2
-    assert f"such as '{runs}/a' (with the newest iteration)" in capsys.readouterr().err
+    assert f"the newest iteration is in '{runs}/a'" in capsys.readouterr().err
 
 
 def test_checkpoints_are_found_at_any_depth(
@@ -156,7 +156,9 @@ def test_a_search_that_stops_says_where(
     assert "more were not searched, starting with b/" in out
     shutil.rmtree(tmp_path / "disk/a")
     assert main(["inspect", str(tmp_path / "disk")]) == 4
-    assert "none was found below; the search stopped after " in capsys.readouterr().err
+    assert (
+        "no subdirectory with one was found; the search stopped after " in capsys.readouterr().err
+    )
 
 
 def test_a_training_root_shows_its_iterations(

@@ -59,7 +59,7 @@ def test_ranks_of_a_checkpoint_without_ranks_are_refused(
     golden: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", str(golden / "hf/llama/safetensors_sharded"), "--ranks"]) == 2
-    assert "--ranks needs a checkpoint that is laid out by" in capsys.readouterr().err
+    assert "--ranks needs a checkpoint with a Megatron rank layout" in capsys.readouterr().err
 
 
 def test_stats_of_a_key_have_a_histogram_for_each_layer(
@@ -124,7 +124,7 @@ def test_a_map_as_json_lists_all_boxes(shown: Callable[..., Any], golden: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--map needs the KEY of a tensor"),
+        ([], "--map requires a tensor's KEY"),
         (["args.hidden_size"], "--map needs tensors, but KEY selects only objects"),
         ([FC1, "--ranks"], "--map cannot be combined with --ranks"),
         ([FC1, "--values", "4"], "--map cannot be combined with --values"),

@@ -65,7 +65,7 @@ def test_the_report_and_the_plan_name_all_sources(
     assert main(words) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["schema"], report["src"]) == ("ckpt.transfer/1", a)
-    assert f"configuration, arguments and all other entries are those of {a}" in report["notes"]
+    assert f"the configuration, arguments and all other entries come from {a}" in report["notes"]
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,24 @@ def test_the_report_and_the_plan_name_all_sources(
     [
         ("{a} {b} -o out", "no merge method was chosen", "choose one of: --average"),
         ("{a} -o out", "no merge method was chosen", "ckpt reshard SRC DST --tp-new 1"),
-        ("{a} {b} --average", "no destination", "-o DST"),
+        ("{a} {b} --average", "the destination is missing", "-o DST"),
         ("{a} {b} --average --ema 0.9 -o out", "--average and --ema cannot be combined", ""),
         ("{a} {b} --weights 1,x -o out", "'1,x' is not a list of numbers", "0.5,0.3,0.2"),
-        ("{a} {b} --weights 1,1 -o out", "--weights sum to 2, not to 1", "0.5,0.5"),
-        ("{a} {b} --ema 2 -o out", "--ema: 2.0 is not a number from 0 to 1", ""),
-        ("{a} {b} --add-delta {b} -o out", "--add-delta takes one SRC, but 2 are given", ""),
-        ("{a} {b} --average --scale 2 -o out", "--scale has no effect: only --add-delta", ""),
-        ("{a} --average -o out", "at least two checkpoints, but only one is given", "A B"),
+        ("{a} {b} --weights 1,1 -o out", "--weights sum to 2 instead of 1", "0.5,0.5"),
+        ("{a} {b} --ema 2 -o out", "--ema: 2.0 is not a number between 0 and 1", ""),
+        (
+            "{a} {b} --add-delta {b} -o out",
+            "--add-delta accepts only one SRC, but 2 were specified",
+            "",
+        ),
+        (
+            "{a} {b} --average --scale 2 -o out",
+            "--scale has no effect: it applies only to --add-delta",
+            "",
+        ),
+        ("{a} --average -o out", "at least two checkpoints, but only one was specified", "A B"),
         ("{a} {a}/none --average -o out", "a/none", ""),
-        ("{a} --lora {b} -o out", "there is no peft adapter_config.json", "save_pretrained"),
+        ("{a} --lora {b} -o out", "it has no peft adapter_config.json", "save_pretrained"),
         ("{a} {b} --average --no-optim -o out", "--no-optim", ""),
     ],
 )

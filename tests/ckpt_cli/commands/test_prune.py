@@ -57,8 +57,8 @@ def test_without_a_terminal_yes_is_needed(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        "error: there is no terminal, and removing iterations needs confirmation",
-        "  hint: look at the plan with --dry-run, then pass --yes",
+        "error: removing iterations requires confirmation, but stdin is not a terminal",
+        "  hint: review the plan with --dry-run, then pass --yes",
     ]
     assert numbers(root) == [1, 2, 3, 4]
     assert main(["prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"]) == 0
@@ -107,7 +107,7 @@ def test_nothing_is_asked_before_the_data_were_read(
     assert main(["prune", str(root), "--keep-last", "3"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert "iteration 4, the newest valid one, was checked without reading its data" in err
+    assert "the newest valid iteration, 4, was checked without reading its data" in err
     assert option in err
     assert numbers(root) == [1, 2, 3, 4]
     assert main(["prune", str(root), "--keep-last", "3", option]) == 0
@@ -175,7 +175,7 @@ def test_without_a_valid_iteration_the_exit_code_is_1(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no rule says which iterations to keep"),
+        ([], "no option says which iterations to keep"),
         (["--keep-last", "0"], "'0' is not a whole number ≥ 1"),
         (["--keep-every", "x"], "'x' is not a whole number ≥ 1"),
     ],
@@ -192,4 +192,4 @@ def test_launch_refuses_it(root: Path, capsys: pytest.CaptureFixture[str]) -> No
         main(["launch", "--", "prune", str(root), "--keep-last", "1", "--yes", "--trust-metadata"])
         == 2
     )
-    assert "one process is enough" in capsys.readouterr().err
+    assert "which runs in one process" in capsys.readouterr().err

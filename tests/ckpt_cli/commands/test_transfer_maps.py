@@ -55,7 +55,7 @@ def test_a_conversion_without_layout_rules_has_maps(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*RESHARD[:-1], "--map", FC2], "--map has no effect: nothing is explained"),
+        ([*RESHARD[:-1], "--map", FC2], "--map has no effect: only --explain draws tensors"),
         ([*RESHARD, "--map", "decoder.layers.0.mlp.linear_fc9.weight"], "did you mean decoder"),
         ([*RESHARD, "--map", "nothing"], "no tensor of the destination matches 'nothing'"),
     ],

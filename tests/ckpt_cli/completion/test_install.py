@@ -39,7 +39,7 @@ def test_the_script_that_is_shown_is_installed(shell: str, tmp_path: Path) -> No
     assert f"complete_{shell}" in shown.stdout and shown.stderr == ""
     assert not list(tmp_path.rglob("*ckpt*"))
     done = run("--install-completion", shell, tmp_path)
-    assert done.stdout.startswith(f"completion for {shell} installed in ") and done.stderr == ""
+    assert done.stdout.startswith(f"installed {shell} completion in ") and done.stderr == ""
     assert (tmp_path / FILES[shell]).read_text() == shown.stdout
 
 

@@ -409,7 +409,7 @@ def test_a_question_mark_shows_the_keys(in_golden: Path) -> None:
 
 def test_a_search_shows_what_is_wrong_with_a_pattern(in_golden: Path) -> None:
     async def steps(pilot: Pilot[int]) -> None:
-        await search(pilot, "[52-31]*", "range of numbers")
+        await search(pilot, "[52-31]*", "valid number range")
         await pilot.press("escape")
         await pilot.pause()
         assert not pilot.app.query_one(SearchPanel).display

@@ -107,7 +107,7 @@ def test_first_host_of_a_node_list(nodes: str, host: str | None):
 @pytest.mark.parametrize(
     ("environ", "text"),
     [
-        ({}, "no rendezvous: this process has no rank"),
+        ({}, "this process has no rank, because it was not started by"),
         ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, "was not started by srun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "not MASTER_ADDR and MASTER_PORT"),
         ({**TORCHRUN, "RANK": "8"}, "RANK is 8, but WORLD_SIZE is 8"),

@@ -90,7 +90,7 @@ def test_a_large_heat_map_keeps_the_worst() -> None:
     assert isinstance(legend, Legend) and isinstance(table, Grid)
     assert legend.items == (("r0", "5e-10 or less"), ("r9", "0.5"))
     assert len(table.rows) == MAX_ROWS and len(table.columns) == MAX_COLUMNS
-    assert "without 172 layers and 368 modules" in table.is_cut
+    assert "172 layers and 368 modules not shown" in table.is_cut
     assert any(cell and cell.style == "r9" for _, cells in table.rows for cell in cells)
 
 

@@ -250,13 +250,13 @@ def test_json_in_the_page_cannot_end_its_script() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("inspect", "SRC", "--report", "x.txt"), "does not end with .html"),
+        (("inspect", "SRC", "--report", "x.txt"), "does not end in .html"),
         (("inspect", "SRC", "--report", "/no/such/dir/x.html"), "directory does not exist"),
         (
             ("reshard", "SRC", "out", "--tp-new", "1", "--report", "x.html"),
-            "--report has no effect: nothing is planned",
+            "--report has no effect: only --dry-run reports a plan",
         ),
-        (("diff", "SRC", "SRC", "--report", "x.json"), "does not end with .html"),
+        (("diff", "SRC", "SRC", "--report", "x.json"), "does not end in .html"),
     ],
 )
 def test_reports_that_cannot_be_written_are_refused_before_any_work(

@@ -242,7 +242,7 @@ def test_hosts_that_do_not_share_the_destination_are_named(source: Path, place: 
     with permitted_hosts(2, private_dirs={place: place.with_name("places")}) as machines:
         job = Launched(machines, source, place / "out", is_by_hand=True)
         assert job.codes() == [2, 2], job.printed()
-        assert "host1 does not see the unfinished destination" in job.printed()[0]
+        assert "host1 cannot see the unfinished destination" in job.printed()[0]
         assert f"  at: file {stage_dir_of(place / 'out')}/data" in job.printed()[0]
         assert job.printed()[1] == ""
     assert names_in(place.with_name("places") / "host1") == []

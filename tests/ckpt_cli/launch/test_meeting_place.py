@@ -79,7 +79,7 @@ def test_every_wait_has_a_limit() -> None:
         ({"nnodes": "2", "standalone": True}, "--nnodes has no effect: --standalone"),
         ({"standalone": True, "rdzv_endpoint": "a"}, "--rdzv-endpoint has no effect: --standalone"),
         ({"nnodes": "2", "master_addr": "a"}, "--node-rank is missing"),
-        ({"nnodes": "2", "node_rank": 2}, "numbered from 0"),
+        ({"nnodes": "2", "node_rank": 2}, "Number the hosts from 0 to 1"),
         (
             {
                 "nnodes": "2",
@@ -88,7 +88,7 @@ def test_every_wait_has_a_limit() -> None:
                 "rdzv_endpoint": "b",
                 "rdzv_backend": "static",
             },
-            "both give the address of host 0",
+            "both specify the address of host 0",
         ),
         ({"nnodes": "2", "node_rank": 1}, "--master-addr is missing"),
         ({"nnodes": "1:2", "node_rank": 0}, "needs --rdzv-backend c10d"),
@@ -96,9 +96,12 @@ def test_every_wait_has_a_limit() -> None:
             {"nnodes": "2", "node_rank": 0, "rdzv_endpoint": "a"},
             "--node-rank has no effect: c10d numbers",
         ),
-        ({"rdzv_endpoint": "a:b"}, "'a:b' is not HOST:PORT"),
-        ({"rdzv_endpoint": "a:99999"}, "is not HOST:PORT"),
-        ({"rdzv_conf": "join_timeout=0"}, "join_timeout=0 is not a number of seconds"),
+        ({"rdzv_endpoint": "a:b"}, "'a:b' is not of the form HOST:PORT"),
+        ({"rdzv_endpoint": "a:99999"}, "is not of the form HOST:PORT"),
+        (
+            {"rdzv_conf": "join_timeout=0"},
+            "join_timeout must be a positive whole number of seconds, not .0.",
+        ),
     ],
 )
 def test_contradictions_are_refused(options: dict[str, object], text: str) -> None:
@@ -161,7 +164,7 @@ def test_nobody_there_is_said_after_the_limit(free: int) -> None:
 
 
 def test_a_host_that_is_not_known_is_a_mistake_in_the_request() -> None:
-    with pytest.raises(UsageError, match="rendezvous host 'nohost.invalid' not found"):
+    with pytest.raises(UsageError, match="the rendezvous host 'nohost.invalid' was not found"):
         check_rendezvous(at(1, "nohost.invalid"), is_listener=False, note=print)
 
 

@@ -66,17 +66,17 @@ def test_workers_that_are_alike_fit():
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        ({"ckpt": "2"}, "differ in the version of ckpt: rank 0 on a has 1, rank 1 on b has 2"),
+        ({"ckpt": "2"}, "the same version of ckpt, but rank 0 on a has 1 and rank 1 on b has 2"),
         (
             {"torch": "2.4"},
-            "differ in the version of torch: rank 0 on a has 2.13, rank 1 on b has 2.4",
+            "the same version of torch, but rank 0 on a has 2.13 and rank 1 on b has 2.4",
         ),
         (
             {"arguments": ["diff", "x"]},
-            "differ in the command: rank 0 on a has diff x y, rank 1 on b has diff x",
+            "the same command, but rank 0 on a has diff x y and rank 1 on b has diff x",
         ),
-        ({"size": 3}, "differ in the number of workers"),
-        ({"backend": "cpu:gloo,cuda:nccl"}, "differ in the backend"),
+        ({"size": 3}, "all workers need the same world size"),
+        ({"backend": "cpu:gloo,cuda:nccl"}, "the same backend"),
     ],
 )
 def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
@@ -88,7 +88,7 @@ def test_workers_that_differ_do_not(other: dict[str, Any], text: str):
 def test_two_workers_on_one_gpu_do_not_fit():
     problem = check_members([_member(device="cuda:0", gpu="x"), _member(device="cuda:0", gpu="x")])
     assert isinstance(problem, UsageError)
-    assert problem.message == "too few GPUs: ranks 0 and 1 on a share one (cuda:0)"
+    assert problem.message == "too few GPUs: ranks 0 and 1 on a share the same GPU (cuda:0)"
 
 
 def test_what_one_worker_lacks_is_told_to_all():

@@ -33,7 +33,10 @@ def test_an_estimate_is_rounded(seconds: float, text: str) -> None:
     ("reading", "words"),
     [
         (ReadRate(1 << 30), "(read 1.00 GiB/s, write 512 MiB/s, measured)"),
-        (ReadRate(1 << 30, was_cached=True), "at most: part of the source is cached in memory"),
+        (
+            ReadRate(1 << 30, was_cached=True),
+            "at most, because part of the source is cached in memory",
+        ),
         (ReadRate(1 << 30, is_from_memory=True), "read at most 1.00 GiB/s"),
         (None, "about 25 s (write 512 MiB/s, measured)"),
     ],
@@ -68,6 +71,6 @@ def test_an_existing_destination_is_told_with_what_force_would_do(
         name: value.text if isinstance(value, Cell) else value
         for name, value in forecast_facts(expected, has_force=has_force)
     }
-    assert lines["free space"] == "1.00 TiB for 1.00 GiB to write: it fits"
+    assert lines["free space"] == "1.00 TiB, enough for 1.00 GiB to write"
     assert ("destination" in lines) == (words is not None)
     assert (words or "") in lines.get("destination", "")

@@ -52,7 +52,7 @@ def test_a_stage_that_could_not_be_removed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out"
     stage_dir_of(path).mkdir()
     assert InterruptedOutput(path, keeps_partial=False, has_begun=True).remaining() == (
-        f"{stage_dir_of(path)} could not be removed (the next run removes it)"
+        f"{stage_dir_of(path)} could not be removed (the next run will remove it)"
     )
 
 
@@ -104,6 +104,6 @@ def test_uploads_that_stay_in_a_bucket_are_named_with_their_cost_and_how_to_remo
     if has_boto3:
         assert "for which the store charges (continue: ckpt again; " in text and listed in text
     else:
-        assert "rerun the command with --force" in text and "finishes it" not in text
+        assert "rerun the command with --force" in text and "finishes publishing" not in text
     text = InterruptedOutput(dst, keeps_partial=False, has_begun=True).remaining()
-    assert ("--resume keeps what has been sent" in text) == has_boto3
+    assert ("--resume keeps the data already sent" in text) == has_boto3

@@ -185,7 +185,7 @@ def _end_early(team: Any) -> Any:
 def test_a_worker_that_ends_while_others_wait_for_it_is_a_bug_that_is_told():
     error, _ = run_torch_team(2, _end_early)
     assert isinstance(error, WorkerError) and not isinstance(error, GoneError)
-    assert "has ended, but rank 0 waits for it" in error.message
+    assert "has exited, but rank 0 is still waiting for it" in error.message
 
 
 def _interrupted(team: Any) -> Any:

@@ -108,7 +108,7 @@ def test_a_verdict_is_said_once_and_is_the_result_of_each_worker(tmp_path: Path)
 def test_workers_with_different_commands_do_not_begin(tmp_path: Path):
     lead, other = run_workers(tmp_path, [["validate", "a"], ["validate", "b"]])
     assert (lead.code, other.code) == (2, 2)
-    assert "workers differ in the command: rank 0 on" in lead.err
+    assert "all workers need the same command, but rank 0 on" in lead.err
     assert other.err == ""
 
 

@@ -42,5 +42,5 @@ def test_a_report_names_a_key_with_brackets_whole(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), key: b"bytes"}, tmp_path / "src.pt")
     report = run(Job(src=tmp_path / "src.pt", dst=tmp_path / "dst", to="orbax", fsync=False))
     (reason,) = report.dropped_reasons
-    assert (reason.reason, reason.examples) == ("Orbax trees cannot hold bytes", (key,))
-    assert report.dropped == (f"{key} (Orbax trees cannot hold bytes)",)
+    assert (reason.reason, reason.examples) == ("Orbax trees cannot contain bytes", (key,))
+    assert report.dropped == (f"{key} (Orbax trees cannot contain bytes)",)

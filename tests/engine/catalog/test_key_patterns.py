@@ -41,9 +41,9 @@ def test_a_key_with_special_characters_selects_itself_first() -> None:
 
 
 def test_bad_ranges_are_usage_errors() -> None:
-    with pytest.raises(UsageError, match="not a range"):
+    with pytest.raises(UsageError, match="not a valid number range"):
         matching(KEYS, "layers.[5-2]")
-    with pytest.raises(UsageError, match="not a range"):
+    with pytest.raises(UsageError, match="not a valid number range"):
         matching(KEYS, "layers.[0-99999999]")
 
 

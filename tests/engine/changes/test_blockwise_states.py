@@ -115,7 +115,7 @@ def test_a_block_that_would_cross_the_cut_between_layers_is_refused(
     )
     with pytest.raises(UnsupportedError, match="a layer has 4,032"):
         converted(tmp_path / "stack.pt", tmp_path / "out.pt", unstack_layers=())
-    with pytest.raises(UsageError, match="scales are unstacked with their codes"):
+    with pytest.raises(UsageError, match="scales are unstacked together with their codes"):
         converted(tmp_path / "stack.pt", tmp_path / "out.pt", unstack_layers=("*absmax1",))
 
 

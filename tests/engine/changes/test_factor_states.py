@@ -56,7 +56,7 @@ def test_factors_are_copied_and_refused_for_parameters_of_other_shapes(
     _saved(tmp_path / "b", optimizer, is_stacked=True)
     for name, options in (("a", {"stack_layers": True}), ("b", {"unstack_layers": ()})):
         job = Job(src=tmp_path / name, dst=tmp_path / "out", to="dcp", fsync=False, **options)  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedError, match="is S[a-zA-Z]+, whose factors") as err:
+        with pytest.raises(UnsupportedError, match="with S[a-zA-Z]+, because its factors") as err:
             run(job)
         assert optimizer.split()[-1] in err.value.message
         assert "--no-optim" in (err.value.hint or "")

@@ -274,12 +274,12 @@ def test_a_parameter_that_is_called_like_a_scale_stays_beside_other_weights(scal
         (
             {"w": torch.ones(2, 2).to(E4M3), "w_scale_inv": torch.ones(1, 1).int()},
             CorruptError,
-            "not a float type used for scales",
+            "not a valid dtype for scales",
         ),
         (
             {"w": torch.ones(2, 2).to(E4M3), "w_scale": torch.ones(1, 1).to(E4M3)},
             CorruptError,
-            "not a float type used for scales",
+            "not a valid dtype for scales",
         ),
     ],
 )

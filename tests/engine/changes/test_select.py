@@ -369,8 +369,8 @@ def test_an_alias_that_is_untied_gets_bytes_of_its_own_and_others_keep_theirs() 
 @pytest.mark.parametrize(
     ("pair", "text"),
     [
-        (("absent", EMBED), "tensor not found"),
-        ((EMBED, "absent"), "tensor not found"),
+        (("absent", EMBED), "no such tensor"),
+        ((EMBED, "absent"), "no such tensor"),
         ((EMBED, EMBED), "itself"),
         (("norm", EMBED), r"shape \(3,\), but"),
         (("wide", EMBED), "dtype float32, but"),
@@ -468,7 +468,9 @@ def test_a_prefix_that_stands_inside_is_told() -> None:
     arrays = {"model.module.a": StoredArray("a", "float32", (1,), Extent("f", 0))}
     with pytest.raises(UsageError, match="no key begins with") as refusal:
         strip_prefix(catalog_of_arrays(format="torch", arrays=arrays), ["module."])
-    assert refusal.value.hint == r"'model.module.a' contains it: use --rename 'module\.='"
+    assert (
+        refusal.value.hint == r"the key 'model.module.a' contains it, so use --rename 'module\.='"
+    )
 
 
 def test_entries_of_parameter_groups_follow_as_states_do() -> None:

@@ -40,7 +40,8 @@ def test_a_worker_has_the_gpu_of_its_local_rank(monkeypatch: pytest.MonkeyPatch)
     assert device_named("auto", 1) == Device("cuda:1", is_auto=True)
     assert device_named("auto", 2) is None
     with pytest.raises(
-        UsageError, match="worker 2 of this host needs GPU 2, but the host has 2.*nproc-per-node"
+        UsageError,
+        match="worker 2 on this host needs GPU 2, but the host has only 2 GPUs.*nproc-per-node",
     ):
         device_named("cuda", 2)
 

@@ -91,7 +91,7 @@ def test_a_missing_shard_names_the_tensor_and_the_region() -> None:
     source, target, images = catalogs(pieces("w", SHAPE, 0, 4), pieces("w", SHAPE, 1, 2))
     err = refused(
         MissingShardError,
-        r"\[6:9, 0:4\] of the tensor of shape \(12, 8\)",
+        r"\[6:9, 0:4\] of the tensor \(shape \(12, 8\)\)",
         without(source, 2),
         target,
         images,
@@ -134,7 +134,7 @@ def test_a_hole_in_a_target_array_is_refused() -> None:
     cut = Cut([("big", (12, 9), [(full_box(SHAPE), (0, 0))])])
     refused(
         CorruptError,
-        r"\[0:12, 8:9\] of array 'big' is not written",
+        r"\[0:12, 8:9\] of array 'big' would not be written",
         *catalogs(one("w", SHAPE), cut),
     )
 
@@ -142,7 +142,7 @@ def test_a_hole_in_a_target_array_is_refused() -> None:
 def test_an_array_that_nothing_fills_is_refused() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     images.append(FileImage("more", 64, [PlacedArray(0, PlannedArray("lonely", "int32", (4,)))]))
-    refused(CorruptError, "is not written", source, target, images)
+    refused(CorruptError, "would not be written", source, target, images)
 
 
 @pytest.mark.parametrize("at", [(0, 0), (3, 0)])
@@ -154,7 +154,7 @@ def test_double_writes_are_refused(at: tuple[int, int]) -> None:
             ("b", (12, 8), [(full_box(SHAPE), (0, 0))]),
         ]
     )
-    err = refused(CorruptError, "twice|is not written", *catalogs(one("w", SHAPE), cut))
+    err = refused(CorruptError, "twice|would not be written", *catalogs(one("w", SHAPE), cut))
     assert err.key == "w"
 
 
@@ -163,14 +163,16 @@ def test_two_tensors_cannot_fill_one_array() -> None:
     source = Model(tensors, {key: one(key, SHAPE) for key in tensors}).source()
     cut = Cut([("same", SHAPE, [(full_box(SHAPE), (0, 0))])])
     target, images = Model(tensors, {"a": cut, "b": cut}).target()
-    err = refused(CorruptError, "written twice", source, target, images[:1])
+    err = refused(CorruptError, "already complete", source, target, images[:1])
     assert err.key == "b"
 
 
 def test_arrays_must_be_placed_once_and_inside_their_file() -> None:
     source, target, images = catalogs(one("w", SHAPE), one("w", SHAPE))
     array = images[0].arrays[0].array
-    refused(CorruptError, "is not in any file", source, target, [FileImage("out", 10)])
+    refused(
+        CorruptError, "is not placed in any output file", source, target, [FileImage("out", 10)]
+    )
     refused(
         CorruptError, "are free", source, target, [FileImage("out", 383, [PlacedArray(0, array)])]
     )
@@ -178,7 +180,7 @@ def test_arrays_must_be_placed_once_and_inside_their_file() -> None:
         FileImage("a", 384, [PlacedArray(0, array)]),
         FileImage("b", 384, [PlacedArray(0, array)]),
     ]
-    refused(CorruptError, "placed twice", source, target, twice)
+    refused(CorruptError, "has two positions", source, target, twice)
     near = [PlacedArray(0, array), PlacedArray(383, PlannedArray("x", "int32", (1,)))]
     refused(CorruptError, "are free", source, target, [FileImage("out", 999, near)])
     refused(
@@ -196,7 +198,7 @@ def test_an_alias_without_bytes_of_its_own_is_passed_over() -> None:
     source = Model(tensors, {key: one(key, SHAPE) for key in tensors}).source()
     target, images = Model(tensors, {key: one(key, SHAPE) for key in tensors}).target()
     images = [replace(images[0], arrays=images[0].arrays[:1])]
-    refused(CorruptError, "is not in any file", source, target, images)
+    refused(CorruptError, "is not placed in any output file", source, target, images)
     plan = make_plan(source, tied(target, {"tied": "w"}), images)
     assert list(plan.keys()) == ["w"]
 

@@ -316,7 +316,7 @@ def test_hosts_that_see_different_directories_are_refused(
 ) -> None:
     for other in (golden / GOLDEN[0], tmp_path / "nowhere"):
         for message in run_team(3, with_other_directory, large, other):
-            assert message.startswith("rank 1 on host1 sees different data at ")
+            assert message.startswith("rank 1 on host1 and rank 0 on host0 see different data at ")
 
 
 def refused(team: PipeTeam, path: Path) -> str:

@@ -17,16 +17,16 @@ def test_options_of_the_http_client_are_told_from_those_of_the_store() -> None:
 
 
 UNUSABLE = {
-    "timeout=ten": "'ten' is not a duration",
-    "timeout=3": "such as 30s or 2m",
+    "timeout=ten": "'ten' is not a valid duration",
+    "timeout=3": "as in 30s or 2m",
     "allow_http=maybe": "'maybe' is neither true nor false",
     "skip_signature=perhaps": "'perhaps' is neither true nor false",
-    "proxy_url=::::": "--storage-option proxy_url: the value cannot be used",
-    "conditional_put=odd": "the value 'odd' cannot be used",
+    "proxy_url=::::": "--storage-option proxy_url: the value is not valid",
+    "conditional_put=odd": "the value 'odd' is not valid",
     "default_headers=a": "ckpt does not accept this obstore option",
     "root_certificate=a": "SSL_CERT_FILE",
-    "endpoint=http://": "not a store's URL",
-    "endpoint=ftp://host": "not a store's URL",
+    "endpoint=http://": "not a valid endpoint URL",
+    "endpoint=ftp://host": "not a valid endpoint URL",
 }
 
 
@@ -78,5 +78,5 @@ def test_boto3_gets_the_same_options() -> None:
     }
     with pytest.raises(UsageError, match="begins with http:"):
         boto3_settings({"allow_http": "false"}, endpoint="http://host")
-    with pytest.raises(UsageError, match="cannot be used"):
+    with pytest.raises(UsageError, match="is not a valid duration"):
         boto3_settings({"timeout": "2weeks"}, endpoint=None)

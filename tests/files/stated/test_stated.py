@@ -134,7 +134,7 @@ def test_without_boto3_that_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
     store = RemoteStore(PATH.parent)
     failure = look_up_checksums(store, ["a.bin"]).failure
-    assert failure == "boto3 is not installed: pip install boto3"
+    assert failure == "boto3 is not installed (run pip install boto3)"
 
 
 def test_a_web_server_is_not_asked() -> None:

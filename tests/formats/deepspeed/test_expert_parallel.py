@@ -102,7 +102,7 @@ def test_layers_of_several_sizes_get_one_size(deepspeed_parallel: Path, tmp_path
     folder = written(run, tmp_path / "ucp", ep=1)
     # An engine has a group of matrices and one of biases, not one for each size.
     assert expert_groups(folder) == [("ep_size_1", 0.1), ("ep_size_1", 0.0)]
-    with pytest.raises(UsageError, match="--ep-new 2 does not divide the 3 experts"):
+    with pytest.raises(UsageError, match="--ep-new 2 does not evenly divide the layer's 3 experts"):
         written(run, tmp_path / "other", ep=2)
     assert not (tmp_path / "other").exists()
 

@@ -216,7 +216,7 @@ def test_every_parameter_is_put_together(tmp_path: Path, name: str) -> None:
 def test_frozen_parameters_keep_their_precision(tmp_path: Path, stage: int) -> None:
     frozen = {"lora": (5, 3), "base": (4,), "tiny": ()}
     store, catalog = opened(Zero(stage, 4, frozen=frozen).write(tmp_path / "x"))
-    assert any("they are bfloat16" in note and "lora" in note for note in catalog.notes)
+    assert any("stay bfloat16" in note and "lora" in note for note in catalog.notes)
     for name, shape in frozen.items():
         assert_holds(store, catalog, name, values(name, shape).bfloat16())
     assert "optimizer.state.lora.exp_avg" not in catalog.tensors
@@ -232,12 +232,14 @@ def test_parameters_that_only_the_module_has_come_with_a_note(tmp_path: Path) ->
     )
     assert_holds(store, catalog, "base", values("base", (4, 2)).bfloat16())
     assert (
-        "parameters in no optimizer group, read from the model file in their own precision: base"
-        in str(catalog.notes)
+        "parameters in no optimizer group were read from the model file in their own precision: "
+        "base" in str(catalog.notes)
     )
 
 
-OF_OTHER_RANKS = [f"{name} of other ranks (the first rank's is kept)" for name in ("rng", "nested")]
+OF_OTHER_RANKS = [
+    f"{name} of other ranks (the first rank's value is kept)" for name in ("rng", "nested")
+]
 """What ZeRO-3 stores on every rank and holds tensors."""
 
 
@@ -249,7 +251,7 @@ def test_parameters_that_zero_3_holds_nowhere_are_reported(tmp_path: Path) -> No
     _, catalog = opened(Zero(3, 2, frozen={"base": (4, 2)}).write(tmp_path / "x", without_frozen))
     assert "base" not in catalog.tensors
     first, *rest = map(str, catalog.dropped)
-    assert first == "base (ZeRO-3 does not store its parts)" and rest == OF_OTHER_RANKS
+    assert first == "base (ZeRO-3 does not store the parameter's parts)" and rest == OF_OTHER_RANKS
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -499,7 +501,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_model(_longer),
         CorruptError,
-        "need 408 elements, but its parts on 2 ranks have",
+        "need 408 elements, but the group's parts on 2 ranks have",
     ),
     "shape is longer, 3": (
         3,
@@ -514,13 +516,13 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         "param_shapes has 1 groups.*files have 2",
     ),
     "a group too few, 3": (3, edit_model(_one_group), CorruptError, "the flat groups have"),
-    "a parameter twice": (1, edit_model(_twice), CorruptError, "is in groups 0 and 1"),
+    "a parameter twice": (1, edit_model(_twice), CorruptError, "is in two groups, 0 and 1"),
     "a parameter twice, 3": (3, edit_model(_twice), CorruptError, "in two groups"),
     "buffers are numbers": (
         2,
         edit_model(setting(buffer_names=[5])),
         CorruptError,
-        "buffer_names has the name 5",
+        "buffer_names contains an invalid name: 5",
     ),
     "shared is a list": (
         2,
@@ -532,7 +534,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_model(setting(frozen_param_shapes={"base": (4,)})),
         MissingShardError,
-        "but frozen_param_fragments lacks it",
+        "but frozen_param_fragments does not contain it",
     ),
     "frozen of another size": (
         2,
@@ -572,7 +574,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(zero_stage=1)),
         CorruptError,
-        "from ZeRO-1, but that of rank 0",
+        "from ZeRO-1, but rank 0's file",
     ),
     "stage 9": (2, edit_optim(1, setting(zero_stage=9)), CorruptError, "zero_stage is 9"),
     "stage is text": (
@@ -609,19 +611,19 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(0, setting(partition_count=[2, 1])),
         CorruptError,
-        "belongs to no expert that has a file",
+        "does not belong to any expert that has a file",
     ),
     "no flat groups": (
         2,
         edit_optim(1, removing("single_partition_of_fp32_groups")),
         CorruptError,
-        "single_partition_of_fp32_groups is missing",
+        "single_partition_of_fp32_groups, which ZeRO-2 needs, is missing",
     ),
     "no flat groups, 3": (
         3,
         edit_optim(0, removing("fp32_flat_groups")),
         CorruptError,
-        "fp32_flat_groups is missing",
+        "fp32_flat_groups, which ZeRO-3 needs, is missing",
     ),
     "a group is not flat": (
         2,
@@ -639,7 +641,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, setting(single_partition_of_fp32_groups=[torch.ones(9), torch.ones(10)])),
         CorruptError,
-        "need 93 elements, but its parts on 2 ranks have",
+        "need 93 elements, but the group's parts on 2 ranks have",
     ),
     "ranks differ in groups": (
         2,
@@ -653,22 +655,27 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         3,
         edit_optim(1, setting(fp32_flat_groups=[torch.ones(9), torch.ones(9)])),
         CorruptError,
-        "the flat groups of rank 1 have",
+        "rank 1's flat groups have",
     ),
     "a slice is elsewhere": (
         2,
         edit_optim(0, _slice),
         CorruptError,
-        "by the shapes of the parameters before it, this rank has",
+        "to the shapes of the preceding parameters, this rank has",
     ),
-    "a slice is missing": (2, edit_optim(1, _no_slice), CorruptError, "lacks the parameter"),
+    "a slice is missing": (
+        2,
+        edit_optim(1, _no_slice),
+        CorruptError,
+        "does not list the parameter",
+    ),
     "a state is short": (
         2,
         edit_optim(1, _short_state),
         CorruptError,
         "has 3 elements, but its weights have",
     ),
-    "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has states"),
+    "a state of one rank": (2, edit_optim(1, _other_state), CorruptError, "rank 1 has the states"),
     "a state of no group": (
         2,
         edit_optim(1, _state_nowhere),
@@ -679,7 +686,7 @@ BROKEN: dict[str, tuple[int, Callable[[str, dict[str, Any]], None], type[Excepti
         2,
         edit_optim(1, _other_step),
         ReplicaMismatchError,
-        "'step' differs from that of rank 0",
+        "'step' differs from rank 0's",
     ),
     "gaps for another group": (
         2,
@@ -731,7 +738,7 @@ def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
     Zero(3, 2).write(tmp_path / "y")
     for path in folder.iterdir():
         (tmp_path / "y" / path.name).write_bytes(path.read_bytes())
-    with pytest.raises(MissingShardError, match="the model file of ZeRO-2 is missing"):
+    with pytest.raises(MissingShardError, match="the ZeRO-2 model file is missing"):
         deepspeed.read(LocalStore(tmp_path / "y"))
 
 
@@ -739,7 +746,7 @@ def test_missing_optimizer_files_are_named(tmp_path: Path) -> None:
     folder = Zero(2, 2).write(tmp_path / "x")
     for path in folder.glob("*_optim_states.pt"):
         path.unlink()
-    with pytest.raises(MissingShardError, match="which hold the fp32 weights"):
+    with pytest.raises(MissingShardError, match="which contain the fp32 weights"):
         deepspeed.read(LocalStore(folder))
 
 
@@ -761,7 +768,7 @@ def test_states_on_nvme_are_refused_by_name(tmp_path: Path) -> None:
     (folder / "offloaded_tensors" / "rank00").write_bytes(b"")
     with pytest.raises(UnsupportedError, match="offloaded to NVMe") as caught:
         deepspeed.read(LocalStore(folder))
-    assert "does not convert such a checkpoint" in (caught.value.hint or "")
+    assert "cannot convert this checkpoint" in (caught.value.hint or "")
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_what_megatron_cannot_continue_is_refused(
 
 
 def test_megatrons_names_are_refused_with_a_way_out(golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="under Megatron's names") as caught:
+    with pytest.raises(UnsupportedError, match="with Megatron's names") as caught:
         converted(golden / SOURCES["torch_dist"], tmp_path / "made", "ucp")
     assert "--names hf" in (caught.value.hint or "")
 

@@ -270,7 +270,7 @@ def test_steps_that_are_numbers_stay_numbers(tmp_path: Path) -> None:
 def test_weights_of_16_bits_are_refused_with_a_way_out(tmp_path: Path) -> None:
     store, catalog = in_memory({"w": torch.ones(3, dtype=torch.bfloat16)})
     with pytest.raises(
-        UnsupportedError, match="weights are bfloat16 without master weights"
+        UnsupportedError, match="weights are bfloat16 and have no master weights"
     ) as caught:
         written(catalog, store, tmp_path)
     assert caught.value.key == "w" and "--dtype float32" in (caught.value.hint or "")
@@ -371,13 +371,13 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
         {"w": torch.ones(2), "optimizer.state.0.m": torch.ones(2)},
         {},
         "optimizer.state.0.m",
-        "not to a parameter",
+        "does not belong to any parameter",
     ),
     "states under a prefix": (
         {"w": torch.ones(2), "app.optim.state.w.m": torch.ones(2)},
         {},
         "app.optim.state.w.m",
-        "not to a parameter",
+        "does not belong to any parameter",
     ),
     "a state of another shape": (
         {"w": torch.ones(4), "optimizer.state.w.row": torch.ones(2)},
@@ -395,7 +395,7 @@ REFUSED: dict[str, tuple[dict[str, torch.Tensor], dict[str, object], str, str]] 
         {"w": torch.ones(4), "optimizer.state.w.fp32": torch.ones(4)},
         {},
         "optimizer.state.w.fp32",
-        "have the name",
+        "cannot be named",
     ),
     "a name with a slash": ({"a/b": torch.ones(4)}, {}, "a/b", "key cannot be a directory name"),
     "a name that climbs": ({"..": torch.ones(4)}, {}, "..", "key cannot be a directory name"),
@@ -446,7 +446,7 @@ def _made(tmp_path: Path) -> Path:
 def test_a_parameter_without_weights_is_named(tmp_path: Path) -> None:
     folder = _made(tmp_path)
     (folder / "zero" / "deep" / "fp32.pt").unlink()
-    with pytest.raises(MissingShardError, match="has no fp32 weights") as caught:
+    with pytest.raises(MissingShardError, match="fp32 weights are missing") as caught:
         deepspeed_universal.read(LocalStore(folder))
     assert (caught.value.key, caught.value.file) == ("deep", "zero/deep/fp32.pt")
 
@@ -471,7 +471,7 @@ BROKEN: dict[str, tuple[str, Any, str]] = {
     "a state that is cut otherwise": (
         "exp_avg",
         {"cat_dim": 1, "param": values("deep", (2, 3, 4))},
-        "and sharding",
+        "is sharded as",
     ),
     "a bare tensor of another length": (
         "exp_avg",
@@ -526,7 +526,10 @@ def test_files_that_deepspeed_needs_are_missed_in_a_note(tmp_path: Path) -> None
         ),
     }
     notes = catalog.notes
-    assert "no model states" in notes[0] and "no zero/optimizer_state.pt" in notes[1]
+    assert (
+        "the model states file is missing" in notes[0]
+        and "zero/optimizer_state.pt is missing" in notes[1]
+    )
 
 
 def test_groups_of_deepspeed_are_written_as_they_are(tmp_path: Path) -> None:

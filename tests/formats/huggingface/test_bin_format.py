@@ -212,9 +212,9 @@ def test_a_complete_series_without_an_index_is_read_with_a_note() -> None:
     assert sniff(store)
     catalog = read(store)
     assert list(catalog.tensors) == [*first, *second]
-    assert catalog.notes == ("there is no index, but no shard number is missing",)
+    assert catalog.notes == ("there is no index, but all numbered shards are present",)
     del store.contents[shard(1)]
-    with pytest.raises(MissingShardError, match="only 1 of 2 shards found") as caught:
+    with pytest.raises(MissingShardError, match="only 1 of 2 shards are present") as caught:
         read(store)
     assert caught.value.file == shard(1)
 
@@ -241,8 +241,8 @@ def test_other_torch_files_and_another_total_size_are_noted() -> None:
     catalog = read(store)
     n_bytes = sum(tensor.n_bytes for tensor in catalog.tensors.values())
     assert catalog.notes == (
-        f"the tensors have {n_bytes} bytes, but total_size in {INDEX} is 91",
-        "not read: optimizer.pt, training_args.bin",
+        f"the tensors add up to {n_bytes} bytes, but total_size in {INDEX} is 91",
+        "these files were not read: optimizer.pt, training_args.bin",
     )
     assert list(catalog.files) == ["README.md"]
 
@@ -253,8 +253,9 @@ def test_a_single_file_beside_the_shards_is_noted_as_what_transformers_loads() -
     catalog = read(directory(first, second, index=index, beside={"pytorch_model.bin": b"x"}))
     (note,) = catalog.notes
     assert note == (
-        f"pytorch_model.bin was not read, as {INDEX} does not list it, but transformers loads it "
-        "instead of the shards: to read it, pass pytorch_model.bin itself"
+        f"pytorch_model.bin was not read, because {INDEX} does not list it, but transformers loads "
+        "it "
+        "instead of the shards; to read pytorch_model.bin, pass that file itself"
     )
 
 
@@ -331,12 +332,12 @@ def broken() -> dict[str, tuple[MemoryStore, type[Exception], str]]:
         "a value in another shard than listed": (elsewhere, CorruptError, "lists the entry in"),
         "two entries of one key": (joined, CorruptError, "two entries have the same key"),
         "nested tensors": (nested, UnsupportedError, "contains nested tensors"),
-        "a name that is a number": (numbered, UnsupportedError, "with the invalid name"),
-        "a list of tensors": (listed, UnsupportedError, "not a dict of tensors"),
+        "a name that is a number": (numbered, UnsupportedError, "with an invalid name"),
+        "a list of tensors": (listed, UnsupportedError, "does not contain a dict of tensors"),
         "a tensor outside its storage": (outside, CorruptError, "its storage is only"),
-        "two indexes": (both, UnsupportedError, "2 indexes"),
+        "two indexes": (both, UnsupportedError, "2 index files"),
         "no JSON": (indexed(b"{"), CorruptError, "JSON"),
-        "no object": (indexed([1]), CorruptError, "instead of an object"),
+        "no object": (indexed([1]), CorruptError, "top level of the JSON file is not an object"),
         "no weight_map": (indexed({"metadata": {}}), CorruptError, "no weight_map"),
         "an empty weight_map": (indexed({"weight_map": {}}), CorruptError, "no weight_map"),
         "a weight_map that is a list": (
@@ -390,7 +391,7 @@ def test_a_single_file_and_the_files_beside_it_are_read() -> None:
         assert list(catalog.tensors) == ["model.w"]
         assert list(catalog.files) == [config, "tokenizer.json"]
         assert facet_of(catalog, WeightFileFacts).stem == stem
-        assert catalog.notes == ("not read: training_args.bin",)
+        assert catalog.notes == ("these files were not read: training_args.bin",)
         assert entry_bytes(catalog, store, "file:tokenizer.json") == b"[]"
         assert_same(as_torch_file(catalog, store), value)
 

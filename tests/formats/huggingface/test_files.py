@@ -85,7 +85,7 @@ def test_carried_files_come_out_byte_for_byte() -> None:
 def test_a_tensor_with_the_key_of_a_file_is_refused() -> None:
     taken = Catalog("fake", None, {"file:config.json": Tensor("uint8", (1,))})
     assert with_carried(taken, MemoryStore({"README.md": b""})).files
-    with pytest.raises(UnsupportedError, match="key that is reserved for a sidecar file") as caught:
+    with pytest.raises(UnsupportedError, match="key is reserved for a sidecar file") as caught:
         with_carried(taken, MemoryStore({"config.json": b"{}"}))
     assert caught.value.key == "file:config.json"
 
@@ -121,17 +121,17 @@ def test_the_configuration_is_parsed(golden: Path) -> None:
 
 
 BROKEN = {
-    "empty": (b"", "not a JSON file"),
-    "a list": (b"[]", "a JSON list instead of an object"),
-    "cut": (b'{"a": 1', "not a JSON file"),
-    "no UTF-8": (b'{"a": "\xff"}', "not a JSON file"),
+    "empty": (b"", "is not valid JSON"),
+    "a list": (b"[]", "top level of the JSON file is not an object"),
+    "cut": (b'{"a": 1', "is not valid JSON"),
+    "no UTF-8": (b'{"a": "\xff"}', "is not valid JSON"),
     "a key twice": (b'{"a": 1, "a": 2}', "duplicate key 'a'"),
-    "not a number": (b'{"a": nan}', "not a JSON file"),
-    "too deep": (b'{"a":' + b"[" * 100_000, "not a JSON file"),
-    "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "not a JSON file"),
+    "not a number": (b'{"a": nan}', "is not valid JSON"),
+    "too deep": (b'{"a":' + b"[" * 100_000, "is not valid JSON"),
+    "too many digits": (b'{"a":' + b"9" * 100_000 + b"}", "is not valid JSON"),
     "too many values": (
         b'{"a":[' + b"[]," * (MAX_VALUES // 2 + 10) + b"1]}",
-        "too many JSON values",
+        "JSON values; the limit is",
     ),
 }
 
@@ -170,6 +170,6 @@ def test_a_folder_that_is_not_carried_says_why() -> None:
     catalog = with_carried(empty, LockedFolder(contents))
     assert set(catalog.files) == {"config.json", "code/a.py"}
     assert catalog.notes == (
-        "extra/ is not carried: extra/locked: permission denied",
-        "large/ is not carried: it has more than 10,000 files",
+        "extra/ is not copied: extra/locked: permission denied",
+        "large/ is not copied: the directory has more than 10,000 files",
     )

@@ -150,7 +150,7 @@ def test_a_tokenizer_with_more_tokens_than_rows_is_refused_and_the_hint_leads_on
     _save_tokenizer(tmp_path / "tokenizer", 302, **_SPECIAL)
     job = Job(src=golden / _MODEL, dst=tmp_path / "out", to="hf", tokenizer=tmp_path / "tokenizer")
     with pytest.raises(
-        UsageError, match="ids up to 301, but the model's vocabulary has only 300"
+        UsageError, match="IDs up to 301, but the model's vocabulary has only 300"
     ) as error:
         run(job)
     assert "--vocab-size 302" in (error.value.hint or "")

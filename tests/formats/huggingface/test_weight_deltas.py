@@ -14,7 +14,7 @@ from core.errors import UnsupportedError
 from core.opening.open import open_checkpoint
 from core.verbs.convert.run import Job, run
 
-TITLE = "weight differences (xor, zstd) from version 000001 to 000002, not weights"
+TITLE = "weight deltas (xor, zstd) from version 000001 to 000002, not full weights"
 
 
 @pytest.fixture

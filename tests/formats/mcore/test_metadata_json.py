@@ -32,7 +32,7 @@ def test_what_is_written_is_accepted(backend: str, has_common_file: bool) -> Non
 
 @pytest.mark.parametrize("name", ["evil", "../torch_dist", 7, None, ["torch_dist"]])
 def test_an_unknown_backend_is_refused_by_its_name(name: object) -> None:
-    with pytest.raises(UnsupportedError, match="names the unknown backend"):
+    with pytest.raises(UnsupportedError, match="specifies the unknown backend"):
         read_version(store_of({"sharded_backend": name}), backend="torch_dist")
 
 

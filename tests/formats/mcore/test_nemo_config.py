@@ -144,7 +144,7 @@ def test_fields_mean_what_nemo_makes_of_them(
         ("a: [", "not valid YAML"),
         ("!!python/object/apply:os.system ['true']", "not valid YAML"),
         ("a: &b [1]\nc: *b", "aliases"),
-        ("num_layers: 2", "it lacks the sizes of a language model"),
+        ("num_layers: 2", "num_attention_heads is missing or not a positive integer"),
         (yaml.safe_dump({**LLAMA, "mcore_gpt": False}), "mcore_gpt is false"),
     ],
 )

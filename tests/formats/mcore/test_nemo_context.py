@@ -110,10 +110,10 @@ def test_llama_3_1_scales_its_rope(nemo: Path) -> None:
     ("text", "reason"),
     [
         ("config: [", "not valid YAML"),
-        ("model: {}", "no section config"),
+        ("model: {}", "no config section"),
         ("config: {a: !!python/object/apply:os.system [true]}", "not valid YAML"),
         ("base: {a: 1}\nconfig: {<<: {a: 1}}", "merge keys"),
-        ("config: " + "[" * 1000, "nested more than 50 deep"),
+        ("config: " + "[" * 1000, "nested more than 50 levels deep"),
     ],
     ids=["cut", "no config", "python", "merge", "deep"],
 )

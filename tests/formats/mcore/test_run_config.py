@@ -108,9 +108,9 @@ def test_a_model_with_experts_comes_back_through_any_layout(
     ("text", "reason"),
     [
         ("model: [", "not valid YAML"),
-        ("checkpoint: {}", "no section model"),
-        ("- 1", "no section model"),
-        ("model: " + "[" * 200_000, "nested more than 50 deep"),
+        ("checkpoint: {}", "no model section"),
+        ("- 1", "no model section"),
+        ("model: " + "[" * 200_000, "nested more than 50 levels deep"),
         ("model: {a: &x 1, b: *x}", "aliases and merge keys"),
         ("base: {a: 1}\nmodel: {<<: {a: 1}}", "aliases and merge keys"),
         ("model: {a: !!python/object/apply:os.system [true]}", "not valid YAML"),

@@ -129,7 +129,7 @@ def test_a_missing_rank_is_named(golden: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder / "mp_rank_01_000")
     with pytest.raises(
         MissingShardError,
-        match="TP2 PP2, which is 4 rank directories, but mp_rank_01_000 is missing",
+        match="TP2 PP2, which means 4 rank directories, but mp_rank_01_000 is missing",
     ):
         megatron.read(LocalStore(folder))
 

@@ -134,7 +134,7 @@ def test_the_tree_keeps_its_nesting(tmp_path: Path) -> None:
     numbers = {"step": 7, "lr": 0.125, "flag": True, "settings.betas.1": 0.95}
     assert {name: array_in(tmp_path / "out", name)[()] for name in numbers} == numbers
     # What Orbax has no leaf for is listed, not lost silently.
-    assert any(line.startswith("raw (Orbax trees cannot hold bytes") for line in result.dropped)
+    assert any(line.startswith("raw (Orbax trees cannot contain bytes") for line in result.dropped)
     assert any(line.startswith("args") for line in result.dropped)
 
 
@@ -224,7 +224,7 @@ def test_the_hint_on_an_element_type_names_all_tensors_of_it_and_no_other(
         spec = {"driver": "zarr3", "kvstore": store, "create": True}
         ts.open(spec, dtype=ts.dtype(own), shape=value.shape).result().write(value).result()
     job = Job(src=tmp_path / "src", dst=tmp_path / "out", to=to, fsync=False)
-    with pytest.raises(UnsupportedError, match="nor those of 3 other tensors") as raised:
+    with pytest.raises(UnsupportedError, match="or the dtypes of 3 other tensors") as raised:
         run(job)
     cast, skip = (raised.value.hint or "").split(", or skip with ")
     words = shlex.split(cast.removeprefix("cast with "))

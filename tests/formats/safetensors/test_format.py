@@ -278,11 +278,11 @@ def without(key: str) -> dict[str, str]:
 
 
 BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str | None]] = {
-    "nothing": ({"config.json": b"{}"}, MissingShardError, "has no safetensors file", None),
+    "nothing": ({"config.json": b"{}"}, MissingShardError, "has no safetensors files", None),
     "a file that is not there": (
         {INDEX: index_of(WEIGHT_MAP), "model-00001-of-00002.safetensors": A},
         MissingShardError,
-        "files listed in model.safetensors.index.json are missing",
+        "model.safetensors.index.json lists this file, but it is missing",
         "b",
     ),
     "a tensor that is not there": (
@@ -315,11 +315,11 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "not a path",
         None,
     ),
-    "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "not a JSON file", None),
+    "an index that is no JSON": ({**SHARDED, INDEX: b"{"}, CorruptError, "is not valid JSON", None),
     "an index that is a list": (
         {**SHARDED, INDEX: b"[]"},
         CorruptError,
-        "instead of an object",
+        "top level of the JSON file is not an object",
         None,
     ),
     "a file outside": (
@@ -337,13 +337,13 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
     "a shard of a series that is not there": (
         {"model-00001-of-00002.safetensors": A},
         MissingShardError,
-        "only 1 of 2 shards found",
+        "only 1 of 2 shards are present",
         None,
     ),
     "a shard of a series that begins at 0": (
         {"model-00000-of-00003.safetensors": A, "model-00002-of-00003.safetensors": B},
         MissingShardError,
-        "only 2 of 3 shards found",
+        "only 2 of 3 shards are present",
         None,
     ),
     "a tensor in two files": (
@@ -358,7 +358,7 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
             "y.safetensors.index.json": index_of({"a": "x"}),
         },
         UnsupportedError,
-        "there are 2 indexes",
+        "has 2 index files",
         None,
     ),
     "a file that is cut": (
@@ -367,7 +367,12 @@ BROKEN: dict[str, tuple[dict[str, bytes], type[CheckpointingException], str, str
         "the tensor ends at byte",
         "a",
     ),
-    "an index of no length": ({"model.safetensors": b""}, CorruptError, "too few", None),
+    "an index of no length": (
+        {"model.safetensors": b""},
+        CorruptError,
+        "header length alone",
+        None,
+    ),
 }
 
 
@@ -403,7 +408,7 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "a single file beside the index": (
         {**SHARDED, INDEX: index_of(WEIGHT_MAP), "model.safetensors": A},
         ["a", "b", "c"],
-        "transformers loads it instead of the shards: to read it, pass model.safetensors itself",
+        "instead of the shards; to read model.safetensors, pass that file itself",
     ),
     "files without an index": (dict(SHARDED), ["a", "b", "c"], "2 files without an index"),
     "a second index": (
@@ -414,25 +419,22 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
     "an adapter beside the model": (
         {"adapter_model.safetensors": A, "model.safetensors": save({"w": torch.ones(1)})},
         ["w"],
-        "not read, as loaders only read model.safetensors: adapter_model.safetensors",
+        "because loaders read only model.safetensors: adapter_model.safetensors",
     ),
     "an adapter beside the model's shards": (
         {**SHARDED, "adapter_model.safetensors": A},
         ["a", "b", "c"],
-        (
-            "not read, as loaders only read model-00001-of-00002.safetensors …: "
-            "adapter_model.safetensors"
-        ),
+        ("because loaders read only model-00001-of-00002.safetensors …: adapter_model.safetensors"),
     ),
     "all weights in one file beside the index of lost shards": (
         {INDEX: index_of(WEIGHT_MAP), "model-00001-of-00002.safetensors": A, SINGLE: A},
         ["a"],
-        f"{SINGLE} was read, as transformers does; {INDEX} is out of date",
+        f"{SINGLE} was read, as transformers does, because {INDEX} lists files that are missing",
     ),
     "the same weights under another name": (
         {"consolidated.safetensors": A, "model.safetensors": A},
         ["a"],
-        "not read, as loaders only read model.safetensors: consolidated.safetensors",
+        "because loaders read only model.safetensors: consolidated.safetensors",
     ),
     "the index of an adapter beside the model": (
         {
@@ -441,7 +443,7 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
             "adapter_model.safetensors.index.json": b"no",
         },
         ["w"],
-        "not read: adapter_model.safetensors.index.json",
+        "these files were not read: adapter_model.safetensors.index.json",
     ),
     "metadata that differ": (
         {
@@ -449,7 +451,7 @@ NOTED: dict[str, tuple[dict[str, bytes], list[str], str]] = {
             "y.safetensors": save({"b": torch.ones(1)}, {"k": "2"}),
         },
         ["a", "b"],
-        "differ in the metadata 'k'",
+        "the files have different metadata 'k'",
     ),
 }
 
@@ -631,7 +633,7 @@ def test_a_dtype_that_the_format_lacks_is_refused_by_the_tensors_name() -> None:
     store = MemoryStore({"x.safetensors": A})
     source = read(store)
     odd = Catalog("fake", None, {"z": replace(source.tensors["a"], dtype="complex128")})
-    with pytest.raises(UnsupportedError, match="no element type complex128") as caught:
+    with pytest.raises(UnsupportedError, match="does not support dtype complex128") as caught:
         lay_out(target_of(odd))
     assert caught.value.key == "z" and "--to" in str(caught.value.hint)
 

@@ -116,8 +116,8 @@ BROKEN: dict[
     "cut in an entry": ('{"w":' + W[:-1], 8, CorruptError, "not a JSON object of at most"),
     "cut behind an entry": ('{"w":' + W, 8, CorruptError, "a comma or a closing brace"),
     "a comma too many": ('{"w":' + W + ",}", 8, CorruptError, "a name and a colon"),
-    "text behind": ('{"w":' + W + "}x", 8, CorruptError, "1 bytes follow"),
-    "two objects": ('{"w":' + W + "}{}", 8, CorruptError, "2 bytes follow"),
+    "text behind": ('{"w":' + W + "}x", 8, CorruptError, "1 extra bytes follow"),
+    "two objects": ('{"w":' + W + "}{}", 8, CorruptError, "2 extra bytes follow"),
     "a name twice": (
         '{"w":' + W + ',"w":' + W + "}",
         8,
@@ -134,8 +134,8 @@ BROKEN: dict[
     "a field twice": ('{"w":' + W[:-1] + ',"dtype":"F32"}}', 8, CorruptError, "a field twice"),
     "metadata no object": ('{"__metadata__":"pt"}', 0, CorruptError, "an opening brace"),
     "metadata null": ('{"__metadata__":null}', 0, CorruptError, "an opening brace"),
-    "metadata of numbers": ('{"__metadata__":{"a":1}}', 0, CorruptError, "only contain strings"),
-    "metadata of objects": ('{"__metadata__":{"a":{}}}', 0, CorruptError, "only contain strings"),
+    "metadata of numbers": ('{"__metadata__":{"a":1}}', 0, CorruptError, "contain only strings"),
+    "metadata of objects": ('{"__metadata__":{"a":{}}}', 0, CorruptError, "contain only strings"),
     "an entry that is a number": ('{"w":1}', 0, CorruptError, "not a JSON object of at most"),
     "an entry with an object": (
         '{"w":{"dtype":{}}}',
@@ -180,9 +180,14 @@ BROKEN: dict[
         CorruptError,
         "the field 'strides' is unknown",
     ),
-    "a dtype that is unknown": ({"w": entry("Q4_K")}, 8, UnsupportedError, "'Q4_K' is unknown"),
-    "a dtype that is a number": ({"w": entry(4)}, 8, UnsupportedError, "'4' is unknown"),
-    "a dtype that is a list": ({"w": entry(["F32"])}, 8, UnsupportedError, "is unknown"),
+    "a dtype that is unknown": (
+        {"w": entry("Q4_K")},
+        8,
+        UnsupportedError,
+        "'Q4_K' is not supported",
+    ),
+    "a dtype that is a number": ({"w": entry(4)}, 8, UnsupportedError, "'4' is not supported"),
+    "a dtype that is a list": ({"w": entry(["F32"])}, 8, UnsupportedError, "is not supported"),
     "six bits": ({"w": entry("F6_E2M3", [4], [0, 3])}, 3, UnsupportedError, "F6_E2M3"),
     "six bits, too": ({"w": entry("F6_E3M2", [4], [0, 3])}, 3, UnsupportedError, "F6_E3M2"),
     "an odd last axis of half bytes": (
@@ -196,7 +201,7 @@ BROKEN: dict[
         {"w": entry("F4", [4], [0, 4])},
         4,
         CorruptError,
-        "has 2 bytes",
+        "needs 2 bytes",
     ),
     "a shape that is no list": ({"w": entry(shape=2)}, 8, CorruptError, "shape is 2, not a list"),
     "a negative extent": ({"w": entry(shape=[-2])}, 8, CorruptError, "not a list of numbers"),
@@ -219,21 +224,26 @@ BROKEN: dict[
         {"w": entry(shape=[1 << 40, 1 << 40])},
         8,
         CorruptError,
-        "has 48357",
+        "needs 48357",
     ),
     "a shape that makes another length": (
         {"w": entry(shape=[3])},
         8,
         CorruptError,
-        "has 12 bytes",
+        "needs 12 bytes",
     ),
-    "one offset": ({"w": entry(offsets=[8])}, 8, CorruptError, "are not a range of bytes"),
-    "three offsets": ({"w": entry(offsets=[0, 4, 8])}, 8, CorruptError, "are not a range of bytes"),
+    "one offset": ({"w": entry(offsets=[8])}, 8, CorruptError, "are not a valid byte range"),
+    "three offsets": (
+        {"w": entry(offsets=[0, 4, 8])},
+        8,
+        CorruptError,
+        "are not a valid byte range",
+    ),
     "offsets backwards": (
         {"w": entry(offsets=[8, 0])},
         8,
         CorruptError,
-        "are not a range of bytes",
+        "are not a valid byte range",
     ),
     "negative offsets": ({"w": entry(offsets=[-8, 0])}, 8, CorruptError, "not a list of numbers"),
     "a hole before the first": ({"w": entry(offsets=[4, 12])}, 12, CorruptError, "follows a gap"),
@@ -272,7 +282,7 @@ def test_an_error_about_a_tensor_names_it(case: str) -> None:
 
 @pytest.mark.parametrize("n_bytes", [0, 1, 7])
 def test_a_file_without_a_length_is_truncated(n_bytes: int) -> None:
-    with pytest.raises(TruncatedError, match="too few for the length"):
+    with pytest.raises(TruncatedError, match="but its header length alone"):
         read_header(MemoryStore({"f": bytes(n_bytes)}), "f")
 
 

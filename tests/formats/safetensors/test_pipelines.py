@@ -151,7 +151,7 @@ def test_single_file_copies_of_the_pipeline_beside_it_are_not_read(copy: Path) -
 
 def test_a_part_of_a_pipeline_is_refused(pipelines: Path, tmp_path: Path) -> None:
     job = Job(src=pipelines / "pipeline", dst=tmp_path / "o", to="safetensors", include=("unet.*",))
-    with pytest.raises(UnsupportedError, match="would lack the weights of text_encoder"):
+    with pytest.raises(UnsupportedError, match="would have no weights for text_encoder"):
         run(job)
 
 

@@ -92,7 +92,9 @@ def test_torch_loads_the_named_states_from_dcp(runs: Path, tmp_path: Path) -> No
 
 def test_a_change_of_shapes_or_layout_is_refused_by_name(runs: Path, tmp_path: Path) -> None:
     job = Job(src=runs / "fsdp2", dst=tmp_path / "out", to="dcp", stack_layers=True)
-    with pytest.raises(UnsupportedError, match="is Adam-mini, whose second moments are means"):
+    with pytest.raises(
+        UnsupportedError, match="with Adam-mini, because its second moments are averages"
+    ):
         run(job)
     job = Job(
         src=runs / "fsdp2",

@@ -96,6 +96,9 @@ def test_an_adapter_comes_back_with_its_configuration(
             fsync=False,
         )
     )
+    # The configuration is in the arguments. Bridge's code would call the missing adapters.
+    assert report.dropped == ()
+    assert "because there are no adapters for k_proj and gate_proj; " in report.notes[-1]
     # Megatron's script loads no adapter without its model.
     assert "--load" not in report.next
     run(Job(src=tmp_path / "megatron", dst=tmp_path / "back", to="hf", fsync=False))

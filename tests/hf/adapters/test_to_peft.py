@@ -56,7 +56,7 @@ def test_torch_dist_of_canonical_gates_keeps_its_tensor_parallel_size(
         topology=TopologyChange(tp=1, pp=1),
         fsync=False,
     )
-    with pytest.raises(UnsupportedError, match="only at the size of the arguments, 2, not 1"):
+    with pytest.raises(UnsupportedError, match="only with the arguments' size, 2, not 1"):
         run(job)
     assert not (tmp_path / "out").exists()
 

@@ -123,7 +123,10 @@ def test_shards_with_scales_of_their_own_are_joined(golden: Path, tmp_path: Path
 
     values = quantize(golden, tmp_path / "a")
     result = convert(tmp_path / "a", tmp_path / "b", dequantize="fp32", to="safetensors")
-    assert any("Transformer Engine float8 tensors become float32" in note for note in result.notes)
+    assert any(
+        "Transformer Engine float8 tensors are dequantized to float32" in note
+        for note in result.notes
+    )
     (path,) = (tmp_path / "b").rglob("*.safetensors")
     name = "decoder.layers.0.self_attention.linear_proj.weight"
     shards = [values[folder][name] for folder in sorted(values)]

@@ -50,7 +50,7 @@ def with_first(**changes: object) -> list[object]:
         (fields(PUBLISHED, num_layers=3), "has 2 layers, but num_layers is 3"),
         (fields({}), "no list named block_configs"),
         (fields(PUBLISHED) | {TEXT: "{"}, "JSON"),
-        (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a text"),
+        (fields(PUBLISHED) | {TEXT: 7}, "is 7, not a string"),
         (fields([PUBLISHED[0], 3]), "layer 1 in argument .* has no attention or no ffn"),
         (
             fields(with_first(attention={"n_heads_in_group": 5})),

@@ -55,7 +55,10 @@ def test_more_tensor_ranks_than_groups_cut_the_fused_rows_plainly() -> None:
     assert again.tensors == source.tensors
     check(model, model.catalog(Topology(tp=16))[0], again, Topology(tp=8))
     assert len(ranks_of(target)) == 16
-    note = "TP 16 is above the 4 query groups: only megatron-core 0.16 and later can load the files"
+    note = (
+        "TP 16 exceeds the number of query groups (4), so only megatron-core 0.16 and later can "
+        "load the files"
+    )
     assert note in target.notes
     assert not any(
         "query groups" in text for text in shard(source, Topology(tp=4), rules=RULES).notes

@@ -188,7 +188,7 @@ def test_muon_precedes_adam_and_its_experts_have_an_optimizer_with_expert_parall
 def test_rank_files_of_a_muon_distributed_by_layers_are_refused() -> None:
     args = {**MOE.args(Topology()), "optimizer": "dist_muon"}
     muon = Optimizer("float16", (ParamGroup({**WD, **MUON}, ("a",)),))
-    with pytest.raises(UnsupportedError, match=r"layer_wise_optimizer_N.pt.* cannot be written"):
+    with pytest.raises(UnsupportedError, match=r"cannot write .*layer_wise_optimizer_N.pt"):
         NumberedFiles(target_of(muon, args, topology=Topology()))
 
 
@@ -319,5 +319,5 @@ def test_groups_without_names_go_by_the_arguments_or_are_refused() -> None:
     groups = target_groups(target_of(by_decay, args, topology=Topology()), params)
     assert [groups.settings[groups.group_of[name]]["wd_mult"] for name in params] == [1.0, 0.0]
     unknown = Optimizer("float16", (ParamGroup(WD), ParamGroup({**WD, "lr_mult": 2.0})))
-    with pytest.raises(UnsupportedError, match="do not follow from the groups.? settings"):
+    with pytest.raises(UnsupportedError, match="cannot derive this from the groups.? settings"):
         target_groups(target_of(unknown, args, topology=Topology()), params)

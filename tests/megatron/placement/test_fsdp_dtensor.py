@@ -160,7 +160,7 @@ def test_a_missing_half_is_named(megatron_fsdp: Path, tmp_path: Path) -> None:
     src = with_other_names(
         megatron_fsdp / "dense_dp2", tmp_path / "src", half, half.replace(b"_v", b"_x")
     )
-    with pytest.raises(MissingShardError, match="other is present") as caught:
+    with pytest.raises(MissingShardError, match="other half is present") as caught:
         convert(Job(src=src, dst=tmp_path / "out", to="torch_dist"))
     assert str(caught.value.key).endswith("layers.1.mlp.linear_fc1.weight_v")
 

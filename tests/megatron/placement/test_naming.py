@@ -120,7 +120,7 @@ def test_dense_shards_that_older_megatron_left_out_are_named(
         shutil.rmtree(tmp_path / "a/iter_0000010" / name)
     assert reshard(tmp_path / "a", tmp_path / "b", "--tp-new", 1) == 3
     err = " ".join(capsys.readouterr().err.split())
-    assert "TP ranks 2, 3 are in no file" in err and "newer Megatron-LM" in err
+    assert "no file contains the shards of TP ranks 2, 3" in err and "newer Megatron-LM" in err
 
 
 def test_ranks_that_would_share_a_file_are_refused(
@@ -175,7 +175,7 @@ def test_a_tracker_without_its_iteration_is_named_and_others_are_offered(
     err = " ".join(capsys.readouterr().err.split())
     assert (
         "the tracker names iter_0000020, which is missing" in err
-        and f"pass one of the iterations: {root}/iter_0000010" in err
+        and f"pass one of the iteration directories: {root}/iter_0000010" in err
     )
     assert reshard(root, tmp_path / "b", "--tp-new", 2, "--iteration", 10) == 0
     (root / "latest_checkpointed_iteration.txt").unlink()
@@ -241,4 +241,4 @@ def test_source_and_existing_destinations_stay_as_they_are(
         assert reshard(root, dst, "--tp-new", 1, *options) == 2, (dst, options)
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     assert (other / "notes.txt").read_text() == "mine"
-    assert "only a checkpoint can be replaced" in capsys.readouterr().err
+    assert "ckpt replaces only checkpoints" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_rows_of_an_old_version_are_put_in_order(
     rewrite(source / b, tmp_path / "b", GELU["old"])
     notes = reshard(tmp_path / "a", tmp_path / "out", b)
     assert_same_nested(tmp_path / "out", tmp_path / "b")
-    assert any("now in the order of checkpoint_version 3.0" in note for note in notes)
+    assert any("reordered query, key and value rows" in note for note in notes)
     for path in rank_dirs(tmp_path / "out").values():
         assert load_rank_file(path / MODEL_FILE)["checkpoint_version"] == 3.0
 
@@ -237,13 +237,13 @@ def test_versions_and_heads_that_make_no_sense_are_refused(golden: Path, tmp_pat
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "c", GELU["new"], version=0)
     catalog = megatron.read(LocalStore(tmp_path / "c" / "iter_0000010"))
     wrong = replace(catalog, args=replaced(catalog.args, {"kv_channels": 4}))
-    with pytest.raises(CorruptError, match="16 columns .attention_inner., but there are 32"):
+    with pytest.raises(CorruptError, match="16 columns .attention_inner., but it has 32"):
         unshard(wrong, rules=RULES)
 
 
 def test_no_other_form_has_these_names(golden: Path, tmp_path: Path) -> None:
     rewrite(golden / "mcore_legacy/dense_gelu/tp2_pp1", tmp_path / "a", GELU["new"])
-    with pytest.raises(UnsupportedError, match=r"megatron\.legacy exist only as rank files"):
+    with pytest.raises(UnsupportedError, match=r"megatron\.legacy models exist only as rank files"):
         reshard(tmp_path / "a", tmp_path / "out", "tp1_pp1", "torch_dist")
     with pytest.raises(UnsupportedError, match=r"megatron\.legacy names"):
         run(Job(src=tmp_path / "a", dst=tmp_path / "hf", to="hf", fsync=False))

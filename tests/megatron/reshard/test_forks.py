@@ -249,7 +249,7 @@ def test_glm_s_heads_that_share_no_keys_have_megatron_s_order(tmp_path: Path) ->
 def test_copies_of_glm_s_keys_on_several_ranks_are_refused(tmp_path: Path) -> None:
     arguments = {"multi_query_attention": True, "multi_query_group_num": 1}
     source = save(tmp_path / "a", complete(groups=1), 2, **arguments)
-    with pytest.raises(UnsupportedError, match="ranks hold copies of keys"):
+    with pytest.raises(UnsupportedError, match="ranks then have copies of the same keys"):
         reshard(source, tmp_path / "b", 1)
 
 
@@ -284,7 +284,7 @@ def test_tensors_that_every_rank_holds_complete_need_a_rule(tmp_path: Path, matr
     tensors = complete()
     cut = {end: axis for end, axis in AXES.items() if not end.startswith(matrix)}
     source = save(tmp_path / "a", tensors, cut=cut)
-    with pytest.raises(UnsupportedError, match="all 2 TP ranks hold the same values") as caught:
+    with pytest.raises(UnsupportedError, match="all 2 TP ranks have identical shards") as caught:
         reshard(source, tmp_path / "b", 1)
     # The shapes follow from that, and are no findings of their own.
     assert codes(source) == codes(source, Level.METADATA) == {"CK317"}
@@ -323,7 +323,7 @@ def test_keys_that_some_ranks_share_are_not_joined(tmp_path: Path, is_zip: bool)
             if "key_value" in name:
                 encoder[name] = tensors["encoder." + name].chunk(2)[rank // 2].clone()
         torch.save(content, path, _use_new_zipfile_serialization=is_zip)
-    with pytest.raises(UnsupportedError, match="TP ranks 0, 1 of 4 hold the same values"):
+    with pytest.raises(UnsupportedError, match="TP ranks 0, 1 of 4 have identical shards"):
         reshard(source, tmp_path / "b", 1)
     assert "CK317" in codes(source)
     # Older files store tensors in the order of their addresses, so no file stands for another.

@@ -324,8 +324,8 @@ def test_arguments_that_contradict_the_shapes_are_corrupt(golden: Path) -> None:
     _, catalog = rank_files(golden, "dense_gqa", "tp2_pp1")
     for changes, message in (
         ({"num_query_groups": 2}, "need 96 rows, but the tensor has 128"),
-        ({"num_layers": 5}, "layers 4 of this stage's 5 are missing"),
-        ({"num_layers": 3}, "layers 3 are beyond the 3"),
+        ({"num_layers": 5}, "should have 5 layers, but layer 4 is missing"),
+        ({"num_layers": 3}, "should have 3 layers, but also has layer 3"),
         ({"vocab_size": 5000}, "does not fit"),
     ):
         wrong = replace(catalog, args=replaced(catalog.args, changes))

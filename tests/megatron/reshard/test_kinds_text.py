@@ -180,7 +180,7 @@ def test_the_decoders_count_may_be_that_of_either_argument(saved: Path) -> None:
         unsharded = unshard(replace(catalog, args=args), rules=RULES)
         assert "decoder.layers.3.cross_attention.linear_kv.weight" in unsharded.tensors
     args = replaced(catalog.args, {"num_layers": 7, "decoder_num_layers": 5})
-    with pytest.raises(CorruptError, match="layers 4 of this stage's 5 are missing"):
+    with pytest.raises(CorruptError, match="should have 5 layers, but layer 4 is missing"):
         unshard(replace(catalog, args=args), rules=RULES)
 
 
@@ -204,5 +204,5 @@ def test_what_is_absent_is_named(saved: Path) -> None:
     assert fields["num_layers"] == 4
     unsharded = unshard(catalog, rules=RULES)
     assert unsharded.tensors["output_layer.bias"].shape == (60,)
-    with pytest.raises(MissingShardError, match=r"layers 2 of this stage's 3"):
+    with pytest.raises(MissingShardError, match=r"should have 3 layers, but layer 2 is"):
         unshard(replace(catalog, args=replaced(catalog.args, {"num_layers": 6})), rules=RULES)

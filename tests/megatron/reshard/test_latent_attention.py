@@ -107,9 +107,9 @@ def test_query_groups_mean_nothing_here() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but there are 12"),
-        ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but there are 12"),
-        ({"v_head_dim": 6}, r"72 columns \(attention_inner\), but there are 60"),
+        ({"kv_lora_rank": 9}, r"13 rows \(kv_lora_rank \+ qk_pos_emb_head_dim\), but it has 12"),
+        ({"q_lora_rank": 16}, r"16 rows \(q_lora_rank\), but it has 12"),
+        ({"v_head_dim": 6}, r"72 columns \(attention_inner\), but it has 60"),
         ({"qk_head_dim": "3"}, "qk_head_dim is '3', not a positive integer"),
     ],
 )

@@ -175,7 +175,9 @@ def test_names_that_are_not_megatrons_are_refused() -> None:
         without_facts(catalog),
         tensors={"model.layers.0.mlp.up_proj.weight": next(iter(catalog.tensors.values()))},
     )
-    with pytest.raises(UnsupportedError, match=r"do not have Megatron's names \('model.layers.0"):
+    with pytest.raises(
+        UnsupportedError, match=r"are not Megatron's \(for example, 'model.layers.0"
+    ):
         unshard(other, rules=RULES)
 
 

@@ -260,7 +260,7 @@ def test_names_below_another_module_are_those_of_the_model(models: Path) -> None
     result = run(
         Job(src=models / "llava", dst=models / "one.safetensors", to="safetensors", fsync=False)
     )
-    assert "the names begin with 'module.', which is left out" in result.notes
+    assert "ckpt removes the prefix 'module.' from the tensor names" in result.notes
     original = unpacked("megatron_frameworks", models / "original") / "llava"
     core.convert(original, models / "two.safetensors")
     ours, theirs = (load_file(models / f"{name}.safetensors") for name in ("one", "two"))

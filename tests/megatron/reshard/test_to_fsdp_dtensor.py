@@ -167,7 +167,7 @@ def test_what_megatron_fsdp_does_not_have_is_refused(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("mcore_legacy/dense_gqa/tp1_pp1_optim", "number of steps"),
+        ("mcore_legacy/dense_gqa/tp1_pp1_optim", "step count"),
     ],
 )
 def test_optimizers_that_it_would_not_load_are_refused(

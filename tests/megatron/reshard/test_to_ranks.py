@@ -190,7 +190,7 @@ def test_grouped_experts_become_the_single_ones_that_megatron_saved(
         )
         assert list(as_mapping(a_model) or {}) == list(as_mapping(b_model) or {})
     assert fields_of(target.args)["moe_grouped_gemm"] is False
-    assert any("the experts become sequential" in note for note in target.notes)
+    assert any("the experts are converted to sequential" in note for note in target.notes)
 
 
 @pytest.mark.parametrize(

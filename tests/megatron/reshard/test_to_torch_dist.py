@@ -187,7 +187,7 @@ def test_layers_get_keys_of_their_own_and_one_again(golden: Path, tmp_path: Path
 
 
 def test_layers_that_differ_are_not_stacked(golden: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="either one key for all layers or one per layer"):
+    with pytest.raises(UsageError, match="stacks either all layers or none"):
         run(
             Job(
                 src=golden / "mcore_legacy/moe_seq/tp1_pp1",

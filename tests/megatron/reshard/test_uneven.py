@@ -333,7 +333,7 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
         (["--pp-new", 3], "--pipeline-model-parallel-layout"),
         (
             ["--decoder-first-pipeline-num-layers", 2],
-            "need more than one pipeline stage hint: use --pp-new",
+            "requires more than one pipeline stage hint: use --pp-new",
         ),
         (
             ["--pp-new", 2, "--decoder-first-pipeline-num-layers", 4],
@@ -355,7 +355,10 @@ def test_optimizers_take_any_way_to_an_uneven_layout(
             ["--pp-new", 2, "--vpp-new", 2, "--pipeline-model-parallel-layout", "Ett|ttL"],
             "does not match PP 2 and VPP 2",
         ),
-        (["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"], "contains '?'"),
+        (
+            ["--pp-new", 2, "--pipeline-model-parallel-layout", "Ett|t?L"],
+            "contains unknown letters: '?'",
+        ),
         (
             [
                 "--pp-new",

@@ -112,7 +112,7 @@ def test_grouped_parameters_and_other_modules_are_told_from_experts() -> None:
     )
     bias = RULES.expert_of("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.bias")
     assert bias is not None
-    with pytest.raises(UnsupportedError, match="no such parameter"):
+    with pytest.raises(UnsupportedError, match="do not have this parameter"):
         RULES.expert_name(bias, names="grouped", number=0)
 
 
@@ -261,24 +261,24 @@ def test_a_users_rows_come_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[[rule]\n", "not TOML"),
+        ("[[rule]\n", "not valid TOML"),
         ("[[rule]]\nrule = 'split'\naxis = 0\n", "has no pattern"),
         ("[[rule]]\npattern = '('\nrule = 'replicate'\n", "not a valid regular expression"),
-        ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule 'mirror'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'mirror'\n", "rule = 'mirror'"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\n", "needs an axis"),
         ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = -1\n", "needs an axis"),
-        ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts 'three'"),
-        ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule 'expert'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'split'\naxis = 0\nparts = 'three'\n", "parts = 'three'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'expert'\n", "rule = 'expert'"),
         (
             "[[rule]]\npattern = 'a'\nrule = 'replicate'\ngroup = 'ep'\n",
-            "group 'ep'; it must be one of tp, etp",
+            "group = 'ep', but group must be tp or etp",
         ),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nshape = 'rows'\n", "has shape 'rows'"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nshape = 'rows'\n", "has shape = 'rows'"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nshape = ['a b']\n", "has shape"),
-        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nnames = 'x'\n", "not a list of names"),
+        ("[[rule]]\npattern = 'a'\nrule = 'replicate'\nnames = 'x'\n", "not a list of strings"),
         ("[[rule]]\npattern = 'a'\nrule = 'replicate'\ncolour = 1\n", "unknown fields: colour"),
-        ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "needs a pattern and a stage"),
-        ("[rule]\npattern = 'a'\n", "not a list of tables"),
+        ("[[stage]]\npattern = 'a'\nstage = 'middle'\n", "must have only a pattern and a stage"),
+        ("[rule]\npattern = 'a'\n", "must be a list of tables"),
         ("[[rules]]\npattern = 'a'\n", "unknown tables: rules"),
     ],
 )

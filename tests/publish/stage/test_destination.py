@@ -15,10 +15,10 @@ from core.publish.stage.protocol import StageRequest
 @pytest.mark.parametrize(
     ("location", "needs_links", "message"),
     [
-        ("hdfs://host/out", False, "is a URL that cannot be read"),
+        ("hdfs://host/out", False, "is a URL that ckpt cannot read"),
         ("user@host:/run/out", False, "a path on another host"),
         ("https://host/out", False, "ckpt cannot write to a web server"),
-        ("s3://bucket", False, "the destination is a whole bucket"),
+        ("s3://bucket", False, "the destination is an entire bucket"),
         ("s3://bucket/out", True, "makes hard links, which object stores do not support"),
     ],
 )

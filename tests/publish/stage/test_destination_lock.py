@@ -88,7 +88,7 @@ def test_the_lock_of_another_host_is_respected_until_it_is_silent(
     assert run(*WORDS) == 6
     err = capsys.readouterr().err
     assert "process 7 on elsewhere, since 2026-01-01" in err
-    assert f"run again in 3 minutes, or delete s3://runs/{LOCK}" in err
+    assert f"try again in 3 minutes, or delete s3://runs/{LOCK}" in err
     assert (notes(store), store.objects("runs", "out/")) == (["lock"], {})
 
     monkeypatch.setattr(destination_lock, "_SILENT_S", -1.0)

@@ -187,7 +187,7 @@ def test_what_was_set_aside_survives_a_directory_that_a_script_makes_anew(tmp_pa
     stage_dir = stage_of(dst, "old/other/w", "data/w")
     dst.mkdir()
     (dst / "results.json").touch()
-    with pytest.raises(UsageError, match="set aside"), Stage(dst, StageRequest(force=True)):
+    with pytest.raises(UsageError, match="was created again"), Stage(dst, StageRequest(force=True)):
         pass
     assert (stage_dir / "old/other/w").exists() and (dst / "results.json").exists()
 

@@ -355,7 +355,7 @@ def test_a_destination_that_appears_meanwhile_is_not_overwritten(tmp_path: Path)
 def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
     with (
         pytest.raises(
-            CapacityError, match=f"needs {1 << 40:,}.0 MiB, but only [0-9.,]+ MiB are free"
+            CapacityError, match=f"needs {1 << 40:,}.0 MiB, but only [0-9.,]+ MiB is free"
         ),
         Stage(tmp_path / "out", StageRequest(n_bytes=1 << 60)),
     ):

@@ -70,7 +70,10 @@ def test_a_copied_tensor_parallel_rank_is_an_error(golden: Path, tmp_path: Path)
         tp=2,
     )
     (finding,) = found_in(folder)
-    assert finding.severity == Severity.ERROR and "different parts of" in finding.message
+    assert (
+        finding.severity == Severity.ERROR
+        and "should contain a different part of" in finding.message
+    )
     for name in ("torch_dist", "megatron", "torch"):
         with pytest.raises(CorruptError, match=f"identical to mp_rank_00/{MODEL}"):
             run(Job(src=folder, dst=tmp_path / "out", to=name, fsync=False))

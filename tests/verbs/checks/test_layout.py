@@ -317,7 +317,7 @@ def test_a_rank_file_under_another_name_is_no_damaged_model(
         shutil.copy(file, path)
         for level in Level:
             assert validate(path, level=level).findings == ()
-        with pytest.raises(UnsupportedError, match="file of one rank") as caught:
+        with pytest.raises(UnsupportedError, match="file is from one rank") as caught:
             run(Job(src=path, dst=tmp_path / "out", to="megatron", fsync=False))
         assert "mp_rank_00/model_optim_rng.pt" in str(caught.value.hint)
 

@@ -151,7 +151,7 @@ def test_layers_are_taken_apart_by_the_usual_names_or_by_globs() -> None:
     ]
     changed = apply_changes(catalog, job(unstack_layers=("v.*",))).catalog
     assert list(changed.tensors) == ["d.layers.a", "v.h.0.b", "v.h.1.b", "v.h.2.b"]
-    with pytest.raises(UsageError, match="contradict"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         apply_changes(catalog, job(unstack_layers=(), stack_layers=True))
 
 
@@ -257,7 +257,7 @@ def test_two_kinds_of_scales_are_told_of() -> None:
     result = apply_changes(
         catalog, job(quantize=(("a.*", "block"), ("b.*", "tensor"))), config=config
     )
-    assert any("vLLM and SGLang expect a single kind" in note for note in result.notes)
+    assert any("vLLM and SGLang expect only one kind" in note for note in result.notes)
     assert {key for key in result.catalog.tensors if "scale" in key} == {
         "a.weight_scale_inv",
         "b.weight_scale_inv",
@@ -289,7 +289,7 @@ def test_float8_without_scales_stays_and_is_told_of() -> None:
         "a": "float8_e4m3fn",
         "b": "bfloat16",
     }
-    assert result.notes == ("1 float8 tensor not cast (to cast: --dtype GLOB=DTYPE)",)
+    assert result.notes == ("1 float8 tensor not cast (to cast them: --dtype GLOB=DTYPE)",)
     assert apply_changes(catalog, job(dtype=(("*", "bf16"),))).notes == ()
 
 

@@ -242,7 +242,9 @@ def test_a_rank_is_a_directory_however_many_files_it_has(golden: Path) -> None:
     source = golden / "mcore_legacy/dense_gqa/tp2_pp1_dp2_distopt"
     with prepare(Job(src=source, topology=TopologyChange(tp=4), is_reshard=True)) as prepared:
         needed = [prepared.files_for_rank(rank) for rank in range(4)]
-        with pytest.raises(UsageError, match="no rank 4: the destination has 4 rank directories"):
+        with pytest.raises(
+            UsageError, match="no rank 4, because the destination has 4 rank directories"
+        ):
             prepared.files_for_rank(4)
     assert {len(files) for files in needed} <= {
         2,
@@ -296,7 +298,7 @@ def test_an_optimizer_is_refused_or_left_out_by_request(
     with pytest.raises(UnsupportedError, match="--no-optim"):
         run(Job(src=golden / source, dst=tmp_path / "out", to="hf", optim="carry", fsync=False))
     report = run(Job(src=golden / source, dst=tmp_path / "hf", to="hf", fsync=False))
-    assert report.dropped[0] == "optimizer (Hugging Face checkpoints have none)"
+    assert report.dropped[0] == "optimizer (Hugging Face checkpoints do not include it)"
     report = run(
         Job(src=golden / source, dst=tmp_path / "out", to="megatron", optim="drop", fsync=False)
     )

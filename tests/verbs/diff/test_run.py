@@ -462,7 +462,7 @@ def test_rank_files_that_are_not_understood_are_compared_rank_by_rank(
     assert result.same
     assert any(tensor.key.startswith("mp_rank_01:") for tensor in result.tensors)
     assert any("rank by rank" in note for note in result.notes)
-    with pytest.raises(UnsupportedError, match="the layout of only one of the checkpoints"):
+    with pytest.raises(UnsupportedError, match="only one of the two checkpoints' layouts"):
         compare(copies[0], golden / "mcore_torch_dist/dense_gqa/tp2_pp2")
 
 
@@ -533,7 +533,7 @@ def test_a_manifest_of_before_a_change_is_not_believed(golden: Path, tmp_path: P
     assert only(result).kind == "values"
     assert any("newer than the manifest" in note for note in result.notes)
     (b / "ckpt-manifest.json").write_text("{}")
-    assert any("its manifest is not used" in note for note in compare(b, b).notes)
+    assert any("is not used: " in note for note in compare(b, b).notes)
 
 
 def test_a_tensor_whose_fingerprints_differ_is_read(golden: Path, tmp_path: Path) -> None:

@@ -49,6 +49,13 @@ def test_a_question_with_other_words_matches_nothing() -> None:
 def test_words_are_compared_by_their_stems() -> None:
     assert list_words("resuming resumes resumed") == ["resum"] * 3
     assert set(list_words("torch_dist")) == {"torch_dist", "torch", "dist"}
+    assert "max_shard_siz" in list_words("--max-shard-size")
+
+
+def test_the_parts_of_a_compound_word_weigh_less_than_the_word_itself() -> None:
+    text = "# A\n\n## One\n\n`--max-shard-size`\n\n## Two\n\nmax of a shard, its size\n"
+    matches = rank_sections(split_sections("a", text), "max_shard_size")
+    assert [match.section.heading for match in matches] == ["One"]
 
 
 def test_synonyms_are_found_and_count_less_than_the_word() -> None:
@@ -60,3 +67,12 @@ def test_synonyms_are_found_and_count_less_than_the_word() -> None:
 def test_marks_of_markdown_are_removed_from_passages() -> None:
     assert plain_text("- `--to` [hf](x.md#y), **now**") == "--to hf, now"
     assert plain_text("| `a` | b &#124; c |") == "a · b | c"
+
+
+def test_code_in_passages_keeps_its_characters() -> None:
+    assert plain_text("`--dtype '*.exp_avg*=bf16'` and **all `*.bin` files**") == (
+        "--dtype '*.exp_avg*=bf16' and all *.bin files"
+    )
+    assert plain_text("equal if `|A-B| ≤ ATOL`") == "equal if |A-B| ≤ ATOL"
+    assert plain_text(r"| `a\|b` | *c* |") == "a|b · c"
+    assert plain_text("`<RANK>` of 2 * 3 and a*b") == "<RANK> of 2 * 3 and a*b"

@@ -473,7 +473,7 @@ def test_what_is_not_tried_on_a_huge_checkpoint_is_said(
     summary = summarize(opened)
     opened.store.close()
     assert summary.capabilities == ()
-    assert any("too large to try" in note and "--dry-run" in note for note in summary.notes)
+    assert any("too large to check" in note and "--dry-run" in note for note in summary.notes)
 
 
 def test_many_names_without_numbers_are_not_tried_and_this_is_said(
@@ -488,7 +488,7 @@ def test_many_names_without_numbers_are_not_tried_and_this_is_said(
         opened = open_checkpoint(tmp_path / name)
         summary = summarize(opened)
         opened.store.close()
-        is_noted = any("too large to try" in note for note in summary.notes)
+        is_noted = any("too large to check" in note for note in summary.notes)
         assert is_noted == (not summary.capabilities)
         return bool(summary.capabilities)
 

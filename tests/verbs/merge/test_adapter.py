@@ -145,12 +145,12 @@ Q_PROJ = "base_model.model.model.layers.1.self_attn.q_proj.lora_"
         (
             _rewritten(lambda t: t.update({"base_model.model.lm_head.weight": torch.ones(25, 16)})),
             UnsupportedError,
-            "vocabulary has 25 rows, the base's 24, and the adapter lacks model.embed_tokens",
+            "has 25 rows, but the base's has 24, and the adapter lacks model.embed_tokens",
         ),
         (
             _rewritten(lambda t: t.update({"base_model.model.x.weight": torch.ones(2)})),
             UnsupportedError,
-            r"1 tensor that the base does not have, and \d+ that it has: x.weight",
+            r"1 tensor that the base does not have \(and \d+ that it does have\): x.weight",
         ),
         (
             _rewritten(lambda t: t.update({f"{Q_PROJ}magnitude_vector": torch.ones(2)})),

@@ -202,7 +202,7 @@ def test_the_optimizer_is_dropped_and_the_notes_say_what_comes_from_the_first(
     assert_average_of_run(report_dir := Path(report.dst), golden)
     assert report_dir.is_dir()
     assert any(line.startswith("optimizer") for line in report.dropped)
-    assert any("are those of" in note and str(first) in note for note in report.notes)
+    assert any("come from" in note and str(first) in note for note in report.notes)
 
 
 def tiny_llama(path: Path, seed: int, **config: Any) -> Path:
@@ -377,11 +377,11 @@ def test_objects_that_differ_are_refused_or_taken_from_the_first(tmp_path: Path)
         ),
         (
             lambda tensors: tensors.update(half=torch.ones(2).half()),
-            r"shapes differ in .*half is \(33, 65\) and \(2,\)",
+            r"shapes differ between .*half is \(33, 65\) and \(2,\)",
         ),
         (
             lambda tensors: tensors.update(wide=torch.ones(70, 301, dtype=torch.complex64)),
-            "tensors of complex64 cannot be merged",
+            "complex64 tensors cannot be merged",
         ),
     ],
     ids=["missing", "additional", "shape", "complex"],
@@ -420,7 +420,7 @@ def test_a_source_is_not_replaced_by_the_result(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optim": "carry"}, "optimizer states are not merged"),
+        ({"optim": "carry"}, "optimizer states cannot be merged"),
         ({"dequantize": "bfloat16"}, "--dequantize has no effect"),
         ({"metadata_only": True}, "--metadata-only has no effect"),
     ],
@@ -445,9 +445,9 @@ def test_quantized_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("request_of", "message"),
     [
-        ({"method": "weights", "others": 1, "weights": (1.0, 1.0)}, "sum to 2.*not to 1"),
+        ({"method": "weights", "others": 1, "weights": (1.0, 1.0)}, "sum to 2 instead of 1"),
         ({"method": "weights", "others": 2, "weights": (0.5, 0.5)}, "2 numbers for 3"),
-        ({"method": "ema", "others": 1, "amount": 1.5}, "from 0 to 1"),
+        ({"method": "ema", "others": 1, "amount": 1.5}, "between 0 and 1"),
         ({"method": "slerp", "others": 2, "amount": 0.5}, "two checkpoints, but 3"),
         ({"method": "average", "others": 0}, "at least two"),
         ({"method": "add-delta", "others": 1, "amount": float("nan")}, "finite"),

@@ -38,15 +38,15 @@ def test_the_second_has_its_tensors_in_the_result_and_the_first_all_others(
         assert result[key].dtype == value.dtype
         assert torch.equal(result[key], value)
     shown = capsys.readouterr().out
-    assert f"2 of 3 tensors are those of {other}" in shown
-    assert f"b: the result has the dtypes of {other}" in shown
+    assert f"2 of 3 tensors come from {other}" in shown
+    assert f"b: the dtypes differ; the result uses those of {other}" in shown
 
 
 @pytest.mark.parametrize(
     ("new", "message"),
     [
         ({"c": torch.zeros(2)}, "1 of 1 tensors are not in .*: c"),
-        ({"b": torch.zeros(5)}, r"shapes differ in .*: b is \(4,\) and \(5,\)"),
+        ({"b": torch.zeros(5)}, r"shapes differ between .*: b is \(4,\) and \(5,\)"),
         ({"b": torch.zeros(4), "c": torch.zeros(2)}, "1 of 2 tensors are not in"),
     ],
 )
@@ -61,5 +61,7 @@ def test_a_tensor_without_a_place_in_the_first_is_refused_before_anything_is_wri
 
 
 def test_replace_takes_two_checkpoints(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--replace takes two checkpoints, but 3 are given"):
+    with pytest.raises(
+        UsageError, match="--replace requires two checkpoints, but 3 were specified"
+    ):
         Merge(method="replace", others=(tmp_path, tmp_path))

@@ -173,7 +173,7 @@ def test_a_resized_embedding_without_its_output_layer_is_refused(tmp_path: Path)
     base = _save_model(tmp_path / "base", is_tied=False, stores_head=True)
     changes = {EMBEDDING: _random(ROWS + 6, WIDTH, seed=7)}
     adapter = _save_adapter(tmp_path / "adapter", changes)
-    with pytest.raises(UnsupportedError, match="136 rows, the base's 130.*lacks lm_head"):
+    with pytest.raises(UnsupportedError, match="136 rows, but the base's has 130.*lacks lm_head"):
         fold(base, adapter, tmp_path / "out")
 
 

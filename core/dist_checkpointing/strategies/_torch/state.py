@@ -78,7 +78,7 @@ def flatten_state_dict(state_dict: ShardedStateDict) -> tuple[ShardedStateDict, 
     for path, leaf in _leaves(state_dict, ()):
         name = ".".join(map(str, path))
         if name in flattened:
-            raise ValueError(f"two leaves have the same name in the flat state dict: {name!r}")
+            raise ValueError(f"two leaves of the state dict have the same flattened name: {name!r}")
         flattened[name] = leaf
         mappings[name] = path
     return flattened, mappings
@@ -273,7 +273,7 @@ def _replace_sharded_keys_with_state_dict_keys(
         names = rename_mapping.get(key, [])
         if len(values) != len(names):
             raise UsageError(
-                f"loaded {len(values)} values for {len(names)} leaves of the state dict",
+                f"{len(values)} values were loaded for {len(names)} leaves of the state dict",
                 key=key,
             )
         for name, value in zip(names, values, strict=True):
@@ -303,6 +303,6 @@ def _restore_dict_types(x: Any, keys_template: Any) -> None:
     for key, template in keys_template.items():
         if not isinstance(key, str):
             if str(key) not in x:
-                raise UsageError(f"the key {key!r} is missing in the loaded state dict")
+                raise UsageError(f"the key {key!r} is missing from the loaded state dict")
             x[key] = x.pop(str(key))
         _restore_dict_types(x[key], template)

@@ -71,7 +71,9 @@ def clip_region(
     """
     if len(region) != len(shape):
         raise CheckpointingException(
-            f"the stored shape {shape} has {len(shape)} axes, expected {len(region)}", key=key
+            "the stored shape and the requested region have different numbers of axes: "
+            f"{len(shape)} and {len(region)}",
+            key=key,
         )
     for part, extent in zip(region, shape, strict=True):
         if isinstance(part, int) and not part < extent:
@@ -166,12 +168,12 @@ def write_in_chunk(
     array = array_metadata(array_dir, key=key)
     if not array.coding.is_plain or array.coding.strides is not None:
         raise UnsupportedError(
-            "cannot write a part of an encoded chunk", file=str(array_dir), key=key
+            "cannot write part of an encoded chunk", file=str(array_dir), key=key
         )
     chunk_bytes = array.coding.n_bytes
     if offset + len(data) > chunk_bytes:
         raise ValueError(
-            f"bytes {offset}–{offset + len(data)} are outside a chunk of {chunk_bytes} bytes"
+            f"bytes {offset}–{offset + len(data)} exceed the chunk size of {chunk_bytes} bytes"
         )
     path = array_dir / array.names.name(tuple(index))
     with translate_os_errors(str(path), doing="write"):

@@ -45,7 +45,7 @@ def numbered_state_notes(catalog: Catalog) -> list[str]:
     if not any(_NUMBERED.search(key) and is_optimizer_key(key) for key in catalog.tensors):
         return []
     note = (
-        "the optimizer state refers to parameters by number and is unchanged, "
+        "the optimizer state was left unchanged; it refers to parameters by number, "
         "so it no longer matches the model"
     )
     return [note]

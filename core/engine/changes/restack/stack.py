@@ -68,7 +68,7 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
     if not groups:
         raise UsageError(
             "--stack-layers: no key has a layer number",
-            hint=f"the number must follow one of the names {', '.join(LAYERS)}",
+            hint=f"a layer number must follow one of the names {', '.join(LAYERS)}",
         )
 
     # Choose the groups with the same tensor in every layer; note why the others cannot be stacked.
@@ -103,7 +103,7 @@ def stack_layers(catalog: Catalog, *, axis: int = 0) -> RestackedCatalog:
             for key in keys:
                 blocks[key].check_cut(blocks[key].n_states, option="--stack-layers")
     notes = [
-        f"{some_of(keys)} remain one tensor per layer: {reason}"
+        f"{some_of(keys)} remain one tensor per layer, because {reason}"
         for reason, keys in unstacked.items()
     ]
     return RestackedCatalog(

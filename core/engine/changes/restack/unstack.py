@@ -54,7 +54,7 @@ def unstack_layers(
             raise UsageError(
                 "--unstack-layers: the key has no place for a layer number",
                 key=key,
-                hint=f"it needs a name such as {LAYERS[0]}; change the key with --rename",
+                hint=f"use --rename to give the key a part such as {LAYERS[0]}",
             )
         halves[key] = match["head"], match["tail"]
         if key not in blocks:
@@ -96,8 +96,9 @@ def _stacked_keys(catalog: Catalog, patterns: Sequence[str]) -> list[str]:
         keys = [key for key in candidates if USUAL_STACK.fullmatch(key) is not None]
         if not keys:
             raise UsageError(
-                "--unstack-layers: no key looks like a stack of layers",
-                hint="such keys contain 'layers'; name other stacked tensors with a glob",
+                "--unstack-layers: no key looks like stacked layers",
+                hint="keys of stacked layers contain 'layers'; select other tensors with "
+                "--unstack-layers GLOB",
             )
         return keys
     chosen: set[str] = set()
@@ -136,7 +137,9 @@ def _check_layer_axes(tensors: Mapping[str, Tensor], axis: int) -> None:
         elif _axis_of(tensor, axis) >= len(tensor.shape):
             reason = f"a tensor of shape {tensor.shape} has no axis {axis}"
         elif _n_layers(tensor, axis) > MAX_LAYERS:
-            reason = f"{_n_layers(tensor, axis):,} layers are too many (maximum {MAX_LAYERS:,})"
+            reason = (
+                f"{_n_layers(tensor, axis):,} layers are more than the maximum of {MAX_LAYERS:,}"
+            )
         elif _n_layers(tensor, axis) != _n_layers(first, axis):
             reason = (
                 f"{first_key!r} has {_n_layers(first, axis)} layers, "
@@ -147,8 +150,8 @@ def _check_layer_axes(tensors: Mapping[str, Tensor], axis: int) -> None:
 
 
 _CHOOSE_TENSORS = (
-    "choose the stacked tensors with a glob: --unstack-layers GLOB, "
-    "and the axis of their layers with --layer-axis N"
+    "select the stacked tensors with --unstack-layers GLOB, "
+    "and their layer axis with --layer-axis N"
 )
 
 

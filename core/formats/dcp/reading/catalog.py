@@ -162,7 +162,7 @@ def _skeleton(metadata: DcpMetadata, objects: Mapping[str, StoredObject]) -> obj
         full_path: Path = tuple(ListIndex(part) if isinstance(part, int) else part for part in path)
         if full_path in leaves or not full_path:
             raise CorruptError(
-                f"planner_data gives two entries the path {path}", file=METADATA, key=key
+                f"planner_data assigns the path {path} to two entries", file=METADATA, key=key
             )
         leaves[full_path] = ObjectLeaf(key) if key in objects else TensorLeaf(key)
     return nest_leaves(leaves)
@@ -208,7 +208,7 @@ def with_parts(catalog: Catalog, metadata: DcpMetadata, store: ReadStore) -> Cat
     classes = Counter(str(item.objects[f"{key}.class"].value) for key, item in parts_of.items())
     listed = ", ".join(f"{n} × {name}" for name, n in classes.items())
     note = (
-        f"torchao tensors are split into their parts ({listed}): values, scales and settings "
+        f"torchao tensors are split into parts ({listed}); their values, scales and settings "
         "become separate entries"
     )
     result = replace(

@@ -61,7 +61,8 @@ def check_file_lengths(
             )
         else:
             error = TruncatedError(
-                f"the file has {size} bytes, but {METADATA} places items up to byte {ends[file]}",
+                f"the file is {size} bytes long, but {METADATA} places items up to byte "
+                f"{ends[file]}",
                 span=(size, ends[file]),
                 hint="copy the checkpoint again, or use an older one",
             )

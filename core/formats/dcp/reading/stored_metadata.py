@@ -100,7 +100,7 @@ def stated_metadata(store: ReadStore) -> DcpMetadata:
                 is_index = (folder / METADATA).is_file()
             if is_index:
                 raise MissingShardError(
-                    f"{METADATA} is not in this directory but above it, in {folder}",
+                    f"{METADATA} is not in this directory; it is in {folder}",
                     file=store.label,
                     hint=f"pass {quote(str(folder))}",
                 )
@@ -136,8 +136,8 @@ def explain_missing_metadata(name: str, store: ReadStore) -> tuple[str, str, boo
     folder = name.removesuffix(METADATA)
     if store.exists(folder + CONFIG):
         message = (
-            f"{name} is missing, but {folder}{CONFIG} exists, which Megatron writes after it; "
-            "so the save was completed, and a copy left the file out"
+            f"{name} is missing, but {folder}{CONFIG}, which Megatron writes after it, exists, "
+            "so the save finished, and a copy left the file out"
         )
         return (
             message,
@@ -152,10 +152,10 @@ def explain_missing_metadata(name: str, store: ReadStore) -> tuple[str, str, boo
         "out"
     )
     hint = (
-        f"copy {METADATA} from the original ({_HIDDEN}); if it is missing there as well, use an "
+        f"copy {METADATA} from the original ({_HIDDEN}); if it is missing there too, use an "
         "older checkpoint"
     )
     return message, hint, False
 
 
-_HIDDEN = "cp DIR/* leaves out hidden files"
+_HIDDEN = "cp DIR/* skips hidden files"

@@ -128,8 +128,8 @@ def read_model_parallel(
     notes += _note_whole(plans)
     if untrained:
         notes.append(
-            "parameters in no optimizer group, read from the layer files in their own precision: "
-            + ", ".join(list(untrained)[:3])
+            "parameters in no optimizer group were read from the layer files in their own "
+            "precision: " + ", ".join(list(untrained)[:3])
         )
     groups, names_of = _groups(stages)
     return replace(
@@ -158,7 +158,7 @@ def _note_whole(plans: Mapping[str, JoinPlan]) -> list[str]:
         return []
     return [
         (
-            f"no pattern in {INFO} says how parameters such as {some_of(whole)} are cut; every "
+            f"no pattern in {INFO} says how parameters such as {some_of(whole)} are split; every "
             "tensor-parallel rank has a full copy, so one copy is used"
         )
     ]
@@ -214,7 +214,7 @@ def read_model_files(
     # Only ZeRO records the shapes of what it partitions.
     if keeps_optimizer and head.groups is not None:
         raise MissingShardError(
-            "the optimizer files, which hold the fp32 weights, are missing",
+            "the optimizer files, which contain the fp32 weights, are missing",
             file="*zero_pp_rank_0_mp_rank_00_optim_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
@@ -304,7 +304,7 @@ def _check_complete(
         for name in (name for group in model.groups or () for name in group):
             if name not in weights and not name.startswith("tied_modules."):
                 raise MissingShardError(
-                    "param_shapes lists the parameter, but no layer file has it",
+                    "param_shapes lists the parameter, but no layer file contains it",
                     file=model.state.file,
                     key=name,
                     hint=hint,
@@ -332,9 +332,10 @@ def _get_rules(model: ModelStates, grid: StageGrid) -> TensorParallelRules:
     if grid.tp > 1 and not rules.is_recorded:
         raise UnsupportedError(
             f"there are {grid.tp} tensor-parallel ranks, but the model files have no {INFO}, which "
-            "says along which axis each parameter was cut",
+            "says along which axis each parameter was split",
             file=model.state.file,
-            hint="set model.universal_checkpoint_info in the training script and save again (see "
+            hint="set model.universal_checkpoint_info in the training script, and save the "
+            "checkpoint again (see "
             f"docs/howto/deepspeed.md); or {SAVE_AGAIN}",
         )
     return rules
@@ -358,7 +359,8 @@ def _read_rank(
     partitioned = read_data_parallel(store, files, layer_shapes)
     if partitioned is None:
         raise MissingShardError(
-            "the optimizer files of the model-parallel rank are missing; other ranks have theirs",
+            f"the optimizer files of model-parallel rank {rank} are missing, although other "
+            "ranks have theirs",
             file=f"*zero_pp_rank_0_mp_rank_{rank:02d}_optim_states.pt",
             hint="copy the checkpoint again, with all its files",
         )
@@ -393,7 +395,7 @@ def _read_shapes(store: ReadStore, file: str) -> Shapes:
 def _refuse_experts(file: str) -> UnsupportedError:
     """Return the error about experts with tensor parallelism."""
     return UnsupportedError(
-        "per-expert files with several model-parallel ranks are not supported",
+        "per-expert files from several model-parallel ranks are not supported",
         file=file,
         hint=SAVE_AGAIN_HINT,
     )
@@ -527,7 +529,7 @@ def _joined_tensor(
     is_checked = plan is None or (plan.is_replicated and (plan.is_stated or is_weight))
     if is_checked and not begin_alike(store, tensors, _COMPARED_BYTES):
         raise ReplicaMismatchError(
-            "the tensor differs between tensor-parallel ranks, which should all hold the same "
+            "the tensor differs between tensor-parallel ranks, which should all have the same "
             "values",
             file=model.state.file,
             key=name,
@@ -593,7 +595,7 @@ def _untrained(
                 if weights[name].shape != shape:
                     raise files[0].mismatch(
                         f"the weights have shape {shape}, but their master weights "
-                        f"have {weights[name].shape}",
+                        f"have shape {weights[name].shape}",
                         key=name,
                     )
             elif not any(short == other for other, _ in tied):

@@ -219,7 +219,7 @@ class TensorParallelRules:
             if len(logical) != len(shapes[0]):
                 raise UnsupportedError(
                     f"the sub-parameters are recorded with {len(logical)} axes, but the parameter "
-                    f"has {len(shapes[0])}",
+                    f"has {len(shapes[0])} axes",
                     file=self.file,
                     key=name,
                     hint=UNIVERSAL_HINT,
@@ -281,8 +281,8 @@ class TensorParallelRules:
                 to = _start(piece.get("source"), shape, extent)
                 if start is None or to is None or piece.get("scale", 1) != 1:
                     raise UnsupportedError(
-                        "a piece of the affine map is scaled, or is not a slice of the parameter, "
-                        "which ckpt does not support",
+                        "a piece of the affine map is scaled or is not a slice of the "
+                        "parameter; only slices that are not scaled are supported",
                         file=self.file,
                         key=name,
                         hint=UNIVERSAL_HINT,
@@ -351,8 +351,8 @@ class TensorParallelRules:
                 or is_nested
             ):
                 raise UnsupportedError(
-                    f"the pattern {pattern[:80]!r} is too complex to match against names from a "
-                    "file",
+                    f"the pattern {pattern[:80]!r} is too complex to match against parameter names "
+                    "safely",
                     file=self.file,
                     hint=UNIVERSAL_HINT,
                 )
@@ -367,7 +367,7 @@ class TensorParallelRules:
     def _contradiction(self, name: str, shapes: Sequence[Shape]) -> CorruptError:
         """Return the error about shards that do not fit what is recorded."""
         return CorruptError(
-            f"the shards have shapes {', '.join(map(str, shapes))}, which contradict {INFO}",
+            f"the shard shapes {', '.join(map(str, shapes))} contradict {INFO}",
             file=self.file,
             key=name,
         )

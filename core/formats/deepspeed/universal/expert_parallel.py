@@ -86,7 +86,7 @@ def expert_notes(target: TargetCatalog) -> list[str]:
         return []
     ep = expert_facts(target).ep
     other = (
-        "DeepSpeed loads them with no other size"
+        "DeepSpeed cannot load them with any other size"
         if ep > 1
         else "for a different size, add --ep-new N"
     )
@@ -190,13 +190,13 @@ def _assigned(names: Sequence[str], *, ep: int) -> tuple[dict[str, int], dict[st
         numbers.setdefault(layer, set()).add(number)
     if not numbers:
         raise UsageError(
-            "--ep-new cannot be used: the checkpoint has no DeepSpeed MoE experts",
-            hint="omit it",
+            "--ep-new cannot be used, because the checkpoint has no DeepSpeed MoE experts",
+            hint="omit --ep-new",
         )
     for layer, experts in numbers.items():
         if len(experts) % ep or max(experts) >= len(experts):
             raise UsageError(
-                f"--ep-new {ep} does not divide the {len(experts)} experts of a layer",
+                f"--ep-new {ep} does not evenly divide the layer's {len(experts)} experts",
                 key=layer.removesuffix("."),
                 hint="use a size that divides the number of experts of every layer",
             )
@@ -229,7 +229,7 @@ def _check_alike(target: TargetCatalog, key: str, entry: _ExpertEntry) -> None:
         if item is None or item.value != target.objects[key].value:
             problem = "the value"
     elif other is None or (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
-        problem = f"the tensor ({tensor.dtype}, {tensor.shape})"
+        problem = f"the tensor ({tensor.dtype}, shape {tensor.shape})"
     elif not tensor.shape and not entry.is_step:
         raise UnsupportedError(
             "a tensor without axes cannot be divided among expert-parallel ranks",
@@ -238,7 +238,7 @@ def _check_alike(target: TargetCatalog, key: str, entry: _ExpertEntry) -> None:
         )
     if problem is not None:
         raise UnsupportedError(
-            f"{problem} differs from that of {entry.first}, with which it would be stored",
+            f"{problem} differs from that of {entry.first}, but both would be stored together",
             key=key,
             hint="omit --ep-new, and load the checkpoint with ep_size=1",
         )
@@ -312,8 +312,8 @@ def part_of_stack(
     is_expert, rows = extras.pop(IS_EXPERT, False), extras.pop(ROWS, None)
     if is_expert is not True or not shape or rows != shape[0] or shape[0] % ep:
         raise CorruptError(
-            f"the weights have shape {shape} and {ROWS} {rows!r:.40}, which do not match "
-            f"{ep} experts",
+            f"the weights have shape {shape} and {ROWS} is {rows!r:.40}, which does not match "
+            f"{ep} expert-parallel ranks",
             file=f"{folder}/fp32.pt",
         )
 

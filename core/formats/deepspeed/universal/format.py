@@ -132,7 +132,7 @@ def read(store: ReadStore) -> Catalog:
     try:
         return _read(store)
     except (CorruptError, UnsupportedError) as err:
-        advise_no_optim(err, store, read_weights, "takes the weights in fp32.pt of each parameter")
+        advise_no_optim(err, store, read_weights, "uses the weights in each parameter's fp32.pt")
         raise
 
 
@@ -163,11 +163,11 @@ def _read(store: ReadStore, *, has_optimizer: bool = True) -> Catalog:
     notes = []
     if not models:
         notes.append(
-            "there are no model states, so no client state and no group names; DeepSpeed "
-            "cannot load it"
+            "the model states file is missing, so there is no client state and there are no group "
+            "names, and DeepSpeed cannot load the checkpoint"
         )
     if not has_optim:
-        notes.append(f"there is no {OPTIMIZER_FILE}; DeepSpeed cannot load it")
+        notes.append(f"{OPTIMIZER_FILE} is missing, so DeepSpeed cannot load the checkpoint")
 
     # Every parameter has a directory with its weights and states.
     parameters = _parameters(store, folder, groups, model, has_states=has_optimizer)
@@ -400,8 +400,8 @@ def _notes_of(target: TargetCatalog) -> list[str]:
 
 
 NO_STATE = (
-    "there is no optimizer state, so ZeRO-1 and 2 load the weights and keep their own moments; "
-    "ZeRO-3 loads the weights with load_module_only=True"
+    "there is no optimizer state, so ZeRO-1 and ZeRO-2 load only the weights, and ZeRO-3 can load "
+    "them only with load_module_only=True; training starts with fresh optimizer moments"
 )
 
 
@@ -446,7 +446,9 @@ def for_universal(catalog: Catalog) -> Catalog:
     rounded = {name: catalog.tensors[name] for name in masters if name in catalog.tensors}
     record = (
         *catalog.dropped,
-        *dropped_unlisted(rounded, "rounded master weights, which are written"),
+        *dropped_unlisted(
+            rounded, "rounded copies of the master weights, which are written instead"
+        ),
     )
     result = replace(catalog, tensors=tensors, hidden=hidden, skeleton=None, dropped=record)
     return result.noted(notes)
@@ -468,13 +470,13 @@ def _notes(catalog: Catalog, states: set[str]) -> list[str]:
     notes = []
     if STEP not in states | objects:
         notes.append(
-            "there is no optimizer step, so ZeRO-3 cannot load the optimizer's state; ZeRO-1 and 2 "
-            "can"
+            "there is no optimizer step, so ZeRO-3 cannot load the optimizer state (ZeRO-1 and "
+            "ZeRO-2 can)"
         )
     if not any(key.startswith(f"{OPTIMIZER}.{PARAM_GROUPS}.") for key in catalog.objects):
         notes.append(
-            "there are no param_groups, so the run that loads the checkpoint keeps its own "
-            "learning rate and other settings"
+            "there are no param_groups, so a run that loads the checkpoint uses its own "
+            "learning rate and other optimizer settings"
         )
     return notes
 

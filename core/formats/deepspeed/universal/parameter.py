@@ -150,7 +150,7 @@ def read_parameter(
     stems = [file.removesuffix(".pt") for file in store.files(folder) if file.endswith(".pt")]
     if FP32 not in stems:
         raise MissingShardError(
-            "the parameter has no fp32 weights",
+            "the parameter's fp32 weights are missing",
             file=f"{folder}/{FP32}.pt",
             key=name,
             hint="copy the checkpoint again, with all its files",
@@ -168,7 +168,7 @@ def read_parameter(
         raise FieldReader(file, name).build_error(weight, "the content", "a tensor")
     if is_uncut and shape is not None and weight.shape != shape:
         raise CorruptError(
-            f"the weights have shape {weight.shape}, but the model states record {shape}",
+            f"the weights have shape {weight.shape}, but the model states record shape {shape}",
             file=file,
             key=name,
         )
@@ -202,9 +202,11 @@ def _state_problem(
         )
     if array.shape == weight.shape and state_extras == extras:
         return None
+    if array.shape != weight.shape:
+        return f"state {state!r} has shape {array.shape}, but the weights have shape {weight.shape}"
     return (
-        f"state {state!r} has shape {array.shape} and sharding {dict(state_extras)!r:.80}, but the "
-        f"weights have {weight.shape} and {dict(extras)!r:.80}"
+        f"state {state!r} is sharded as {dict(state_extras)!r:.80}, but the weights are sharded as "
+        f"{dict(extras)!r:.80}"
     )
 
 

@@ -166,8 +166,9 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         pair = state_of_megatron(key)
         if pair is not None and pair[0] in MASTERS | MOMENTS and pair[1] in target.tensors:
             raise UnsupportedError(
-                "an optimizer under Megatron's names cannot be stored in a universal checkpoint, "
-                "because DeepSpeed trains no models with such names",
+                "optimizer states with Megatron's names cannot be stored in a universal "
+                "checkpoint, "
+                "because DeepSpeed does not train models with these names",
                 key=key,
                 hint="convert the tensors to Hugging Face's names with --names hf, or drop the "
                 "optimizer with --no-optim",
@@ -177,7 +178,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
     names = [key for key in target.tensors if key not in target.ties and not is_optimizer_key(key)]
     bad_names = [name for name in names if not _is_directory_name(name)]
     if bad_names:
-        others_text = f"; nor can {list_some(bad_names[1:])}" if len(bad_names) > 1 else ""
+        others_text = f" (nor can {list_some(bad_names[1:])})" if len(bad_names) > 1 else ""
         raise UnsupportedError(
             f"the key cannot be a directory name{others_text}",
             key=bad_names[0],
@@ -189,13 +190,12 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         tensor = target.tensors[name]
         kind = DTYPES[tensor.dtype].kind
         if kind == "packed" or (kind == "float" and tensor.dtype != "float32"):
-            hint = f"cast it: --dtype float32 (or --dtype {quote(f'{name}=float32')})"
+            hint = f"cast the weights with --dtype float32 (or --dtype {quote(f'{name}=float32')})"
             raise UnsupportedError(
-                f"the weights are {tensor.dtype} without master weights, but a universal "
-                "checkpoint "
-                "contains float32 master weights",
+                f"the weights are {tensor.dtype} and have no master weights, but a universal "
+                "checkpoint must contain float32 master weights",
                 key=name,
-                hint=hint if kind == "float" else "skip it with --exclude",
+                hint=hint if kind == "float" else "skip the tensor with --exclude",
             )
         parameters[name] = _ParameterFiles(name)
     # Assign each state to its parameter. A factor of a square matrix would pass for a state of its
@@ -205,16 +205,17 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         state_key = split_state_path(key, parameters)
         if state_key is None:
             hint = (
-                "rename it to optimizer.state.<parameter>.<state> with --rename, skip it with "
-                "--exclude, or skip the optimizer with --no-optim"
+                "rename the tensor to optimizer.state.<parameter>.<state> with --rename, skip "
+                "it with "
+                "--exclude, or drop the optimizer with --no-optim"
             )
             # Many scripts save a model under a key of its own, and the optimizer beside it.
             for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
                 names_without = {name.removeprefix(prefix) for name in parameters}
                 if split_state_path(key, names_without) is not None:
-                    hint = f"remove the prefix from the parameters: --strip-prefix '{prefix}'"
+                    hint = f"remove the parameters' prefix with --strip-prefix '{prefix}'"
             raise UnsupportedError(
-                "the tensor belongs to the optimizer, but not to a parameter that is written",
+                "the optimizer tensor does not belong to any parameter that would be written",
                 key=key,
                 hint=hint,
             )
@@ -250,7 +251,7 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
         UnsupportedError: the tensor has another shape, or the state an impossible name.
     """
     tensor, weight = target.tensors[key], target.tensors[name]
-    problem, hint = None, "skip it with --exclude"
+    problem, hint = None, "skip the tensor with --exclude"
     # ``for_universal`` has normally put the master weights in place of the weights.
     if state == MASTER:
         problem = (
@@ -263,11 +264,11 @@ def _check_state(target: TargetCatalog, key: str, name: str, state: str) -> None
             problem = f"the step has shape {tensor.shape}, not one value"
     elif tensor.shape != weight.shape:
         problem = (
-            f"the state has shape {tensor.shape}, but the parameter has {weight.shape}; DeepSpeed "
-            "shards both in the same way"
+            f"the state has shape {tensor.shape}, but the parameter has shape {weight.shape}; "
+            "DeepSpeed shards both the same way"
         )
     elif state == FP32:
-        problem = f"a state cannot have the name {FP32!r}, which is that of the weights"
+        problem = f"a state cannot be named {FP32!r}, because the weights have that name"
     if problem is not None:
         raise UnsupportedError(problem, key=key, hint=hint)
 
@@ -409,7 +410,7 @@ def _model_root(
             continue
         if key in _RESERVED:
             raise UnsupportedError(
-                "DeepSpeed uses an entry of this name for a different purpose",
+                "DeepSpeed uses an entry with this name for a different purpose",
                 key=key,
                 hint=rename_hint([key]),
             )
@@ -464,9 +465,9 @@ def param_groups(
             by_number.setdefault(int(owner), {})[setting] = item.value
         else:
             raise UnsupportedError(
-                "the setting does not belong to a parameter that is written",
+                "the setting does not belong to any parameter that would be written",
                 key=key,
-                hint="skip it with --exclude",
+                hint="skip the setting with --exclude",
             )
     # Numbered groups list their parameters, of which only some may be written.
     if by_number:

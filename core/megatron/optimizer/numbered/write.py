@@ -44,9 +44,9 @@ class NumberedFiles:
         self._has_masters = target.optimizer.kind != "fp32"
         if target.is_layer_wise:
             raise UnsupportedError(
-                "the source's arguments distribute Muon by layers (dist_muon), whose rank files "
-                "(layer_wise_optimizer_N.pt) cannot be written",
-                hint="write torch_dist, or drop the optimizer with --no-optim",
+                "the source's arguments select layer-wise distributed Muon (dist_muon), and ckpt "
+                "cannot write that optimizer's rank files (layer_wise_optimizer_N.pt)",
+                hint="use --to torch_dist, or drop the optimizer with --no-optim",
             )
 
         # Without parameters in the groups, the states tell which parameters the optimizer has.
@@ -79,10 +79,10 @@ class NumberedFiles:
             masters = [MASTER] if self._has_master(name) else []
             if self._has_masters and not masters and state_key(MASTER, name) in tensors:
                 raise UnsupportedError(
-                    f"the parameter is {tensors[name].dtype} and has fp32 master weights, which "
-                    "rank files store for 16-bit parameters only",
+                    f"the parameter is {tensors[name].dtype} and has fp32 master weights, but "
+                    "rank files store master weights only for 16-bit parameters",
                     key=name,
-                    hint="omit the cast, or drop the optimizer with --no-optim",
+                    hint="do not cast this parameter, or drop the optimizer with --no-optim",
                 )
             for state in (*masters, *moments):
                 if state_key(state, name) not in tensors:
@@ -128,14 +128,14 @@ class NumberedFiles:
         added = []
         if list(listed) != sorted(listed):
             added.append(
-                "the optimizer's param groups are in the order of megatron-core before 0.16, as in "
-                "the source"
+                "the optimizer's param groups keep the source's order, which is that of "
+                "megatron-core before 0.16"
             )
         is_any_empty = len(listed) > len({self._groups.group_of[name] for name in keys})
         if is_any_empty and self._target.optimizer.omits_empty is None:
             added.append(
-                "empty param groups are listed, as in megatron-core 0.14 and later; older versions "
-                "list none"
+                "empty param groups are written, as in megatron-core 0.14 and later; older "
+                "versions do not write them"
             )
         self.notes += [note for note in added if note not in self.notes]
 

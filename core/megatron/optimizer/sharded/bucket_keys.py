@@ -118,7 +118,7 @@ def group_buffers(catalog: Catalog) -> dict[tuple[int, int], BucketGroup]:
         value = item.value
         if item.raw_key is not None:
             raise CorruptError(
-                "the optimizer's object was not loaded, so its buckets are unknown", key=key
+                "the object that describes the optimizer's buckets was not loaded", key=key
             )
         if isinstance(value, list) and len(value) == 1:
             value = value[0]
@@ -184,7 +184,7 @@ def _unpadded_sizes(recorded: object, number: int, *, n: int, where: str) -> lis
         return None
     listed = recorded[number] if isinstance(recorded, list) and number < len(recorded) else None
     sizes = next(iter(mapping_or_empty(listed).values()), None)
-    expected = f"the sizes of {n} buckets"
+    expected = f"a list of {n} bucket sizes"
     return [*FieldReader().read_ints(sizes, f"{_UNPADDED} of {where}", n=n, expected=expected)]
 
 
@@ -213,14 +213,17 @@ def _get_buffer(
     for number in range(len(buckets)):
         if set(buckets[number]) != set(names):
             raise CorruptError(
-                f"bucket {number} of {where} has the states {sorted(buckets[number])}, not {names}"
+                f"bucket {number} of {where} has the states {', '.join(sorted(buckets[number]))}, "
+                f"but bucket 0 has {', '.join(names)}"
             )
         stored = {catalog.tensors[key].shape for key in buckets[number].values()}
         length = min(stored)[0] if stored and all(len(shape) == 1 for shape in stored) else -1
         size = length if unpadded is None else unpadded[number]
         if len(stored) != 1 or length < size:
             raise CorruptError(
-                f"bucket {number} of {where} has the shapes {sorted(stored)}, not ({size},)"
+                f"the states of bucket {number} of {where} have the shapes "
+                f"{', '.join(map(str, sorted(stored)))}, but must all be one-dimensional and "
+                "equally long" + ("" if unpadded is None else f", with at least {size:,} elements")
             )
 
         # The buckets follow one another without their padding.
@@ -248,7 +251,9 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
         array = fragment.array
         if start > end or array is None:
             raise CorruptError(
-                f"no file holds elements {end}–{start}", key=key, hint="copy the checkpoint again"
+                f"no file contains elements {end}–{start}",
+                key=key,
+                hint="copy the checkpoint again",
             )
         if fragment.at != (0,) or array.shape != (n,):
             array = narrow_array(array, fragment.at[-1], (n,))
@@ -256,6 +261,6 @@ def _chunks(catalog: Catalog, key: str, size: int, first: int) -> list[tuple[int
         end = start + n
     if end < size:
         raise CorruptError(
-            f"no file holds elements {end}–{size}", key=key, hint="copy the checkpoint again"
+            f"no file contains elements {end}–{size}", key=key, hint="copy the checkpoint again"
         )
     return stored

@@ -114,7 +114,7 @@ def read_buckets(
     """
     if facts.expert_names == "grouped":
         raise UnsupportedError(
-            "reading the optimizer's buffers of grouped experts (GroupedMLP) is not supported",
+            "reading optimizer buffers of grouped experts (GroupedMLP) is not supported",
             hint=HINT,
         )
 
@@ -130,7 +130,7 @@ def read_buckets(
     partly = [key for key in places if param_of(key) in reader.untrained]
     if partly:
         raise CorruptError(
-            "the optimizer's buffers hold this parameter on some ranks, but not on others",
+            "the optimizer's buffers contain this parameter on some ranks but not on others",
             key=param_of(partly[0]),
             hint=HINT,
         )
@@ -220,7 +220,7 @@ class _BucketReader:
             ):
                 label = groups[number, index].label
                 raise CorruptError(
-                    f"the checkpoint has buffers of {label}, but {topology} has no such rank"
+                    f"the checkpoint has buffers for {label}, but {topology} has no such group"
                 )
 
         # Every rank of the saved sizes must have its buffers.
@@ -237,7 +237,7 @@ class _BucketReader:
                 group = groups.get((number, index))
                 if group is None and params:
                     raise MissingShardError(
-                        f"the optimizer's buffers of {rank} are missing (dp_group_idx_{index})",
+                        f"the optimizer buffers for {rank} are missing (dp_group_idx_{index})",
                         key=params[0].key,
                         hint="copy the checkpoint again, or drop the optimizer with --no-optim",
                     )
@@ -263,8 +263,10 @@ class _BucketReader:
                 dtype = self._dtype(unread[0])
                 label = f"buffer {number} of {group.label}"
                 if buffer is None or buffer.dtype not in (None, dtype):
+                    problem = "is missing" if buffer is None else f"contains {buffer.dtype}"
                     raise CorruptError(
-                        f"{label} should hold {dtype} parameters such as {unread[0].key}"
+                        f"{label} {problem}, but should contain {dtype} parameters such as "
+                        f"{unread[0].key}"
                     )
 
                 # Old buffers, of no recorded dtype, hold all parameters of the chunk.
@@ -279,7 +281,9 @@ class _BucketReader:
                 yield from self._buffer_places(buffer, of_buffer, rank, n_rank, label)
         extra = next(buffers, None)
         if extra is not None:
-            raise CorruptError(f"buffer {extra[0]} of {group.label} belongs to no parameter")
+            raise CorruptError(
+                f"buffer {extra[0]} of {group.label} does not belong to any parameter"
+            )
 
     def _dtype(self, param: BucketParam) -> str:
         return self.model.tensors[param.key].dtype
@@ -363,7 +367,7 @@ def _rank_of(topology: Topology, index: int, *, is_expert: bool) -> Rank:
             continue
         if (rank.etp + topology.expert_tp * rank.ep if is_expert else rank.tp) == inner:
             return rank
-    raise CorruptError(f"{topology} has no rank of the data parallel group {index}")
+    raise CorruptError(f"no rank of {topology} belongs to data-parallel group {index}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,22 +66,22 @@ def read_in_proven_order(model: Catalog, facts: ModelFacts, rules: Rules, *, rea
         if failure is None:
             return in_stated
         raise UnsupportedError(
-            f"the order of parameters in the optimizer's buffers is unknown: with transformer_impl "
-            f"{stated}, {failure.message}; with {other}, {err.message}",
+            f"no parameter order fits the optimizer's buffers: with transformer_impl {stated}, "
+            f"{failure.message}; with {other}, {err.message}",
             hint=HINT,
             rule=UNPROVEN,
         ) from None
     if failure is not None:
-        note = "only this explains the order of the optimizer's buffers"
-        return in_other.noted([f"transformer_impl is taken to be {other}; {note}"])
+        note = "the only value that explains the parameter order in the optimizer's buffers"
+        return in_other.noted([f"assuming transformer_impl {other}, {note}"])
     again = with_implementation(in_other, stated, rules=rules)
     differing = [
         key for key in in_stated.tensors if in_stated.fragments(key) != again.fragments(key)
     ]
     if differing:
         raise UnsupportedError(
-            f"the optimizer's buffers fit two orders of parameters, with transformer_impl {stated} "
-            f"and with {other}, and the training arguments state neither",
+            f"the optimizer's buffers fit two parameter orders, with transformer_impl {stated} and "
+            f"with {other}, and the training arguments do not say which one is right",
             key=differing[0],
             hint=HINT,
         )

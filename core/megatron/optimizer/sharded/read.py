@@ -105,11 +105,11 @@ def read_optimizer(
 
     # The other forms need the entry with the settings.
     if form not in _BY_PARAMETER or entry is None:
-        problem = (
-            "without an entry that describes it" if form in _BY_PARAMETER else f"in the form {form}"
-        )
+        title = TITLES[form or "other"]
         raise UnsupportedError(
-            f"the optimizer's state {problem} ({TITLES[form or 'other']}) cannot be resharded",
+            f"ckpt cannot reshard the optimizer state ({title}), because no entry describes it"
+            if form in _BY_PARAMETER
+            else f"ckpt cannot reshard optimizer states in the form {form} ({title})",
             hint="drop the optimizer with --no-optim; the weights are carried over exactly, but "
             "training continues with a fresh optimizer",
         )
@@ -141,9 +141,9 @@ def _read_by_parameter(
             continue
         if match is None:
             raise UnsupportedError(
-                "the tensor is not a state of a parameter",
+                "the tensor is not an optimizer state of any parameter",
                 key=key,
-                hint="drop it with --exclude, or the optimizer with --no-optim",
+                hint="drop the tensor with --exclude, or the optimizer with --no-optim",
             )
         state = MASTER if match["state"] == "param" else match["state"]
         keys_of.setdefault(state, {})[key] = match["param"]
@@ -151,8 +151,8 @@ def _read_by_parameter(
     read = parse_entries(entry, states=stored)
     if read.sharding == MODEL_SPACE and facts.expert_names == "grouped":
         raise UnsupportedError(
-            f"optimizer states of grouped experts (GroupedMLP) in {MODEL_SPACE} are not supported: "
-            "they are transposed",
+            f"optimizer states of grouped experts (GroupedMLP) are not supported in {MODEL_SPACE}, "
+            "because they are transposed relative to the weights",
             hint="drop the optimizer with --no-optim",
         )
 
@@ -181,7 +181,7 @@ def _read_by_parameter(
         hidden,
         dropped=(
             *read.dropped,
-            *dropped_unlisted(unread, "steps that the groups hold"),
+            *dropped_unlisted(unread, "step counts that the param groups also contain"),
             *record_padding(catalog, origins, metas),
         ),
     )
@@ -206,10 +206,10 @@ def _with_parameter_shape(key: str, stored: Tensor, model: Catalog) -> Tensor:
     same = stored.shape[1:] == param.shape[1:] and len(stored.shape) == len(param.shape)
     if not same or stored.shape[:1] < param.shape[:1]:
         raise CorruptError(
-            f"a state of shape {stored.shape} does not match its parameter's shape {param.shape}",
+            f"the state's shape {stored.shape} does not match its parameter's shape {param.shape}",
             key=key,
-            hint="drop the optimizer with --no-optim; states shaped unlike their "
-            "parameters cannot be resharded",
+            hint="drop the optimizer with --no-optim; ckpt cannot reshard states whose shapes "
+            "differ from their parameters' shapes",
         )
     return replace(stored, shape=param.shape)
 
@@ -272,8 +272,8 @@ def _true_shape(key: str, tensor: Tensor, value: object) -> Shape:
     )
     if not fits or prod(shape) != prod(tensor.shape):
         raise CorruptError(
-            f"the tensor has shape {tensor.shape}, which does not fit the original shape "
-            f"{describe_value(value)} in mcore_data",
+            f"the tensor's shape {tensor.shape} is inconsistent with the original shape "
+            f"{describe_value(value)} recorded in mcore_data",
             key=key,
         )
     return shape

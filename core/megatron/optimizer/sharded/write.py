@@ -137,8 +137,8 @@ class StackedOptimizer:
             self.common[CONTENT] = new_content
         if any("dampening" in group.settings for group in self._optimizer.groups):
             self.notes.append(
-                "optimizer: megatron-core 0.16 saves SGD in torch_dist, but fails to load it "
-                "(start Megatron with --no-load-optim, or write rank files)"
+                "optimizer: megatron-core 0.16 can save SGD as torch_dist but fails to load it; "
+                "start Megatron with --no-load-optim, or write rank files"
             )
         if self._is_distributed and content.get(_CONTENT_SHARDING) != self._sharding:
             self._note_form(target.catalog)
@@ -165,11 +165,11 @@ class StackedOptimizer:
     def _note_form(self, catalog: Catalog) -> None:
         if self._sharding == MODEL_SPACE:
             form = f"the distributed optimizer is written as {MODEL_SPACE}"
-            self.notes.append(f"content_metadata: {form}, as megatron-core 0.12 reads it")
+            self.notes.append(f"content_metadata: {form}, the form that megatron-core 0.12 reads")
             return
         self.notes.append(
-            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}; "
-            "megatron-core 0.15 and later load it at any sizes"
+            f"content_metadata: the distributed optimizer is written as {FULLY_RESHARDABLE}, "
+            "which megatron-core 0.15 and later can load with any parallel sizes"
         )
         facts = catalog.facet(TorchDistFacts)
         self.needs_common_file = facts is not None and facts.dialect == "0.12"

@@ -159,7 +159,7 @@ class DestinationLock:
             raise StorageError(
                 "another run has taken over this destination, or its lock was deleted",
                 file=str(self._dst),
-                hint="run again when nothing else is writing to it",
+                hint="run the command again when nothing else is writing to the destination",
             )
 
     def is_own(self) -> bool:
@@ -219,15 +219,15 @@ class DestinationLock:
             return StorageError(
                 "another run is writing to this destination",
                 file=str(self._dst),
-                hint=f"wait until it has finished, or delete {self._path} if it was killed",
+                hint=f"wait until that run has finished, or delete {self._path} if it was killed",
             )
         return StorageError(
             f"another run is writing to this destination: process {other.pid} on {other.host}, "
             f"since {other.since}",
             file=str(self._dst),
-            hint="wait until it has finished"
+            hint="wait until that run has finished"
             if other.is_alive
-            else f"wait until it has finished; if it was killed, run again in "
+            else "wait until that run has finished; if it was killed, try again in "
             f"{_SILENT_S / 60:.0f} minutes, or delete {self._path}",
         )
 

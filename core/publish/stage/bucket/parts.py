@@ -177,7 +177,8 @@ class PartStore(TargetStore):
             slot = file.slots.get(number)
             if slot is None:
                 raise StorageError(
-                    "this part was uploaded and cannot be read back", file=str(self._base / name)
+                    "this part has already been uploaded, so it cannot be read back",
+                    file=str(self._base / name),
                 )
             file.scratch.read(slot, start, piece)
 
@@ -242,14 +243,14 @@ class PartStore(TargetStore):
         self._wait(lambda: True)
         with self._changed:
             incomplete = [
-                f"{file.name}, part {number + 1}: {n} bytes"
+                f"{file.name}, part {number + 1}: {n} bytes missing"
                 for file in self._objects.values()
                 for number, n in enumerate(file.missing)
                 if n
             ]
         if incomplete:
             raise CorruptError(
-                f"not every byte was written ({'; '.join(incomplete[:3])})", file=str(self._base)
+                f"some bytes were not written ({'; '.join(incomplete[:3])})", file=str(self._base)
             )
         self._wait(lambda: self._n_unsent == 0)
 

@@ -81,7 +81,7 @@ class PublicationRecord:
             raise CorruptError(
                 "the record of an interrupted run cannot be read",
                 file=str(path),
-                hint=f"delete it and the objects under {dst}",
+                hint=f"delete the record and the objects under {dst}",
             ) from err
 
     def write(self, dst: RemotePath) -> None:

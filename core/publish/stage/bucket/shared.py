@@ -171,7 +171,7 @@ def join_shares(store: PartStore, shares: Iterable[SentShare]) -> None:
                     raise CorruptError(
                         "another process has replaced this object",
                         file=str(share.leftovers),
-                        hint="only one run at a time may write to a destination",
+                        hint="make sure that only one run at a time writes to a destination",
                     )
         finally:
             source.close()
@@ -205,9 +205,9 @@ def check_shareable(dst: RemotePath) -> None:
     """
     if not upload_client(dst).takes_any_order:
         raise UsageError(
-            f"several workers cannot write to {dst.scheme}:// with the client that is installed",
+            f"the installed client does not let several workers write to {dst.scheme}://",
             file=str(dst),
-            hint="for s3:// install boto3: pip install 'ckpt-toolkit[s3]'; for other stores, run "
+            hint="for s3://, install boto3 (pip install 'ckpt-toolkit[s3]'); for other stores, run "
             "the command without ckpt launch",
         )
 

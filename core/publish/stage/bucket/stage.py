@@ -55,7 +55,7 @@ from core.publish.stage.protocol import (
     StageRequest,
 )
 from core.publish.stage.stale import finish_despite_interrupts
-from core.values import dataclass
+from core.values import dataclass, n_text
 
 if TYPE_CHECKING:
     from core.engine.catalog.file_image import FileImage
@@ -94,15 +94,15 @@ class StoreDestination(OutputDestination):
             )
         if not dst.key:
             raise UsageError(
-                "the destination is a whole bucket",
+                "the destination is an entire bucket",
                 file=str(dst),
-                hint=f"name a prefix: {dst}/NAME",
+                hint=f"specify a prefix: {dst}/NAME",
             )
         if needs_links:
             raise UsageError(
                 "--metadata-only makes hard links, which object stores do not support",
                 file=str(dst),
-                hint="omit it, or write to the source's file system",
+                hint="omit --metadata-only, or write to the source's file system",
             )
 
     @override
@@ -139,8 +139,8 @@ class StoreDestination(OutputDestination):
                 "rerun the same command to continue" if command is None else f"continue: {command}"
             )
             return (
-                f"what was sent to {self.dst} is kept as unfinished uploads, for which the store "
-                f"charges ({again}; to remove them, abort the uploads: aws s3api "
+                f"the data sent to {self.dst} is kept as unfinished uploads, for which the store "
+                f"charges ({again}; to remove the uploads, abort them: aws s3api "
                 f"list-multipart-uploads --bucket {quote(self.dst.bucket)} "
                 f"--prefix {quote(self.dst.key)} lists them)"
             )
@@ -151,8 +151,8 @@ class StoreDestination(OutputDestination):
             )
         return (
             f"rerun the same command: if {self.dst} was just being published, some of its objects "
-            "may be in the bucket, and this finishes it; otherwise it starts over (--resume keeps "
-            "what has been sent, for which the store charges)"
+            "may be in the bucket, and the command finishes publishing; otherwise, it starts over "
+            "(--resume keeps the data already sent, for which the store charges)"
         )
 
     @override
@@ -272,7 +272,9 @@ class BucketStage(DestinationStage):
         if self._earlier:
             self.notes.append("continuing an interrupted run")
         elif dropped:
-            self.notes.append(f"aborted {len(dropped):,} unfinished uploads of an earlier run")
+            self.notes.append(
+                f"aborted {n_text(len(dropped), 'unfinished upload')} of an earlier run"
+            )
 
     def _check_destination(self, *, is_interrupted: bool) -> None:
         """Raise if the destination exists and must not be replaced.
@@ -290,10 +292,10 @@ class BucketStage(DestinationStage):
         if self._old and self._reads_back:
             raise UsageError(
                 "--verify and --fingerprint cannot be combined with --force to replace a "
-                "checkpoint, because objects can only be read back after they have replaced the "
-                "old ones",
+                "checkpoint, because the new objects can be read back only after they have "
+                "replaced the old ones",
                 file=str(self.dst),
-                hint="write to another URL, or run ckpt validate --against SRC afterwards",
+                hint="write to a different URL, or run ckpt validate --against SRC afterwards",
             )
         if self._old:
             StoreDestination(self.dst).check_may_replace(is_file=self._is_file, keep=self._keep)
@@ -322,7 +324,10 @@ class BucketStage(DestinationStage):
         try:
             uploads = self._client.unfinished(self.dst.parent if self._is_file else self.dst)
         except AccessDeniedError:
-            note = "no permission to list unfinished uploads, so those of earlier runs may remain"
+            note = (
+                "ckpt has no permission to list unfinished uploads, so uploads of earlier runs may "
+                "remain"
+            )
             if note not in self.notes:
                 self.notes.append(note)
             return []

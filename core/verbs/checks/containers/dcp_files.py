@@ -76,7 +76,7 @@ def check_data_files(subject: Subject) -> Iterator[Finding]:
     # Items in the files without an entry, and file names that lead out of the checkpoint.
     if orphans:
         yield DCP_ORPHAN.finding(
-            f"no entry refers to the stored items of {n_text(len(orphans), 'key')}",
+            f"no metadata entry refers to the stored items of {n_text(len(orphans), 'key')}",
             file=METADATA,
             key=orphans[0],
             expected="an entry for each item",
@@ -159,7 +159,7 @@ def _find_unreferenced_files(subject: Subject, referenced: set[str]) -> Iterator
         }
     for name, size in unreferenced.items():
         yield EXTRA.finding(
-            f"{METADATA} does not refer to the file" + ("" if size else ", which is empty"),
+            f"{METADATA} does not refer to this file" + ("" if size else ", which is empty"),
             file=name,
             expected="a file that .metadata refers to",
             found=f"{size} unreferenced bytes",

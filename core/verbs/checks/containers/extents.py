@@ -23,7 +23,7 @@ _HEADER_BYTES = 8
 WITHOUT_HEADER = ("big-endian", "fill value")
 """Encodings of zarr chunks that are not compressed."""
 _ZEROS_HINT = (
-    "the bytes were lost in a copy, or never reached the disk: copy the file again from the "
+    "the bytes were lost in a copy or never reached the disk; copy the file again from the "
     "original checkpoint, or use an older checkpoint"
 )
 
@@ -98,7 +98,7 @@ def check_beginnings(subject: Subject) -> Iterator[Finding]:
             continue
         n_zeros = len(subject.ends.heads[name])
         yield NOT_ITS_KIND.finding(
-            f"the file begins with {n_zeros} zero bytes, where its header belongs",
+            f"the file begins with {n_zeros} zero bytes instead of its header",
             file=name,
             expected="a header",
             found=f"{n_zeros} zero bytes",

@@ -102,12 +102,12 @@ def find_leftovers(subject: Subject) -> Iterator[Finding]:
     staging_dir = stage_dir_of(subject.path)
     if staging_dir.is_dir():
         yield LEFT_OVER.finding(
-            "an unfinished write to this path exists next to it",
+            "an earlier write to this path was not finished",
             file=f"../{staging_dir.name}",
             expected="nothing",
             found="an unfinished staging directory",
-            hint="rerun the same command (with --resume to continue it), or remove the directory if"
-            " nothing is writing it",
+            hint="run the same command again (with --resume to continue the write), or remove the "
+            "directory if nothing is writing to it",
         )
 
 

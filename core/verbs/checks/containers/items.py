@@ -59,7 +59,7 @@ def _check_item(subject: Subject, key: str, array: StoredArray) -> Iterator[Find
             yield UNFIT.finding(err.message, file=extent.file, key=key, span=span, hint=err.hint)
         return
     yield DIFFERS.finding(
-        "dtype or shape of the stored tensor does not match the metadata",
+        "the stored tensor's dtype or shape does not match the metadata",
         file=extent.file,
         key=key,
         span=span,
@@ -107,7 +107,7 @@ def _unknown_storages(value: object, *, key: str, file: str | None) -> Iterator[
     )
     if names:
         yield NOT_HANDLED.finding(
-            "the storage of a tensor has an unknown element type",
+            "a tensor's storage has an unknown element type",
             file=file,
             key=key,
             expected="a torch storage type",

@@ -77,7 +77,7 @@ def check_megatron_ranks(subject: Subject) -> Iterator[Finding]:
     incomplete = [folder for folder in folders if f"{folder}/{OPTIM_FILE}" not in subject.files]
     for folder in incomplete if len(incomplete) < len(folders) else ():
         yield MISSING.missing_file(
-            "this rank's distributed optimizer file is missing; other ranks have theirs",
+            "this rank's distributed optimizer file is missing, but other ranks have one",
             f"{folder}/{OPTIM_FILE}",
             rank=folder,
             expected=OPTIM_FILE,

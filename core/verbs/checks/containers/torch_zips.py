@@ -117,7 +117,7 @@ def _check_torch_file(subject: Subject, name: str) -> Iterator[Finding]:
     for archive in archives:
         if archive.n_trailing:
             yield TRAILING.finding(
-                "bytes follow the end of the zip",
+                "bytes follow the end of the zip archive",
                 file=name,
                 span=(size - archive.n_trailing, size),
                 expected=f"{size - archive.n_trailing} bytes",
@@ -189,7 +189,7 @@ def check_descriptors(
         different = _differing_descriptor(data, record)
         if different is not None:
             yield ZIP_DESCRIPTOR.finding(
-                f"the data descriptor of the record {name!r} does not match the directory",
+                f"the data descriptor of record {name} does not match the zip directory",
                 file=archive.file,
                 keys=keys_of(record),
                 span=(record.span[1], record.span[1] + len(data)),

@@ -162,7 +162,7 @@ def _missing_metadata(
         chunk = "c/…"
     if chunk is not None:
         return ZARR_METADATA.finding(
-            f"{marker} is missing, but the chunk {chunk} exists",
+            f"{marker} is missing, but chunk {chunk} exists",
             file=_joined(folder, marker),
             key=folder or None,
             expected=marker,
@@ -215,7 +215,7 @@ def _check_chunks(
     if other is not None:
         last = tuple(max(count - 1, 0) for count in array.grid.counts)
         yield ZARR_SEPARATOR.finding(
-            "the chunks exist, but their names do not follow the metadata",
+            "the chunks exist, but their names do not match the metadata",
             file=folder.file,
             key=folder.key,
             expected=f"names like {array.names.name(last)}",
@@ -272,8 +272,8 @@ def report_absent_chunks(subject: Subject) -> Iterator[Finding]:
             yield finding_of(missing_chunk(tensor), default=ZARR_METADATA)
             continue
         yield ZARR_UNSTORED.finding(
-            f"{n_text(tensor.n_chunks, 'chunk')} not stored; the fill value is read instead "
-            f"({tensor.n_bytes:,} bytes)",
+            f"{n_text(tensor.n_chunks, 'chunk is', 'chunks are')} not stored, so the fill value is "
+            f"read instead ({tensor.n_bytes:,} bytes)",
             file=tensor.chunk_file,
             key=tensor.key,
         )
@@ -286,7 +286,7 @@ def check_object_shards(subject: Subject) -> Iterator[Finding]:
     ):
         for key in grid.absent_keys(_MOST_NAMED):
             yield OBJECT_SHARD.finding(
-                "this shard of the object is missing; others exist",
+                "this shard of the object is missing, but other shards exist",
                 file=f"{key}.pt",
                 key=key,
                 expected=f"{prod(grid.shape)} shards",
@@ -300,8 +300,8 @@ def find_two_versions(subject: Subject) -> Iterator[Finding]:
         folder, _, last = name.rpartition("/")
         if last == ARRAY_FILE and _joined(folder, METADATA_FILE) in subject.files:
             yield ZARR_TWO.finding(
-                f"{ARRAY_FILE} and {METADATA_FILE} describe the same directory; readers may use"
-                " either",
+                f"{ARRAY_FILE} and {METADATA_FILE} describe the same directory, so different "
+                "readers may use different files",
                 file=name,
                 key=folder or None,
                 expected="one of them",

@@ -107,7 +107,9 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         form = _canonical_form(subject)
     except CheckpointingException as err:
         form = None
-        yield UNREAD.finding(f"nothing can be compared: {err.message}", file=err.file, key=err.key)
+        yield UNREAD.finding(
+            f"the fingerprints cannot be compared: {err.message}", file=err.file, key=err.key
+        )
     if form is None:
         return
     expected, label = subject.against.fingerprints, subject.against.label
@@ -120,18 +122,18 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         # The fingerprint of a fused tensor does not follow from those of its parts, so that only
         # diff, which reads the bytes, can compare across a conversion of names.
         yield MISSING.finding(
-            f"nothing was compared: no tensor names in common with {label}",
+            f"nothing was compared, because no tensor name is also in {label}",
             expected=next(iter(expected)),
             found=next(iter(form.catalog.tensors), "no tensor"),
-            hint="if a conversion between Megatron's and Hugging Face's names made one from the "
-            f"other, compare them under common names: ckpt diff {command}",
+            hint="if one checkpoint was converted from the other and its tensors were renamed, "
+            f"compare both under the same names: ckpt diff {command}",
         )
         return
     # Compare the names, then the fingerprints of the common tensors.
     if other is None:
-        hint = "see what differs: run ckpt diff with the checkpoint that the manifest describes"
+        hint = "to see what differs, run ckpt diff with the checkpoint that the manifest describes"
     else:
-        hint = f"see what differs: ckpt diff {command}"
+        hint = f"to see what differs: ckpt diff {command}"
     yield from _compare_names(subject, form, hint)
     fingerprints, problems = _collect_fingerprints(subject, form, common)
     subject.n_compared = len(fingerprints)
@@ -142,7 +144,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
         wanted, actual = expected[key], fingerprints[key]
         if (wanted.dtype, wanted.shape) != (actual.dtype, actual.shape):
             yield OTHER_KIND.finding(
-                f"dtype or shape differs from {label}",
+                f"the dtype or shape does not match {label}",
                 key=key,
                 expected=_type_text(wanted),
                 found=_type_text(actual),
@@ -150,7 +152,7 @@ def compare_with_reference(subject: Subject) -> Iterator[Finding]:
             )
         elif wanted.text != actual.text:
             yield DIFFERENT.finding(
-                f"the fingerprint differs from {label}",
+                f"the fingerprint does not match {label}",
                 key=key,
                 expected=f"{wanted.text[:16]}…",
                 found=f"{actual.text[:16]}…",

@@ -98,11 +98,14 @@ def _read_listed(subject: Subject) -> Mapping[str, str] | CheckpointingException
         content = read_json_object(subject.store, INTEGRITY)
         files, algorithm = content.get("files"), content.get("algorithm", _ALGORITHM)
         if algorithm != _ALGORITHM:
-            raise CorruptError(f"the algorithm is {algorithm!r}, not {_ALGORITHM}", file=INTEGRITY)
+            raise CorruptError(
+                f"the checksum algorithm is {algorithm!r}, but ckpt supports only {_ALGORITHM}",
+                file=INTEGRITY,
+            )
         if not isinstance(files, dict) or not all(
             isinstance(value, str) for value in files.values()
         ):
-            raise CorruptError("not a list of file names with checksums", file=INTEGRITY)
+            raise CorruptError('"files" does not map file names to checksums', file=INTEGRITY)
     except CheckpointingException as err:
         return err
     return files
@@ -120,9 +123,9 @@ def check_listed_files(subject: Subject) -> Iterator[Finding]:
         if name in subject.files or subject.is_covered_by_finding(name):
             continue
         message = (
-            "the name points outside the checkpoint"
+            "integrity.json lists a path instead of a file name"
             if "/" in name
-            else "the file is missing, but integrity.json lists it"
+            else "integrity.json lists the file, but it is missing"
         )
         yield MISSING.missing_file(message, name, expected="a file")
     for name in subject.files:
@@ -143,7 +146,7 @@ def check_hashes(subject: Subject) -> Iterator[Finding]:
     for name, expected in listed.items():
         if name in actual and actual[name] != expected.lower():
             yield CONTENT.finding(
-                "the file was changed or damaged since the save",
+                "the file has been changed or damaged since the save",
                 file=name,
                 expected=f"SHA-256 {expected[:64]}",
                 found=actual[name],

@@ -66,7 +66,7 @@ def check_files(subject: Subject) -> Iterator[Finding]:
                 )
             elif size != file.n_bytes:
                 yield SIZE.finding(
-                    f"the size is not the one recorded in {record.name}",
+                    f"the file size does not match {record.name}",
                     file=file.path,
                     expected=f"{file.n_bytes} bytes",
                     found=f"{size} bytes",
@@ -104,7 +104,7 @@ def check_contents(subject: Subject) -> Iterator[Finding]:
         difference = _first_difference(file.crc, file.digest if digests else None, actual)
         if difference is not None and not wrong_arrays:
             yield CONTENT.finding(
-                "the file was changed or damaged",
+                "the file has been changed or damaged since the manifest was written",
                 file=file.path,
                 expected=difference[0],
                 found=difference[1],
@@ -167,7 +167,7 @@ def _compare_array(
     difference = _first_difference(array.crc, array.digest if digests else None, actual)
     if difference is not None:
         yield ARRAY.finding(
-            "the array was changed or damaged",
+            "the array has been changed or damaged since the manifest was written",
             file=array.file,
             key=array.key,
             span=(array.offset, array.offset + n_bytes),

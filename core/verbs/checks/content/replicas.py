@@ -46,14 +46,14 @@ _OWN_STATISTICS = frozenset(("running_mean", "running_var", "num_batches_tracked
 """Buffers of BatchNorm, which each rank computes from its own batches unless SyncBatchNorm is used.
 """
 _OWN_HINT = (
-    "no action needed: FSDP and DDP leave each rank its own BatchNorm statistics; with"
-    " --on-replica-mismatch first, a conversion uses the first rank's"
+    "no action is needed, because under FSDP and DDP each rank keeps its own BatchNorm statistics;"
+    " to convert with the first rank's statistics, add --on-replica-mismatch first"
 )
 
 
 _MOMENTS_HINT = (
-    "convert with --no-optim, as the weights do not differ; or use an older checkpoint; or convert"
-    " with --on-replica-mismatch first, which uses the first copy"
+    "the weights do not differ, so you can convert with --no-optim; to keep the optimizer, use an"
+    " older checkpoint, or use the first replica with --on-replica-mismatch first"
 )
 
 
@@ -171,7 +171,7 @@ def _compare_replicas(
                 file=file,
                 key=replicas.key,
                 rank=rank,
-                expected=f"{first_bytes} as in {_rank(primary) or _file(primary)}",
+                expected=f"{first_bytes}, as in {_rank(primary) or _file(primary)}",
                 found=other_bytes,
                 severity=Severity.NOTE if is_own else None,
                 hint=_OWN_HINT if is_own else None,

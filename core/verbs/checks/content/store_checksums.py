@@ -82,14 +82,14 @@ def compare_with_manifest(subject: Subject) -> Iterator[Finding]:
             skipped.setdefault(reason, []).append(file.path)
         elif (actual := whole_crc(stated[0])) != f"{file.crc:08x}":
             yield RECORDED.finding(
-                "the file in the store is not the one that the manifest describes",
+                "the file in the store differs from the one that the manifest describes",
                 file=file.path,
                 expected=f"CRC-32 {file.crc:08x}",
                 found=actual,
             )
         else:
             matched.setdefault("CRC-32", []).append(file.path)
-    yield from _notes(matched, "matches the manifest, without reading")
+    yield from _notes(matched, "matches the manifest (the data was not read)")
     yield from _notes_on_skipped(
         skipped, hint="to compare the data itself: ckpt validate PATH --deep"
     )
@@ -131,7 +131,7 @@ def compare_contents(subject: Subject) -> Iterator[Finding]:
             matched.setdefault(checksum.algorithm, []).append(name)
         else:
             yield difference
-    yield from _notes(matched, "matches what was read")
+    yield from _notes(matched, "matches the data read")
     yield from _notes_on_skipped(skipped)
 
 
@@ -160,7 +160,7 @@ def _find_difference(
     if computed == expected:
         return None
     return READ.finding(
-        "what was read does not match the store's checksum",
+        "the data read does not match the store's checksum",
         file=name,
         span=span,
         expected=f"{checksum.algorithm} {expected}",
@@ -182,16 +182,17 @@ def _reason_not_compared(subject: Subject, name: str, *, needed: str | None = No
         return (
             "the store reports no checksum"
             if failure is None
-            else f"the store was not asked: {failure}"
+            else f"the store's checksums could not be requested: {failure}"
         )
     without_parts = [item.algorithm for item in checksums if not item.ranges]
     if without_parts and needed in (None, *without_parts):
-        return f"the store reports {without_parts[0]} of parts, but not where the parts begin"
+        algorithm = without_parts[0]
+        return f"the store reports {algorithm} checksums of parts, but not where each part begins"
     algorithms = ", ".join(item.algorithm for item in checksums)
     if needed is not None:
         return f"the store reports {algorithms}, but the manifest has {needed}"
     package = missing_package(checksums[0].algorithm)
-    return f"the store reports {algorithms}, which needs {package}: pip install {package}"
+    return f"checking the store's {algorithms} requires {package}: pip install {package}"
 
 
 def _notes(matched: Mapping[str, list[str]], outcome: str) -> Iterator[Finding]:

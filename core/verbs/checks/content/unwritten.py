@@ -73,7 +73,9 @@ def check_unwritten(subject: Subject) -> Iterator[Finding]:
                     f"{n_lost} of {n_bytes} bytes are in holes in the file, which read as zeros"
                 )
             elif file in zero_chunks and len(zero_chunks) < len(fragments):
-                message = "a sample of this chunk is all zeros; other chunks of the weight are not"
+                message = (
+                    "a sample of this chunk is all zeros, but the weight's other chunks are not"
+                )
             else:
                 continue
             yield UNWRITTEN.finding(message, file=file, key=key)

@@ -20,7 +20,7 @@ from core.arrays.box import Box
 from core.arrays.dtypes import itemsize
 from core.engine.numbers.facts import ElementCount, ValueFacts, ValueObserver
 from core.engine.numbers.kinds import KINDS
-from core.values import dataclass
+from core.values import dataclass, n_text
 from core.verbs.checks.finding import Code, Finding, Level, Severity, get_code
 from core.verbs.checks.subject import Check, Subject
 from core.verbs.checks.watch import Watch
@@ -99,16 +99,16 @@ def check_values(subject: Subject) -> Iterator[Finding]:
             file = None if array is None else array.extent.file
             if not is_zero:
                 yield CONSTANT.finding(
-                    f"all {n_elements} elements have the bits {value:#x}", key=key, file=file
+                    f"all {n_elements} elements have the same bits, {value:#x}", key=key, file=file
                 )
             elif not _BEGINS_AS_ZEROS.search(key):
                 yield ZERO.finding(f"all {n_elements} elements are zero", key=key, file=file)
         elif is_zero:
             zero_states.append(tensor.key)
     if zero_states:
-        yield ZERO_STATES.finding(
-            f"{len(zero_states)} optimizer states of matrices are all zeros", keys=zero_states
-        )
+        n = len(zero_states)
+        states_are = n_text(n, "matrix optimizer state is", "matrix optimizer states are")
+        yield ZERO_STATES.finding(f"{states_are} all zeros", keys=zero_states)
 
 
 def _tensors(subject: Subject, facts: dict[str, ValueFacts]) -> Iterator[_Tensor]:
@@ -168,7 +168,7 @@ def _check_numbers(subject: Subject, tensor: _Tensor) -> Iterator[Finding]:
             key=owner or key,
             file=file,
             rank=file.rpartition("/")[0] or None if array.coords else None,
-            expected="finite numbers" if code is not HUGE else "values of a usual magnitude",
+            expected="finite numbers" if code is not HUGE else "values up to 2^100",
             found=f"{total} {description}",
             severity=_severity(code, tensor),
         )

@@ -21,6 +21,7 @@ from core.errors import CheckpointingException
 from core.opening.iterations import ITERATION_DIR
 from core.pickle.fields import text_or_none
 from core.pickle.inert import as_mapping
+from core.values import n_text
 from core.verbs.checks.finding import Finding, Severity, get_code
 from core.verbs.checks.subject import Check, Subject
 
@@ -50,7 +51,7 @@ def check_arguments(subject: Subject) -> Iterator[Finding]:
     incomplete = [folder for folder, root in ranks.items() if "args" not in root]
     if incomplete or (not ranks and catalog.args is None):
         yield NO_ARGS.finding(
-            "the checkpoint holds no training arguments",
+            "the checkpoint has no training arguments",
             rank=incomplete[0] if incomplete else None,
             key="args",
             expected="args",
@@ -80,7 +81,7 @@ def check_iteration(subject: Subject) -> Iterator[Finding]:
     iteration = _most_frequent(numbers) if numbers else catalog.iteration
     if isinstance(iteration, int) and iteration != int(match[1]):
         yield NUMBER.finding(
-            f"the checkpoint holds iteration {iteration}, but is in {subject.path.name}",
+            f"the checkpoint's iteration is {iteration}, but its directory is {subject.path.name}",
             key="iteration",
             expected=f"iteration {int(match[1])} ({subject.path.name})",
             found=f"iteration {iteration}",
@@ -104,7 +105,7 @@ def check_agreement(subject: Subject) -> Iterator[Finding]:
         for folder, root in ranks.items():
             if not are_same(root.get(name), expected):
                 yield RANKS.finding(
-                    f"{name} differs from most other ranks",
+                    f"this rank's {name} differs from that of most other ranks",
                     key=name,
                     rank=folder,
                     expected=_value_text(expected),
@@ -154,7 +155,7 @@ def check_version(subject: Subject) -> Iterator[Finding]:
     is_number = isinstance(version, (int, float)) and not isinstance(version, bool)
     if not is_number or not 0 <= float(str(version)) <= _NEWEST_VERSION:
         yield VERSION_ODD.finding(
-            "Megatron does not write this checkpoint_version",
+            "no version of Megatron writes this checkpoint_version",
             key="checkpoint_version",
             expected=f"a number up to {_NEWEST_VERSION}",
             found=_value_text(version),
@@ -176,7 +177,7 @@ def check_random_states(subject: Subject) -> Iterator[Finding]:
         incomplete = [folder for folder, root in ranks.items() if RNG not in root]
         for folder in incomplete if len(incomplete) < len(ranks) else ():
             yield RANDOM.finding(
-                "the random states of this rank are missing; other ranks have theirs",
+                "this rank has no random states, but other ranks do",
                 key=RNG,
                 rank=folder,
                 expected=RNG,
@@ -205,10 +206,10 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
     if len(present) < len(shards):
         other = next(other for _, _, other in shards if other != shape)
         yield RANDOM.finding(
-            "random states come from runs of different sizes",
+            "the random states come from runs with different parallel sizes",
             key=RNG,
-            expected=f"a grid {shape}",
-            found=f"also {other}",
+            expected=f"one grid, of shape {shape}",
+            found=f"also a grid of shape {other}",
         )
     yield from _find_missing_states(shape, present)
     # Megatron loads a grid with the parallel sizes of the arguments.
@@ -218,10 +219,10 @@ def _check_random_grid(catalog: Catalog) -> Iterator[Finding]:
         return
     if len(shape) >= 2 and shape[:2] != (run.pp, run.tp):
         yield RANDOM.finding(
-            "the grid of random states does not match the arguments, so Megatron cannot load it",
+            "the random states do not match the training arguments, so Megatron cannot load them",
             key=RNG,
-            expected=f"a grid {(run.pp, run.tp)} (PP, TP of the arguments)",
-            found=f"a grid {shape}",
+            expected=f"PP {run.pp} and TP {run.tp}, from the arguments",
+            found=f"PP {shape[0]} and TP {shape[1]}",
         )
 
 
@@ -241,10 +242,10 @@ def _find_missing_states(
     for offset in product(*map(range, shape)):
         if offset not in present:
             yield RANDOM.finding(
-                "the random states of a rank are missing",
+                "one rank's random states are missing",
                 key=f"{RNG}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}",
-                expected=f"a grid {shape}",
-                found=f"{len(present)} of them",
+                expected=f"{prod(shape)} states, a grid of shape {shape}",
+                found=n_text(len(present), "state"),
             )
 
 
@@ -263,12 +264,15 @@ def check_backend(subject: Subject) -> Iterator[Finding]:
     if backend not in BACKENDS and (BACKEND_KEY in config or _is_megatron_core(subject)):
         has_key = BACKEND_KEY in config
         yield BACKEND.finding(
-            f"metadata.json names {'an unknown' if has_key else 'no'} backend",
+            "metadata.json names an unknown backend"
+            if has_key
+            else "metadata.json does not name a backend",
             file=CONFIG,
             key=BACKEND_KEY,
             expected=" or ".join(BACKENDS),
             found=f"{config[BACKEND_KEY]!r:.60}" if has_key else "no such entry",
-            hint="set it to the backend that saved the files, or use an older checkpoint",
+            hint=f"set {BACKEND_KEY} to the backend that saved the files, or use an older "
+            "checkpoint",
         )
     if backend in _MARKS:
         yield from _check_known_backend(subject, config, backend)
@@ -285,7 +289,7 @@ def _check_known_backend(
     present = {name for name, mark in _MARKS.items() if mark in names}
     if present and backend not in present:
         yield BACKEND.finding(
-            "the tensors were written by a different backend",
+            "the tensors were not written by the backend that metadata.json names",
             file=CONFIG,
             key=BACKEND_KEY,
             expected=f"{backend} ({_MARKS[backend]})",
@@ -295,7 +299,7 @@ def _check_known_backend(
     version = config.get("sharded_backend_version", VERSION)
     if version != VERSION:
         yield BACKEND.finding(
-            "unknown backend version",
+            "the backend version is not supported",
             file=CONFIG,
             key="sharded_backend_version",
             expected=VERSION,

@@ -19,7 +19,7 @@ COPIED = get_code("CK508")
 
 
 _SUSPICION_HINT = (
-    "if the model did not begin with equal layers or experts (upcycling, depth up-scaling), "
+    "unless the model started with identical layers or experts (upcycling, depth up-scaling), "
     + COPIED_HINT
 )
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from core.arrays.box import Box, full_box
 from core.engine.catalog.tensor import Fragment, Tensor
 from core.errors import CheckpointingException, UnsafeError
+from core.values import n_text
 from core.verbs.checks.finding import Finding, get_code
 from core.verbs.checks.problems import finding_of
 from core.verbs.checks.subject import Check, Subject
@@ -63,10 +64,10 @@ def check_emptied(subject: Subject) -> Iterator[Finding]:
             return  # the files of ZeRO-3's ranks have them, beside their parts
     for key in emptied:
         yield EMPTIED.finding(
-            "the parameter has no elements, because it was saved while ZeRO-3 had divided it "
-            "among ranks",
+            "the parameter is empty, because it was saved while ZeRO-3 had partitioned it across "
+            "ranks",
             key=key,
-            expected="a parameter",
+            expected="a parameter with elements",
             found="shape (0,)",
         )
 
@@ -113,7 +114,7 @@ def _check_chunks(
             f"a chunk of shape {box.shape} at {box.offset} extends beyond the tensor",
             file=_file_of(fragments, box),
             key=key,
-            expected=f"within {tensor.shape}",
+            expected=f"a chunk within {tensor.shape}",
             found=f"{box.offset} to {box.end}",
         )
         counts.pop(box)
@@ -145,11 +146,11 @@ def _locate_gap_and_overlap(
         common = first.intersect(second)
         assert common is not None
         yield OVERLAP.finding(
-            f"the chunks at {first.offset} and {second.offset} have {common.n_elements} elements in"
-            " common",
+            f"the chunks at {first.offset} and {second.offset} share "
+            f"{n_text(common.n_elements, 'element')}",
             file=_file_of(fragments, second),
             key=key,
-            expected="each element in one chunk",
+            expected="each element in exactly one chunk",
             found=f"shapes {first.shape} and {second.shape}",
         )
     hole = first_hole(region, boxes)
@@ -157,7 +158,9 @@ def _locate_gap_and_overlap(
         # If chunks overlap, the size of the gap does not follow from their sum.
         n_covered = sum(box.n_elements for box in boxes)
         missing = (
-            f"{region.n_elements - n_covered} elements are" if pair is None else "elements are"
+            n_text(region.n_elements - n_covered, "element is", "elements are")
+            if pair is None
+            else "elements are"
         )
         yield GAP.finding(
             f"{missing} not covered by any chunk, the first at {hole.offset}",

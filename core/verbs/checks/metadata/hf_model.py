@@ -23,6 +23,7 @@ from core.errors import CheckpointingException
 from core.formats.huggingface.files import CONFIG, read_config_json
 from core.hf.proof.expected import declares_tie, find_model_class, unchecked_text
 from core.hf.proof.problem import Kind
+from core.values import n_text
 from core.verbs.checks.finding import Code, Finding, Level, get_code
 from core.verbs.checks.subject import Check, Subject
 
@@ -88,7 +89,9 @@ def check_model(subject: Subject) -> Iterator[Finding]:
             )
         if len(same_kind) > _MOST_NAMED:
             yield _CODE_OF[kind].finding(
-                f"and {len(same_kind) - _MOST_NAMED:,} more of this kind", file=CONFIG, hint=hint
+                f"{n_text(len(same_kind) - _MOST_NAMED, 'more finding')} of this kind",
+                file=CONFIG,
+                hint=hint,
             )
 
 
@@ -121,8 +124,8 @@ def check_tied_tensors(subject: Subject) -> Iterator[Finding]:
             f"{CONFIG} ties the tensor to {embedding.name}, but the values differ",
             file=head.extent.file,
             key=head.name,
-            expected=f"the same as {embedding.name}",
-            found="other values",
+            expected=f"the values of {embedding.name}",
+            found="different values",
         )
 
 

@@ -90,7 +90,7 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
     for name, keys in sorted(listed.items()):
         if name not in subject.files:
             yield MISSING.missing_file(
-                f"{index.file} places {n_text(len(keys), 'tensor')} in this file, which is missing",
+                f"{index.file} maps {n_text(len(keys), 'tensor')} to this file, which is missing",
                 name,
                 key=min(keys),
                 expected="the file",
@@ -105,7 +105,7 @@ def _compare_with_shards(subject: Subject, index: WeightIndex) -> Iterator[Findi
                     file=name,
                     key=key,
                     expected="one file",
-                    found="two",
+                    found="two files",
                 )
             shard_of.update((key, name) for key in stored)
 
@@ -116,7 +116,7 @@ def _compare_shard(
     """Compare the tensors that the index places in a shard with those that are stored in it."""
     for key in sorted(listed - stored)[:_MOST_NAMED]:
         yield NOT_HELD.finding(
-            f"{index.file} places the tensor in this file, which does not hold it",
+            f"{index.file} maps the tensor to this file, which does not contain it",
             file=name,
             key=key,
             expected="the tensor",
@@ -127,7 +127,7 @@ def _compare_shard(
         yield NOT_LISTED.finding(
             f"{index.file} does not list the tensor"
             if other is None
-            else f"{index.file} places it in {other}",
+            else f"{index.file} maps the tensor to {other}",
             file=name,
             key=key,
             expected=other or "an entry",
@@ -191,10 +191,10 @@ def _check_other_files(
     single = f"{stem}.{suffix}"
     if single in subject.files and single not in used:
         yield SHADOWED.finding(
-            f"transformers loads this file instead of those named in {index.file}",
+            f"transformers loads this file instead of the shards that {index.file} lists",
             file=single,
             expected="only shards",
-            found="a single file as well",
+            found="shards and a single file",
         )
     # Shards of the same series that the index does not name, and other weights next to them, such
     # as mtp.safetensors, which may be meant to be loaded or not.
@@ -207,7 +207,7 @@ def _check_other_files(
         is_other = stem == "model" and name.endswith(".safetensors") and not is_piece(name)
         if is_shard or is_other:
             yield EXTRA.finding(
-                f"{index.file} does not refer to the {'shard' if is_shard else 'file'}",
+                f"{index.file} does not list the {'shard' if is_shard else 'file'}",
                 file=name,
                 expected="an entry",
                 found="no entry",
@@ -260,7 +260,7 @@ def _check_pieces(subject: Subject) -> Iterator[Finding]:
             for number in sorted(all_numbers - numbers):
                 name = f"shard-{rank:05d}-{number}.safetensors"
                 yield PIECES.finding(
-                    "this file is missing; other ranks have a file with this number",
+                    "this file is missing, but other ranks have a file with this number",
                     file=f"{folder}/{name}" if folder else name,
                     rank=str(rank),
                     expected=f"{len(all_numbers)} files",
@@ -299,7 +299,7 @@ def check_configuration(subject: Subject) -> Iterator[Finding]:
         and not any(name in subject.files for name in _CONFIGS)
     ):
         yield NO_CONFIG.missing_file(
-            "the directory holds Hugging Face weights, but no configuration", _CONFIGS[0]
+            "the directory contains Hugging Face weights but no configuration", _CONFIGS[0]
         )
 
 

@@ -175,9 +175,10 @@ def check_vocabulary(subject: Subject) -> Iterator[Finding]:
             )
         elif n_padded is None and not is_plausible:
             yield VOCABULARY.finding(
-                f"no tensor parallel size pads {n_rows} rows to {rows}",
+                f"no tensor-parallel size pads {n_rows} rows to {rows}",
                 key=name,
-                expected=f"a multiple of {model.facts.divisible_by}, next to {n_rows} (vocab_size)",
+                expected=f"{n_rows} rows (vocab_size), padded to a multiple of "
+                f"{model.facts.divisible_by}",
                 found=f"{rows} rows",
             )
 

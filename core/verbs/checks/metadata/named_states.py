@@ -93,8 +93,8 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
         # The parameter must be in the model.
         if states.are_model_names and meta is None and name not in problems:
             yield NO_PARAMETER.finding(
-                f"the optimizer has {', '.join(sorted(keys))} for this parameter, but the model"
-                " does not contain the parameter",
+                f"the optimizer has {', '.join(sorted(keys))} for a parameter that is not in the "
+                "model",
                 file=file,
                 key=first_key,
                 expected=f"the tensor {name}",
@@ -118,7 +118,7 @@ def check_named_states(subject: Subject) -> Iterator[Finding]:
             from core.verbs.checks.metadata.optimizer import STATES
 
             yield STATES.finding(
-                f"the optimizer has no {' and no '.join(sorted(missing))} for this parameter",
+                f"the optimizer has no {' or '.join(sorted(missing))} for this parameter",
                 file=file,
                 key=tensor or name,
                 expected=", ".join(sorted(states.usual)),
@@ -217,10 +217,10 @@ def _check_shapes(
         from core.verbs.checks.metadata.optimizer import SHAPE
 
         yield SHAPE.finding(
-            "the shape of the state does not match its parameter",
+            "the state's shape does not match its parameter's",
             file=_file_of(catalog, key),
             key=key,
-            expected=f"shape {expected.shape}" + ("" if tensor is None else f" (of {owner})"),
+            expected=f"shape {expected.shape}" + ("" if tensor is None else f", like {owner}"),
             found=f"shape {shape}",
         )
 

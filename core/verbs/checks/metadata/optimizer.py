@@ -122,11 +122,11 @@ def _find_missing_states(
         for folder, names in ranks.items():
             for name in sorted(all_names - names) if folder not in excluded else ():
                 yield STATES.finding(
-                    "this rank has no optimizer states for the parameter; other ranks do",
+                    "this rank has no optimizer states for the parameter, but other ranks do",
                     key=name,
                     rank=folder,
                     expected=f"states of {len(all_names)} parameters",
-                    found=f"of {len(names)}",
+                    found=f"states of {len(names)}",
                 )
 
 
@@ -242,7 +242,7 @@ def _not_compared(
 ) -> Finding:
     """Return the note that weights could not be compared with their master weights."""
     return NOT_COMPARED.finding(
-        f"the weights could not be compared with the master weights ({err.message})",
+        f"the weights could not be compared with their master weights ({err.message})",
         file=file,
         key=key,
         rank=rank,

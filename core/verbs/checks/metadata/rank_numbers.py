@@ -34,15 +34,15 @@ def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
         axes = [
             name
             for name, is_free in (
-                ("tensor parallel ranks", topology.tp > 1),
+                ("tensor-parallel ranks", topology.tp > 1),
                 ("pipeline stages without embedding and output", topology.pp > n_proven + 1),
-                ("expert parallel ranks", topology.ep > 1),
+                ("expert-parallel ranks", topology.ep > 1),
             )
             if is_free
         ]
         if axes:
             yield UNPROVEN.finding(
-                "the arguments do not tell which rank wrote a file, so files swapped between "
+                "the arguments do not say which rank wrote each file, so files swapped between "
                 f"{' and '.join(axes)} would go unnoticed",
                 key="args.rank",
             )
@@ -57,8 +57,8 @@ def report_rank_numbers(subject: Subject) -> Iterator[Finding]:
             describe_misplaced(misplaced.number),
             rank=misplaced.folder,
             key="args.rank",
-            expected="a number of its own" if is_copy else f"rank {misplaced.expected}",
-            found="the number of another rank" if is_copy else f"rank {misplaced.number}",
+            expected="a different number in each file" if is_copy else f"rank {misplaced.expected}",
+            found="the same number as another rank" if is_copy else f"rank {misplaced.number}",
         )
 
 

@@ -69,7 +69,7 @@ def check_completion(subject: Subject) -> Iterator[Finding]:
     if subject.format.lists_chunks:
         yield from _check_metadata_files(subject, backend)
     if CONFIG not in files and _is_megatron_core(subject):
-        message = f"{CONFIG} is missing; Megatron writes it last, so the save was not completed"
+        message = f"{CONFIG}, which Megatron writes last, is missing, so the save was not completed"
         yield UNFINISHED.missing_file(message, CONFIG)
     if backend is not None:
         yield from _check_common_state(subject, backend)
@@ -90,7 +90,7 @@ def _check_common_state(subject: Subject, backend: object) -> Iterator[Finding]:
     # torch_dist may keep the common state in .metadata, so only an error that names it proves that
     # it is missing.
     if backend == "zarr" or (METADATA in files and "common_state" in str(subject.failure)):
-        yield MISSING.missing_file("the common state is missing", COMMON_FILE)
+        yield MISSING.missing_file("the common state file is missing", COMMON_FILE)
 
 
 def _check_metadata_files(subject: Subject, backend: object) -> Iterator[Finding]:
@@ -168,8 +168,8 @@ def _check_trackers_in(
         n_iterations = sum(pattern.match(name) is not None for name in folders)
         if n_iterations:
             yield NO_TRACKER.missing_file(
-                f"{n_text(n_iterations, 'iteration')}, but no {tracker}, so {software} would "
-                "start over",
+                f"the directory contains {n_text(n_iterations, 'iteration')} but no {tracker}, so "
+                f"{software} would start over",
                 _relative(subject, store, tracker),
                 expected=tracker,
             )
@@ -199,7 +199,7 @@ def _check_megatron_tracker(
         name = numbers.get(int(text), f"iter_{int(text):07d}")
     else:
         yield MALFORMED.finding(
-            "the tracker holds neither a number nor 'release'",
+            "the tracker contains neither a number nor 'release'",
             file=file,
             expected="the number of an iteration",
             found=repr(text[:40]),
@@ -215,7 +215,7 @@ def _check_megatron_tracker(
     newest = max(numbers, default=0)
     if text != RELEASE and newest > int(text):
         yield NEWER.finding(
-            "a newer iteration exists: its save was not completed, or the tracker was set back",
+            "a newer iteration exists, so its save was not completed or the tracker was set back",
             file=file,
             expected=f"iteration {newest}",
             found=f"iteration {int(text)}",
@@ -229,7 +229,7 @@ def _check_deepspeed_tracker(
     name, file = _read_tracker(store, tracker), _relative(subject, store, tracker)
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         yield MALFORMED.finding(
-            "the tracker does not hold the name of a directory",
+            "the tracker does not contain a directory name",
             file=file,
             expected="a directory name",
             found=repr(name[:40]),
@@ -257,7 +257,7 @@ def _check_named_checkpoint(subject: Subject, name: str, file: str) -> Iterator[
             f"the tracker names {name}, which is not a complete checkpoint",
             file=file,
             expected="a complete checkpoint",
-            found="not a known checkpoint format"
+            found="not a supported checkpoint format"
             if subject.format is None
             else "an incomplete checkpoint",
         )

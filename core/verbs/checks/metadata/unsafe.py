@@ -79,21 +79,23 @@ def _report_unknown_names(foreign: Mapping[Global, list[Place]]) -> Iterator[Fin
     names = sorted(foreign, key=str)
     for number, name in enumerate(names[:_MOST_SHOWN], 1):
         (file, key), *more_places = foreign[name]
-        message = f"{str(name)[:200]} is needed" + (
-            f", also in {n_text(len(more_places), 'other place')}" if more_places else ""
+        message = f"the pickle needs {str(name)[:200]}" + (
+            f", which is also needed in {n_text(len(more_places), 'other place')}"
+            if more_places
+            else ""
         )
         if number == _MOST_SHOWN < len(names):
             n_more = n_text(len(names) - number, "other name")
-            message += f"; also needed: {n_more} from unknown modules"
+            message += f"; {n_more} from unknown modules are also needed"
         yield UNKNOWN.finding(message, file=file, key=key, found=str(name)[:200])
 
 
 _USE_TEXTS: dict[How, str] = {
     "named": "is referenced, which would run code in software that unpickles it",
-    "bound": "gets arguments bound by functools.partial, and is not known to be harmless",
-    "made": "is instantiated, and is not a class known to be harmless",
-    "called": "is called, and is not a function known to be harmless",
-    "changed": "gets attributes or items set, which affects the entire program that unpickles it",
+    "bound": "gets arguments bound by functools.partial and is not known to be harmless",
+    "made": "is instantiated but is not a class known to be harmless",
+    "called": "is called but is not a function known to be harmless",
+    "changed": "has attributes or items set, which affects the entire program that unpickles it",
     "unread": "unpickles bytes that are refused or nested too deeply to be inspected",
 }
 """Kind of use → its description, the most harmful kind last."""
@@ -219,7 +221,7 @@ def check_file_names(subject: Subject) -> Iterator[Finding]:
             )
         if not name.isprintable():
             yield ODD_NAME.finding(
-                "the name has control characters, direction marks or bytes that are not text",
+                "the name contains control characters, direction marks or bytes that are not text",
                 file=name,
             )
 
@@ -229,7 +231,7 @@ def report_sparse_files(subject: Subject) -> Iterator[Finding]:
     for name in sorted(subject.hollow):
         stored = subject.store.disk_bytes(name)
         yield HOLLOW.finding(
-            "almost none of the file is stored on disk; --deep skips it",
+            "almost none of the file is stored on disk, so --deep skips it",
             file=name,
             expected=f"{subject.files[name]} bytes",
             found=f"{stored} bytes on disk",
@@ -247,7 +249,9 @@ def check_links(subject: Subject) -> Iterator[Finding]:
             continue
         target = os.path.realpath(path)
         if not target.startswith(f"{root}/") and not _BLOBS.search(target):
-            yield LEADS_OUT.finding("the file is a link", file=name, found=target)
+            yield LEADS_OUT.finding(
+                "the file is a link to a path outside the checkpoint", file=name, found=target
+            )
 
 
 CHECKS = (

@@ -64,10 +64,10 @@ def global_form(
         deltas = checkpoint.catalog.facet(WeightDeltas)
         if deltas is not None:
             raise UnsupportedError(
-                f"the files hold {deltas.title}",
+                f"the files contain {deltas.title}",
                 file=str(checkpoint.path),
                 hint=f"apply them to a checkpoint of version {deltas.base_version} first, as the "
-                "rollout engine does (SGLang's /pull_weights), and convert that checkpoint",
+                "rollout engine does (SGLang's /pull_weights), and convert the result",
             )
     # Read the source, and refuse options that do not fit it.
     request, step = _describe_source(job, source, format, others)
@@ -85,7 +85,7 @@ def global_form(
         dtype = parse_dequantized_type(job.dequantize).name
         dequantized = dequantize_rank_weights(step.catalog, dtype)
         if dequantized.n:
-            note = f"{dequantized.n} Transformer Engine float8 tensors become {dtype}"
+            note = f"{dequantized.n} Transformer Engine float8 tensors are dequantized to {dtype}"
             step = replace(step, catalog=dequantized.catalog, notes=(note,))
             request = replace(request, job=replace(request.job, dequantize=None))
 

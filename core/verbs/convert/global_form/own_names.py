@@ -81,5 +81,5 @@ def _refuse_incomplete(catalog: Catalog, rules: Rules) -> None:
         raise UsageError(
             f"--include, --exclude or --rename leave an incomplete Megatron model: {message}",
             key=getattr(err, "key", None),
-            hint="to keep part of a model, use --to dcp or --to torch",
+            hint="to write only part of the model, use --to dcp or --to torch",
         ) from err

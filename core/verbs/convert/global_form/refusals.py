@@ -61,15 +61,15 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
             ("family",),
             not (request.becomes_hf or becomes_megatron),
             "the tensors keep their names",
-            "omit it, or rename them with --names hf or --names megatron",
+            "omit it, or rename the tensors with --names hf or --names megatron",
         ),
         *list_format_rows(job, format, is_named=is_named),
         NoEffect(("rng",), request.comes_from_hf, "Hugging Face checkpoints have no random states"),
         NoEffect(
             ("make_vocab_size_divisible_by",),
             not becomes_megatron,
-            "no Hugging Face weights become Megatron weights",
-            "omit it; a Megatron checkpoint keeps its own",
+            "the conversion is not from Hugging Face to Megatron",
+            "omit it; a Megatron checkpoint keeps its own value",
         ),
         NoEffect(
             ("vocab_size", "keep_padded_vocab", "make_vocab_size_divisible_by", "experts"),
@@ -82,7 +82,7 @@ def refuse_contradictions(request: FormRequest, catalog: Catalog) -> None:
         NoEffect(
             ("transformer_impl", "experts"),
             not (becomes_megatron or has_model_form(job, format)),
-            f"{format.name} stores no Megatron modules",
+            f"{format.name} does not store Megatron modules",
             "use it with --to megatron or --to torch_dist",
         ),
     )
@@ -120,7 +120,7 @@ def _refuse_config(request: FormRequest, catalog: Catalog) -> NoReturn:
     config = request.config
     if config is None or not isinstance(config.get("model_type"), str):
         raise UsageError(
-            "--config: without model_type, the file does not describe a transformers model",
+            "--config: the file has no model_type, so it does not describe a transformers model",
             file=str(request.job.config),
             hint="pass the model's config.json",
         )
@@ -155,11 +155,11 @@ def refuse_names(request: FormRequest, catalog: Catalog) -> NoReturn:
     hint = f"pass the model's {CONFIG} with --config FILE, or {keeping}"
     if request.is_peft:
         hint = (
-            f"for a peft adapter, pass the {CONFIG} of its base model with --config FILE, or "
-            "fold it into the base: ckpt merge BASE -o DST --lora SRC"
+            f"for a peft adapter, pass its base model's {CONFIG} with --config FILE, or "
+            "fold the adapter into the base: ckpt merge BASE -o DST --lora SRC"
         )
     if options is not None:
-        hint = f"to write only the model, with its {CONFIG}, add {options} --config {CONFIG}"
+        hint = f"to write only the model with its {CONFIG}, add {options} --config {CONFIG}"
     raise UnsupportedError(
         f"the tensors ({first!r} …) cannot be {goal}: they have neither Megatron's names and "
         f"training arguments nor Hugging Face's names and a {CONFIG}",
@@ -179,6 +179,6 @@ def refuse_without_arguments(catalog: Catalog, rules: Rules) -> None:
         raise UnsupportedError(
             "the tensors have Megatron's names, but the checkpoint has no training arguments "
             "(args), which describe the model and its layout",
-            hint=f"pass the {CONFIG} of the same Hugging Face model with --config FILE, or keep "
+            hint=f"pass the matching Hugging Face model's {CONFIG} with --config FILE, or keep "
             "the names: --to safetensors, dcp or torch",
         )

@@ -120,7 +120,7 @@ def parse_names(job: Job) -> tuple[str | None, str | None]:
     family, _, model_type = job.names.partition(":")
     if family not in ("hf", "megatron") or (model_type and family != "hf"):
         raise UsageError(
-            f"unknown value {job.names!r} for --names",
+            f"--names: unknown value {job.names!r}",
             hint="use hf, hf:MODEL_TYPE (such as hf:qwen3_moe), or megatron",
         )
     return family, model_type or None
@@ -163,7 +163,7 @@ def read_config(
         raise UsageError(
             f"--config: SRC already has a {CONFIG}",
             file=str(job.config),
-            hint="omit --config, or edit the one in SRC",
+            hint=f"omit --config, or edit the {CONFIG} in SRC",
         )
     with translate_os_errors(str(job.config), doing="read"):
         data = job.config.read_bytes()

@@ -103,7 +103,7 @@ def blaming_options(job: Job, result: ChangedCatalog, family: str) -> Iterator[N
             "--include, --exclude, --stack-layers or the new names leave "
             f"an incomplete {family} model: {err.message}",
             key=err.key,
-            hint="to write part of a model, keep its names and omit --config: "
+            hint="to write only part of the model, keep its names and omit --config: "
             "--to safetensors, dcp or torch",
         ) from err
 

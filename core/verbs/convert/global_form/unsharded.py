@@ -52,7 +52,7 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
     # Without a change of layout or names the tensors stay as they are.
     is_renamed = request.becomes_hf or request.is_restacked
     if not (is_renamed or _needs_global_form(request, catalog, source.format)):
-        unchanged = NoEffect(_LAYOUT_OPTIONS, True, "the parallel layout stays as it is")
+        unchanged = NoEffect(_LAYOUT_OPTIONS, True, "the parallel layout does not change")
         refuse_without_effect(job.given_options, [unchanged])
         step = merge_if_requested(request, drop_optimizer(request, catalog), source)
         if not format.has_common_state or step.catalog.common is None:
@@ -63,9 +63,9 @@ def unshard_if_needed(request: FormRequest, catalog: Catalog, source: Checkpoint
         if form in (None, other_form):
             return step
         note = (
-            f"the optimizer state stays {form}, which Megatron loads only at the same sizes, if at "
-            "all; use --tp-new or --pp-new (even with the same sizes) to rewrite it as "
-            f"{other_form}"
+            f"the optimizer state stays {form}, which Megatron loads only at the same parallel "
+            f"sizes, if at all; to rewrite it as {other_form}, add --tp-new or --pp-new (the "
+            "current size is fine)"
         )
         return replace(step, notes=(note,))
 
@@ -147,8 +147,8 @@ def _record_run_facts(request: FormRequest, catalog: Catalog, source: Checkpoint
     # Some files have their iteration only in the name of their directory (iter_0000010).
     if catalog.iteration is None and source.iteration is not None:
         notes.append(
-            "the files do not record their iteration; "
-            f"using {source.iteration} from the directory name"
+            "the files do not record the iteration, so ckpt uses "
+            f"{source.iteration} from the directory name"
         )
         catalog = replace(catalog, iteration=source.iteration)
     # Record the true number of vocabulary rows, so that later conversions need no option for it.

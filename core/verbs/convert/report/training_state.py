@@ -31,8 +31,8 @@ from core.values import dataclass
 from core.verbs.convert.job import Job
 from core.verbs.convert.options import has_model_form
 
-_NOT_HERE = "training state, which {} does not hold: --to dcp or --to torch keeps it"
-_UNKNOWN = "a class that {} cannot hold: --to torch keeps it"
+_NOT_HERE = "training state, which {} cannot store; to keep it, use --to dcp or --to torch"
+_UNKNOWN = "an object of a class that {} cannot store; to keep it, use --to torch"
 
 
 @dataclass(frozen=True, slots=True)

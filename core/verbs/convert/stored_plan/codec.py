@@ -87,7 +87,7 @@ def refuse_class(value: object) -> object:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"several workers cannot share a plan with a value of {type(value)}",
+        f"a plan that contains a {type(value).__name__} cannot be shared by several workers",
         hint="convert in one process, without ckpt launch",
     )
 

@@ -398,10 +398,10 @@ class StoredPlan:
                 digest = file_digest(self.path)
                 if digest != self._digest:
                     raise CorruptError(
-                        f"the plan has SHA-256 {digest}, but the lead's plan has {self._digest}",
+                        f"the plan's SHA-256 is {digest}, but the lead worker wrote {self._digest}",
                         file=str(self.path),
-                        hint="all hosts must see the same file system, and only one run "
-                        "at a time may write to a destination",
+                        hint="make sure that all hosts see the same file system, and that only one "
+                        "run at a time writes to the destination",
                     )
                 self._load()
             except BaseException:

@@ -308,7 +308,7 @@ class _Lead:
             written.works, written.target_files, hosts, item_bytes=item_bytes
         )
         self._stage.notes.append(
-            "each file is written by one host, because hosts may overwrite each other's bytes "
+            "each file is written by a single host, because hosts may overwrite each other's bytes "
             f"on {kind}; the largest share is {division.balance:.2f} × the mean"
         )
         return division
@@ -394,7 +394,7 @@ class _Lead:
         assert self._comparison is not None
         self._n_verified = sum(share.figures.written_bytes for share in done)
         if self._n_verified != self._comparison.write_bytes:
-            raise WorkerError("the workers have not compared everything, so nothing was published")
+            raise WorkerError("the workers did not compare all the data, so nothing was published")
 
     def _report(self) -> Report:
         return report_of(

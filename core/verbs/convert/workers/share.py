@@ -217,9 +217,9 @@ class WorkerShare:
         """Build the error about a path that only other hosts have."""
         hosts, rank = self._team.hosts, self._team.rank
         return UsageError(
-            f"worker {rank} on host {hosts[rank]} does not see {label}, "
+            f"worker {rank} on host {hosts[rank]} cannot see {label}, "
             f"unlike worker 0 on host {hosts[0]}",
             file=str(path),
-            hint="all hosts must see the same files under the same paths: "
-            "give paths on a shared file system",
+            hint="use paths on a shared file system, so that all hosts see the same files under "
+            "the same paths",
         )

@@ -227,7 +227,7 @@ def test_elements_that_no_chunk_holds_are_missing() -> None:
             for key, tensor in catalog.tensors.items()
         },
     )
-    with pytest.raises(CorruptError, match="no file holds elements"):
+    with pytest.raises(CorruptError, match="no file contains elements"):
         read_buckets(hollow, plain, parse_facts(catalog.args), RULES, store=store)
 
 

@@ -88,8 +88,8 @@ def test_the_order_is_that_of_the_implementation_that_saved(
     is_proven = saved != (stated or "transformer_engine")
     assert fields_of(unsharded.args).get("transformer_impl") == (saved if is_proven else stated)
     note = (
-        f"transformer_impl is taken to be {saved}; only this explains the order of the optimizer's "
-        "buffers"
+        f"assuming transformer_impl {saved}, the only value that explains the parameter order in "
+        "the optimizer's buffers"
     )
     notes = [text for text in unsharded.notes if "transformer_impl" in text]
     assert notes == [note] * is_proven
@@ -119,7 +119,7 @@ def test_values_that_fit_both_orders_are_refused_unless_one_is_recorded() -> Non
             unsharded = unshard(catalog, rules=RULES, store=store)
             assert fields_of(unsharded.args)["transformer_impl"] == stated
             continue
-        with pytest.raises(UnsupportedError, match="fit two orders of parameters"):
+        with pytest.raises(UnsupportedError, match="fit two parameter orders"):
             unshard(catalog, rules=RULES, store=store)
 
 

@@ -295,7 +295,7 @@ def test_a_host_that_sees_other_directories_is_named(tmp_path: Path) -> None:
     )
     team = PipeTeam(1, 2, [None], None)
     with (
-        pytest.raises(UsageError, match="worker 1 on host host1 does not see") as error,
+        pytest.raises(UsageError, match="worker 1 on host host1 cannot see") as error,
         WorkerShare(order, team, patience_s=0),
     ):
         pass
