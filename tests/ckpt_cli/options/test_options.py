@@ -343,7 +343,7 @@ def test_another_number_of_zero_ranks_is_answered_with_a_command_that_works(
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
-        (["x", "--to", "vLLM"], "use --to hf, as vLLM loads Hugging Face models. Formats"),
+        (["x", "--to", "vLLM"], "use --to hf, as vLLM loads Hugging Face models"),
         (["x", "--to", "tensorrt-llm"], "use --to hf, as tensorrt-llm loads"),
         (["x", "--to", "transformers"], "did you mean hf?"),
         (["x", "--to", "gguf"], "GGUF cannot be written: use --to hf, then run llama.cpp's"),
