@@ -27,7 +27,7 @@ from typer import Argument, Option
 
 from ckpt_cli.options.shared.progress import FORMS
 from ckpt_cli.options.shared.storage import parse_storage_options
-from ckpt_cli.options.shared.values import one_of, parse_size, whole_number
+from ckpt_cli.options.shared.values import one_of, parse_memory, whole_number
 from ckpt_cli.options.typer_command import HELP_ALL, PANELS, given_words
 from core.files.remote_path import RemotePath, is_remote
 from core.files.url import refuse_url
@@ -153,7 +153,7 @@ def memory_option(panel: Panel = ENGINE, *, text: str = "Memory limit.") -> Any:
         text: help text: what the limit is of; the default is added.
     """
     default = "[a quarter of the machine's memory, at least 512MiB]"
-    return panel.option("--memory SIZE", f"{text} {default}", parser=parse_size)
+    return panel.option("--memory SIZE", f"{text} {default}", parser=parse_memory)
 
 
 def report_option(text: str, panel: Panel = OPTIONS) -> Any:

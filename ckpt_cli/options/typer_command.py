@@ -100,7 +100,9 @@ class Group(_Pages, TyperGroup):
         name = args[0].lower().replace("_", "-")
         if name not in self.commands and not name.startswith("-"):
             hint = COMMAND_HINTS.get(name) or did_you_mean(name, self.commands)
-            raise UsageError(f"no such command: {args[0]}", hint=hint or "see ckpt --help")
+            raise UsageError(
+                f"no such command: {args[0] or repr('')}", hint=hint or "see ckpt --help"
+            )
         return super().resolve_command(ctx, args)
 
 

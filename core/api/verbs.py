@@ -24,7 +24,7 @@ from core.verbs.convert.job_options import (
     list_texts,
     parse_file,
     parse_job,
-    parse_size,
+    parse_memory,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _list_locations(paths: AnyPath | Sequence[AnyPath]) -> list[Path]:
 
 def _parse_memory(memory: str | int | None) -> int:
     """Return a memory limit in bytes."""
-    return DEFAULT_MEMORY_BYTES if memory is None else parse_size(memory)
+    return DEFAULT_MEMORY_BYTES if memory is None else parse_memory(memory)
 
 
 @as_verb

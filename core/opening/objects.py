@@ -89,7 +89,13 @@ def load_attributes(catalog: Catalog, store: ReadStore) -> Catalog:
     return turn_into_attributes(replace(part, objects={**catalog.objects, **part.objects}))
 
 
-def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> Checkpoint:
+DROP_ENTRY = "drop the entry with"
+"""Beginning of the remedy for an entry that would run code; ``--exclude KEY`` follows."""
+
+
+def with_objects_loaded(
+    source: Checkpoint, *, exclude: Sequence[str] = (), remedy: str = DROP_ENTRY
+) -> Checkpoint:
     """Load the value of every object that is stored in a stream of its own.
 
     Entries that hold attributes become attributes.
@@ -97,6 +103,7 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
     Args:
         source: the opened source.
         exclude: globs of entries that are dropped later.
+        remedy: beginning of the hint that ends with ``--exclude KEY``.
 
     Raises:
         CheckpointingException: a stream is damaged.
@@ -106,12 +113,16 @@ def with_objects_loaded(source: Checkpoint, *, exclude: Sequence[str] = ()) -> C
 
     with noting_uses() as uses:
         source = replace(source, catalog=loaded(source.catalog, source.store))
-    refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude)
+    refuse_hidden(source.uses | uses, source.store, source.catalog, exclude=exclude, remedy=remedy)
     return replace(source, catalog=turn_into_attributes(source.catalog))
 
 
 def refuse_in_ranks(
-    catalog: Catalog, *, exclude: Sequence[str] = (), carried: Collection[str]
+    catalog: Catalog,
+    *,
+    exclude: Sequence[str] = (),
+    carried: Collection[str],
+    remedy: str = DROP_ENTRY,
 ) -> None:
     """Raise if an object of any rank refers to something dangerous.
 
@@ -121,6 +132,7 @@ def refuse_in_ranks(
         catalog: a source with loaded objects; nothing is done unless it is rank-local.
         exclude: globs of entries that are dropped.
         carried: keys of the objects in the global form, which ``--exclude`` can drop.
+        remedy: as for ``apply_object_policy``.
 
     Raises:
         UnsafeError: an object does; the error has its key without the rank.
@@ -137,7 +149,10 @@ def refuse_in_ranks(
     }
     try:
         apply_object_policy(
-            replace(catalog, objects=objects), keeps_unknown=True, drop_unknown=False
+            replace(catalog, objects=objects),
+            keeps_unknown=True,
+            drop_unknown=False,
+            remedy=remedy,
         )
     except UnsafeError as err:
         if err.key not in carried:
@@ -146,7 +161,12 @@ def refuse_in_ranks(
 
 
 def refuse_hidden(
-    uses: Collection[Use], store: ReadStore, catalog: Catalog, *, exclude: Sequence[str] = ()
+    uses: Collection[Use],
+    store: ReadStore,
+    catalog: Catalog,
+    *,
+    exclude: Sequence[str] = (),
+    remedy: str = DROP_ENTRY,
 ) -> None:
     """Raise if a pickle refers to something dangerous in a place that the catalog does not hold.
 
@@ -159,6 +179,7 @@ def refuse_hidden(
         store: the files of the catalog.
         catalog: the catalog that was read from the pickles, with its objects ``loaded``.
         exclude: patterns of entries that the output omits, with everything inside.
+        remedy: as for ``apply_object_policy``.
 
     Raises:
         UnsafeError: a pickle refers to something dangerous. The error has the name, the file and
@@ -189,7 +210,9 @@ def refuse_hidden(
 
     # Report the first place, or the names that have none because the pickle drops them.
     if remaining or not is_listed:
-        raise _unsafe_place(remaining or [(place, []) for place in places], is_listed=is_listed)
+        raise _unsafe_place(
+            remaining or [(place, []) for place in places], is_listed=is_listed, remedy=remedy
+        )
     if dropped:
         raise UnsafeError(
             f"a pickle calls {min(map(str, dropped))}, which would run code when loaded, and "
@@ -206,13 +229,14 @@ def _are_excluded(keys: Sequence[str], exclude: Sequence[str]) -> bool:
 
 
 def _unsafe_place(
-    places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool
+    places: Sequence[tuple[PickledPlace, Sequence[str]]], *, is_listed: bool, remedy: str
 ) -> UnsafeError:
     """Build the error about the first of several places that refer to something dangerous.
 
     Args:
         places: each place, with the keys of the entries that it belongs to.
         is_listed: these are all the places.
+        remedy: as for ``apply_object_policy``.
     """
     place, keys = places[0]
     message = f"{place.path or 'the root'} refers to {place.name}, which would run code when loaded"
@@ -227,21 +251,24 @@ def _unsafe_place(
         f"--exclude {shlex.quote(key)}"
         for key in dict.fromkeys(entry_keys[0] for _, entry_keys in places if entry_keys)
     )
-    remedy = f"drop the entry with {options}" if options else "save the checkpoint again without it"
+    action = f"{remedy} {options}" if options else "save the checkpoint again without it"
     return UnsafeError(
         message,
         file=place.file,
         key=keys[0] if keys else None,
-        hint=f"{remedy}, and find out who wrote this checkpoint",
+        hint=f"{action}, and find out who wrote this checkpoint",
     )
 
 
-def apply_object_policy(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool) -> Catalog:
+def apply_object_policy(
+    catalog: Catalog, *, keeps_unknown: bool, drop_unknown: bool, remedy: str = DROP_ENTRY
+) -> Catalog:
     """Apply the policy of the module's docstring to a catalog with ``loaded`` objects.
 
     Args:
         keeps_unknown: the target can store unknown classes.
         drop_unknown: drop objects of unknown classes instead of refusing them.
+        remedy: beginning of the hint about a dangerous entry, which ends with ``--exclude KEY``.
 
     Raises:
         UnsafeError: an object refers to something dangerous.
@@ -262,7 +289,7 @@ def apply_object_policy(catalog: Catalog, *, keeps_unknown: bool, drop_unknown: 
                 hint=(
                     "save the checkpoint again without it"
                     if item is common
-                    else f"drop it with --exclude {shlex.quote(item.key)}"
+                    else f"{remedy} --exclude {shlex.quote(item.key)}"
                 )
                 + ", and find out who wrote this checkpoint",
             )

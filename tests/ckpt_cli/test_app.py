@@ -69,6 +69,7 @@ def test_python_m_is_the_same_program() -> None:
         (["reshard", "--tp-nwe", "2"], "did you mean --tp-new?"),
         (["inspect", "a", "--to", "hf"], "it is an option of ckpt convert, reshard"),
         (["frobnicate"], "no such command: frobnicate\n  hint: see ckpt --help"),
+        ([""], "no such command: ''\n  hint: see ckpt --help"),
         (["inspct", "a"], "no such command: inspct\n  hint: did you mean inspect?"),
         (["help", "convrt"], "did you mean convert?"),
         (["ls", "a"], "no such command: ls\n  hint: use ckpt inspect PATH"),
@@ -87,6 +88,10 @@ def test_python_m_is_the_same_program() -> None:
         (
             ["convert", "--tp-new", "0", "--to", "dcp"],
             "invalid value for '--tp-new': '0' is not a whole number ≥ 1",
+        ),
+        (
+            ["validate", "a", "--memory", "10"],
+            "'10' is a memory limit of only 10 bytes\n  hint: add a unit, such as 8GiB",
         ),
         (["convert", "a", "b"], "pass --to with one of: megatron, "),
         (

@@ -21,6 +21,13 @@ def parse_size(text: str) -> int:
     return parse_size(text)
 
 
+def parse_memory(text: str) -> int:
+    """Parse a memory limit such as ``8GiB`` into bytes; raise UsageError if it is none."""
+    from core.verbs.convert.job_options import parse_memory
+
+    return parse_memory(text)
+
+
 def check_format(text: str) -> str:
     """Return the text if it is the name of a format; whether it can be written is decided later.
 

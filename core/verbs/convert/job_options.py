@@ -82,6 +82,8 @@ _UNITS = {
     "gi": 2**30,
     "ti": 2**40,
 }
+_LEAST_MEMORY_BYTES = 1 << 20
+"""A lower memory limit, which nothing could run in, lacks its unit."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
 
 
@@ -136,7 +138,7 @@ def parse_job(
             source=source_sizes,
         )
     if "memory" in given:
-        given["memory_bytes"] = parse_size(given.pop("memory"))
+        given["memory_bytes"] = parse_memory(given.pop("memory"))
     values = {name: PARSERS[name](given[name]) for name in given.keys() & PARSERS.keys()}
     return Job(src=src, dst=dst, topology=topology, is_reshard=is_reshard, **(given | values))
 
@@ -241,6 +243,21 @@ def parse_file(path: str | os.PathLike[str], *, option: str) -> Path:
             f"{option}: file not found", file=str(path), hint="check the spelling of the path"
         )
     return file_path
+
+
+def parse_memory(size: str | int) -> int:
+    """Parse a memory limit such as ``8GiB`` into bytes.
+
+    Raises:
+        UsageError: not a size, or so small that a unit is probably missing.
+    """
+    n_bytes = parse_size(size)
+    if n_bytes < _LEAST_MEMORY_BYTES:
+        raise UsageError(
+            f"{size!r} is a memory limit of only {n_bytes:,} bytes",
+            hint="add a unit, such as 8GiB or 512MiB",
+        )
+    return n_bytes
 
 
 def parse_size(size: str | int) -> int:

@@ -190,8 +190,9 @@ def fold_adapter(
     folded = record_replaced(replace(catalog, tensors=tensors), base.catalog, replaced)
     if config is not None and edited != config:
         folded = with_config(folded, edited)
+    n_weights = n_text(len(adaptations), "weight")
     texts = [
-        f"LoRA adapter {adapter.label} folded into {len(adaptations)} weights of {base.label}",
+        f"LoRA adapter {adapter.label} folded into {n_weights} of {base.label}",
         origin_note(base),
         *notes,
     ]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from core.engine.catalog.catalog import Catalog
 from core.engine.catalog.facets import HuggingFaceModel
-from core.errors import UnsafeError, UnsupportedError, in_checkpoint
+from core.errors import UnsupportedError, in_checkpoint
 from core.files.source_store import JoinedStore, join_stores, joined_prefix
 from core.hf.names import is_hf
 from core.hf.tensors.spelling import name_like
@@ -70,15 +69,11 @@ def _with_safe_objects(other: Checkpoint) -> Checkpoint:
 
     ``--exclude`` is for the result, so the entry has to be dropped before the merge.
     """
-    try:
-        with naming_code_first(other.store, catalog=other.catalog, uses=other.uses):
-            other = with_objects_loaded(other)
-        refuse_in_ranks(other.catalog, carried=())
-        apply_object_policy(other.catalog, keeps_unknown=True, drop_unknown=False)
-    except UnsafeError as err:
-        command = "merge a copy without it: ckpt convert SRC DST --exclude"
-        err.hint = re.sub("drop (it|the entry) with --exclude", command, err.hint or "")
-        raise
+    remedy = "merge a copy without it: ckpt convert SRC DST"
+    with naming_code_first(other.store, catalog=other.catalog, uses=other.uses):
+        other = with_objects_loaded(other, remedy=remedy)
+    refuse_in_ranks(other.catalog, carried=(), remedy=remedy)
+    apply_object_policy(other.catalog, keeps_unknown=True, drop_unknown=False, remedy=remedy)
     return other
 
 

@@ -106,6 +106,11 @@ def test_classes_of_unknown_modules_are_a_warning_each_once(tmp_path: Path) -> N
     assert finding.found.endswith(".Own")
 
 
+def test_programs_in_a_directory_that_is_no_checkpoint_are_not_reported(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("export A=1")
+    assert list_findings(tmp_path, "CK603") == []
+
+
 def test_programs_and_odd_names_are_warnings(tmp_path: Path) -> None:
     saved(tmp_path / "checkpoint.pt", {"w": torch.zeros(2)})
     (tmp_path / "libhelper.so").write_bytes(b"\x7fELF")

@@ -210,6 +210,21 @@ def test_names_of_the_modules_of_peft_mean_the_same(
         assert_same_bits(result[name], tensor, name)
 
 
+def test_a_single_weight_is_noted_in_the_singular(adapters: Path, tmp_path: Path) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(adapters / "llama/adapter", adapter)
+
+    def keep_one(tensors: dict[str, torch.Tensor]) -> None:
+        (module, *_) = (name.partition(".lora_A")[0] for name in tensors if ".lora_A" in name)
+        for name in [name for name in tensors if not name.startswith(f"{module}.")]:
+            del tensors[name]
+
+    _rewritten(keep_one)(adapter)
+    merge = Merge(method="lora", others=(adapter,))
+    job = Job(src=adapters / "llama/base", dst=tmp_path / "out", merge=merge, fsync=False)
+    assert any(" folded into 1 weight of " in note for note in run(job).notes)
+
+
 def test_two_adapters_in_one_file_are_refused_by_name(adapters: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(adapters / "llama/adapter", adapter)

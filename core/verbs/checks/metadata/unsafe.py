@@ -214,7 +214,8 @@ def _object_streams(subject: Subject) -> Iterator[tuple[str, int, int, str | Non
 def check_file_names(subject: Subject) -> Iterator[Finding]:
     """Report executables (CK603) and names that could mislead on a terminal (CK605)."""
     for name in (*subject.files, *subject.tree.irregular):
-        if _PROGRAM.search(name):
+        # A directory that is no checkpoint has programs of its own.
+        if subject.format is not None and _PROGRAM.search(name):
             yield PROGRAM.finding(
                 "the file is executable code, which no checkpoint needs", file=name
             )
