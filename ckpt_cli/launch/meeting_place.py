@@ -30,8 +30,8 @@ _READ_S = 20
 """Time limit of one request to the rendezvous, in seconds: three times that after which torch
 counts a host as lost."""
 _C10D_PORT, _STATIC_PORT = 29400, 29500
-_ETCD = ("etcd", "etcd-v2")
 _OTHER_PORT = "choose a different port and use it on all hosts"
+_ETCD = ("etcd", "etcd-v2")
 """Backends that need a server, which must already listen at the endpoint."""
 _PROBE_S = 10
 """Seconds that a listening program may take to answer as a rendezvous does."""

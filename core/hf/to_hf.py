@@ -255,16 +255,19 @@ def _config_document(
         tie = {name: origin.config[name] for name in (TIE,) if name in origin.config}
         values = head.edit_config({**values, **tie})
     source = "the one passed with --config" if origin.is_passed else "the model's original file"
-    note = f"{CONFIG} is {source}"
     if values == origin.config:
-        return origin.text, note
+        return origin.text, f"{CONFIG} is {source}"
+    if origin.model_type not in (family.model_type, *family.aliases):
+        note = f"{CONFIG} was created from the training arguments"
+        return document(values), f"{note}, with further values from {source}"
     changed = [
         name
         for name in sorted(values.keys() | origin.config.keys())
-        if values.get(name) != origin.config.get(name)
+        if values.get(name, ...) != origin.config.get(name, ...)
     ]
-    cause = "training arguments" if restored else "value head"
-    return document(values), f"{note}, except for values from the {cause}: {some_of(changed)}"
+    causes = ["the training arguments"] * (restored is not None) + ["the value head"] * bool(head)
+    note = f"{CONFIG} is {source}, except for values from {' and '.join(causes)}"
+    return document(values), f"{note}: {some_of(changed)}"
 
 
 def _true_vocab_size(catalog: Catalog) -> int:

@@ -525,7 +525,7 @@ def test_a_publication_whose_answer_is_lost_is_finished_by_the_next_run(
     )
     monkeypatch.setattr("core.files.multipart.s3_client._N_ATTEMPTS", 3)
     assert run(*words) == 6
-    assert "the same command then finishes" in capsys.readouterr().err
+    assert "run the same command again to finish the publication" in capsys.readouterr().err
     store.set_rules()
     assert run(*words) == 0
     assert without_manifest(contents(store, "out")) == without_manifest(contents(store, "whole"))

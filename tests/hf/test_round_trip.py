@@ -86,6 +86,25 @@ def test_the_configuration_of_another_model_is_refused(
         to_hf(middle, config=json.dumps(config_of(folder) | changes).encode())
 
 
+def test_a_key_that_only_one_configuration_has_is_named(tmp_path: Path) -> None:
+    folder = saved("mistral", tmp_path / "model")
+    _, source = catalog_of(folder)
+    config = config_of(folder) | {"sliding_window": None}
+    middle = _as_megatron_saves_it(to_megatron(source, config))
+    del config["sliding_window"]  # transformers' default is a window
+    result = to_hf(middle, config=json.dumps(config).encode())
+    assert json.loads(result.documents["config.json"])["sliding_window"] is None
+    assert any("except for values from the training arguments: " in n for n in result.notes)
+
+
+def test_sizes_that_no_tensor_has_are_those_of_the_arguments(tmp_path: Path) -> None:
+    folder = saved("qwen3_moe", tmp_path / "model")
+    _, source = catalog_of(folder)
+    middle = _as_megatron_saves_it(to_megatron(source, config_of(folder)))
+    config = config_of(folder) | {"intermediate_size": 8}
+    assert to_hf(middle, config=json.dumps(config).encode()).tensors.keys() == source.tensors.keys()
+
+
 @pytest.mark.parametrize("name", every_third(FAMILIES, start=1))
 def test_the_arguments_alone_describe_a_configuration_of_the_same_model(
     name: str, tmp_path: Path

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 
 from core.errors import UnsupportedError
 from core.files.json_object import parse_json_object
 from core.hf.config_json.config import build_arguments, build_config
 from core.hf.family import Family
+from core.hf.name_tables import pairs_of
 from core.hf.traits import Model, model_of
 from core.hf.values import ARGUMENT, CONFIG
 from core.pickle.fields import FieldReader, text_or_none
@@ -39,9 +41,11 @@ _SIZES = (
     "hidden_size", "num_layers", "num_attention_heads", "num_query_groups", "kv_channels",
     "ffn_hidden_size", "num_experts", "moe_ffn_hidden_size",
 )  # fmt: skip
-"""Megatron's arguments for the sizes of weights other than the vocabulary."""
+"""Megatron's arguments for sizes, which the error about a different model names."""
 _OTHER_SIZES = {"num_key_value_heads", "head_dim"}
 """Names of sizes in ``config.json`` that the families' tables do not list."""
+_RESIZED = ("vocab", "positions")
+"""Sizes that training may change."""
 _PER_FAMILY = ("architectures", "model_type", "auto_map", "transformers_version")
 
 
@@ -141,26 +145,54 @@ def restore(
     )
     n_rows = args["vocab_size"]
     assert isinstance(n_rows, int)
-    before = build_config(
-        args, family, model_of(args, n_rows=n_rows, n_tensors=1 << 40), dtype=dtype
-    )
-    names = before.keys() | now.keys()
-    changed = {name for name in names if before.get(name) != now.get(name)}
-    if not changed:
+    described = model_of(args, n_rows=n_rows, n_tensors=1 << 40)
+    before = build_config(args, family, described, dtype=dtype)
+    if origin.is_passed:
+        _refuse_different_model(family, described, model, before, now)
+    if before == now:
         return None
-    sizes = {name for argument in _SIZES for name in family.config.get(argument, ())}
-    differing = sorted(changed & (sizes | _OTHER_SIZES))
-    if origin.is_passed and differing:
-        differences = [
-            f"{name} is {before.get(name)!r} there and {now.get(name)!r} in the checkpoint"
-            for name in differing
-        ]
-        raise UnsupportedError(
-            f"the {CONFIG} passed with --config describes a different model: "
-            f"{', '.join(differences)}",
-            hint=PASS_THIS_MODEL,
-        )
     return _updated(origin.config, before, now)
+
+
+def _refuse_different_model(
+    family: Family,
+    described: Model,
+    model: Model,
+    before: Mapping[str, object],
+    now: Mapping[str, object],
+) -> None:
+    """Raise unless the tensors of two models have the same shapes.
+
+    Only tensors that both have are compared, and not their rows of vocabulary and positions: the
+    training arguments decide on those.
+
+    Args:
+        described, before: the model of the ``config.json`` that was passed, and what its arguments
+            express of it.
+        model, now: the model in the checkpoint, likewise.
+    """
+    resized = {name: model.sizes[name] for name in _RESIZED if name in model.sizes}
+    described = replace(described, sizes={**described.sizes, **resized})
+    shape_of = {pair.names[0]: pair.shape for pair in pairs_of(family, model)}
+    differing = [
+        f"{pair.names[0]} has shape {pair.shape} there and {shape_of[pair.names[0]]} in the "
+        "checkpoint"
+        for pair in pairs_of(family, described)
+        if pair.shape != shape_of.get(pair.names[0], pair.shape)
+    ]
+    if not differing and described.n_layers == model.n_layers:
+        return
+    sizes = {name for argument in _SIZES for name in family.config.get(argument, ())}
+    named = [
+        f"{name} is {before.get(name)!r} there and {now.get(name)!r} in the checkpoint"
+        for name in sorted(sizes | _OTHER_SIZES)
+        if before.get(name) != now.get(name)
+    ]
+    raise UnsupportedError(
+        f"the {CONFIG} passed with --config describes a different model: "
+        f"{', '.join(named or differing[:1])}",
+        hint=PASS_THIS_MODEL,
+    )
 
 
 def _updated(

@@ -96,7 +96,9 @@ class Merge:
             raise UsageError(
                 f"--weights sum to {total:.6g} instead of 1, so the merged weights would be "
                 "scaled by that factor",
-                hint=None if scaled is None else f"to normalize the weights, pass {scaled}",
+                hint=None
+                if scaled is None
+                else f"to normalize the weights, pass --weights {scaled}",
             )
 
     def describe(self, paths: Sequence[str]) -> str:

@@ -58,6 +58,11 @@ def test_the_parts_of_a_compound_word_weigh_less_than_the_word_itself() -> None:
     assert [match.section.heading for match in matches] == ["One"]
 
 
+def test_a_part_whose_stem_is_shorter_than_in_the_compound_is_no_error() -> None:
+    (section,) = split_sections("pets", "# Layer-wise layer_wise sleep\n")
+    assert rank_sections([section], "layer-wise sleep")
+
+
 def test_synonyms_are_found_and_count_less_than_the_word() -> None:
     text = "# A\n\n## One\n\nmany ranks\n\n## Two\n\nmany gpus\n\n## Three\n\nnothing\n"
     matches = rank_sections(split_sections("a", text), "gpus")

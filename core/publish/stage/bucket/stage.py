@@ -67,7 +67,7 @@ _MAX_THREADS = 8
 """Largest number of parts in flight, unless memory allows only fewer."""
 _MEMORY_SHARE = 8
 """The parts in flight may take this fraction of the memory limit."""
-_RUN_AGAIN = "the same command then finishes what the store has done of this publication"
+_RUN_AGAIN = "run the same command again to finish the publication"
 _CLIENT_BYTES = 40 << 20
 """Memory of the clients, measured: RSS of a conversion to S3, less parts and a local one's RSS."""
 
@@ -496,7 +496,7 @@ class BucketStage(DestinationStage):
             except UnansweredError as err:
                 self._state.is_uncertain = True
                 if self._client.takes_any_order:
-                    err.hint = f"{err.hint}; {_RUN_AGAIN}" if err.hint else _RUN_AGAIN
+                    err.hint = _RUN_AGAIN
                 raise
             except BaseException as err:
                 self._state.is_uncertain |= is_ending() or isinstance(err, KeyboardInterrupt)
