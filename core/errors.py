@@ -14,6 +14,7 @@ The tree (exit codes are the command line's)::
     ├── UnsafeError                     5   refused: names outside the directory, hostile pickles, …
     ├── StorageError                    6   the operating system refused to read or write
     │   ├── AccessDeniedError           6   an object store does not let these credentials do it
+    │   ├── UnansweredError             6   an object store failed, and may have written it or not
     │   └── SourceChangedError          6   a source file changed while it was read
     ├── CapacityError                   7   does not fit in memory or on the disk
     └── WorkerError                     8   a worker process failed

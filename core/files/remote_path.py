@@ -162,7 +162,7 @@ def location_of(path: str | PathLike[str]) -> Path:
                 "a web server's URL must not contain a "
                 f"{'password' if has_password else 'query string'}",
                 file=f"{scheme}://{host.rpartition('@')[2]}{slash}{name}",
-                hint=f"a secret in a URL would appear in messages; use {WRITABLE_STORES} with "
+                hint=f"credentials in a URL would appear in messages; use {WRITABLE_STORES} with "
                 "credentials in the "
                 "environment, or download the file",
             )

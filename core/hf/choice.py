@@ -195,8 +195,8 @@ def _hint_to_choose(fields: Mapping[str, object], features: frozenset[str]) -> s
     fitting = [family.model_type for family in list_fitting_families(fields, features)]
     if fitting:
         return (
-            f"the arguments fit these families: {', '.join(fitting)}; omit --names hf:TYPE to let "
-            f"ckpt choose, or specify the right one, for example --names hf:{fitting[0]}"
+            f"the arguments fit these families: {', '.join(fitting)}; specify the right one, for "
+            f"example --names hf:{fitting[0]}, or omit the type (--names hf) to have it detected"
         )
     return "describe the model's family in a file, and pass it with --family FILE.toml"
 

@@ -85,7 +85,7 @@ def test_wrong_arguments(golden: Path, tmp_path: Path) -> None:
         ),
         (
             lambda run: core.merge([run, run], run / "out", average=True, scale=2.0),
-            "scale has no effect: only add_delta is scaled",
+            "scale has no effect: it applies only to add_delta",
         ),
     ],
 )

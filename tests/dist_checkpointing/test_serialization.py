@@ -362,7 +362,7 @@ def test_a_training_root_is_named_with_the_iteration_in_it(tmp_path):
 def test_a_save_that_did_not_finish_is_no_checkpoint(tmp_path):
     request = save({"w": part_of("w", (4,))}, tmp_path, async_sharded_save=True)
     with pytest.raises(
-        MissingShardError, match=r"the save into this directory did not finish.*\.ckpt-stage"
+        MissingShardError, match=r"the save to this directory has not finished.*\.ckpt-stage"
     ):
         load({}, tmp_path)
     request.execute_sync()
@@ -750,7 +750,7 @@ def test_a_coordinator_that_is_killed_leaves_a_hidden_stage_that_the_next_save_r
     with pytest.raises(AssertionError, match="lost contact with another rank"):
         run_ranks(2, _coordinator_killed, str(tmp_path))
     assert os.listdir(tmp_path) == [STAGE] and not check_is_distributed_checkpoint(tmp_path)
-    with pytest.raises(MissingShardError, match="did not finish"):
+    with pytest.raises(MissingShardError, match="has not finished"):
         load({}, tmp_path)
     save({"w": part_of("w", (8,))}, tmp_path)
     assert check_is_distributed_checkpoint(tmp_path) and STAGE not in os.listdir(tmp_path)

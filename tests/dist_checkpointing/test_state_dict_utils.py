@@ -98,7 +98,7 @@ def test_shards_that_do_not_fit_are_refused_if_that_is_asked_for():
 
 def test_a_save_looks_at_shards_without_a_grid_too():
     part = ShardedTensor("u", torch.zeros(3), torch.float32, (3,), (5,), (0,), None)
-    with pytest.raises(UsageError, match="holds 2 of 5 elements"):
+    with pytest.raises(UsageError, match="holds 2 of the 5 elements"):
         save_preprocess({"u": part})
 
 

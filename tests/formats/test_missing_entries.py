@@ -135,7 +135,9 @@ def test_entry_without_data_is_refused_and_left_out_on_request(
 
     for path, to in ((source, tmp_path / "a.pt"), (original, tmp_path / "b.pt")):
         report = run(Job(src=path, dst=to, to="torch", drop_missing=path is source))
-        assert any(f"without data: {key}" in note for note in report.notes) == (path is source)
+        assert any(f"but no file contains: {key}" in note for note in report.notes) == (
+            path is source
+        )
     assert diff(DiffJob(a=tmp_path / "a.pt", b=tmp_path / "b.pt")).same
 
 

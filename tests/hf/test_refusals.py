@@ -444,7 +444,7 @@ ARGUMENTS: dict[str, tuple[str, dict[str, object], type[CheckpointingException],
         "mixtral",
         {"moe_layer_freq": [1]},
         CorruptError,
-        "moe_layer_freq is .1., not 3 times 0 or 1",
+        "moe_layer_freq is .1., not a list of 3 items, each 0 or 1",
     ),
     "dense layers after MoE layers": (
         "deepseek_v3",
@@ -557,8 +557,8 @@ def test_only_a_configuration_and_names_that_are_not_megatrons_make_hugging_face
             ["shared", "full", "full"],
             "must be the first layers and then layers at regular intervals",
         ),
-        (["full", "shared"], "not 3 times full or shared"),
-        (["full", "shared", "some"], "not 3 times full or shared"),
+        (["full", "shared"], "not a list of 3 items, each full or shared"),
+        (["full", "shared", "some"], "not a list of 3 items, each full or shared"),
     ],
 )
 def test_layers_without_an_indexer_that_megatron_does_not_have_are_refused(

@@ -127,7 +127,7 @@ def test_models_of_two_versions_are_merged_and_compared(tmp_path: Path) -> None:
     ("name", "hint"),
     [
         ("base_model.model.model.layers.7.up_proj", "is this the adapter's base model, 'the/base'"),
-        ("base_model.model.model.layers.0.up_proj", "merge it with peft"),
+        ("base_model.model.model.layers.0.up_proj", "merge the adapter with peft"),
     ],
 )
 def test_only_an_adapter_none_of_whose_names_fit_is_called_one_of_another_base(

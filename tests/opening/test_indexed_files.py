@@ -231,7 +231,7 @@ def test_metadata_only_links_every_file_that_the_index_names(
 def test_folder_of_data_files_leads_to_its_index(moved: tuple[Path, list[str]]) -> None:
     folder, files = moved
     for place in (folder / files[0], (folder / files[0]).parent):
-        with pytest.raises(MissingShardError, match="above it") as error:
+        with pytest.raises(MissingShardError, match="is not in this directory; it is in") as error:
             open_checkpoint(place)
         assert error.value.hint == f"pass {folder}"
 

@@ -125,11 +125,11 @@ def test_a_glob_that_matches_nothing_is_answered_with_those_of_model_and_optimiz
     [
         (
             "mcore_legacy/dense_gqa/tp2_pp2",
-            "the model is 'decoder.*' and 'embedding.*' and 'output_layer.*'; list",
+            "'decoder.*' and 'embedding.*' and 'output_layer.*' match the model; list",
         ),
         (
             "mcore_torch_dist/dense_gqa/tp2_pp2_optim",
-            "the optimizer is 'optimizer.state.*'; list",
+            "'optimizer.state.*' matches the optimizer; list",
         ),
     ],
 )

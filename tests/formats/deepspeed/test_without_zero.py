@@ -152,7 +152,7 @@ def test_an_unreadable_optimizer_does_not_block_weights_alone(
         run(Job(src=folder, dst=tmp_path / "all", to="dcp"))
     report = run(Job(src=folder, dst=tmp_path / "w.pt", to="torch", optim="drop"))
     (note,) = [note for note in report.notes if "the optimizer cannot be read" in note]
-    assert "zero_pp_rank_1" in note and "in their precision" in note
+    assert "zero_pp_rank_1" in note and "in those files' precision" in note
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     for name, tensor in torch.load(folder / MODEL, weights_only=False)["module"].items():
         assert torch.equal(weights[name], tensor) and weights[name].dtype == tensor.dtype

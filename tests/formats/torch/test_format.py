@@ -325,7 +325,7 @@ UNSUPPORTED: dict[str, tuple[Callable[[], object], str]] = {
     "subclass": (lambda: torch.ones(3).as_subclass(Subclass), "tensor of the class .*Subclass"),
     "expanded": (lambda: torch.ones(1).expand(1 << 40), "view expanded to more than 4 GiB"),
     "parameter": (lambda: torch.nn.Parameter(torch.empty(3, device="meta")), "meta tensor"),
-    "storage": (bare_storage, "bare torch storage"),
+    "storage": (bare_storage, "cannot copy a bare storage"),
 }
 
 

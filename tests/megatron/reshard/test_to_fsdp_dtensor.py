@@ -145,7 +145,7 @@ def test_a_hugging_face_model_is_written_with_its_halves(golden: Path, tmp_path:
     [
         ("dense_dp2", {"topology": TopologyChange(pp=2)}, UsageError, "--pp-new has no effect"),
         ("dense_dp2", {"stack_layers": True}, UsageError, "--stack-layers"),
-        ("dense_dp2", {"names": "hf:llama"}, UsageError, "contradict"),
+        ("dense_dp2", {"names": "hf:llama"}, UsageError, "cannot be combined"),
         ("dense_dp2", {"rng": "keep"}, UsageError, "random states"),
         ("experts", {"experts": "grouped"}, UnsupportedError, "GroupedMLP"),
     ],
