@@ -223,9 +223,7 @@ def test_a_nested_state_is_flattened_by_its_paths():
         "a.plain": ("a", "plain"),
         "n": ("n",),
     }
-    with pytest.raises(
-        ValueError, match="have the same flattened name: 'a.b'"
-    ):
+    with pytest.raises(ValueError, match="have the same flattened name: 'a.b'"):
         flatten_state_dict({"a": {"b": 1}, "a.b": 2})
 
 
