@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from core.errors import UnsupportedError
-from core.hf.config_json.origin import PASS_THIS_MODEL
+from core.hf.config_json.origin import PASS_THIS_MODEL, ConfigOrigin
 from core.hf.family import Family, families, family_called
 from core.hf.traits import FEATURES
 from core.hf.values import CONFIG
@@ -104,7 +104,7 @@ def choose_family(
     features: frozenset[str],
     *,
     requested: str | Family | None,
-    origin: str | None,
+    origin: ConfigOrigin | None,
 ) -> Family:
     """Return the family of a model.
 
@@ -112,11 +112,13 @@ def choose_family(
         fields: training arguments by name.
         features: features of the model (``core.hf.traits``).
         requested: the family that the user wants, by its model type or as a table; or None.
-        origin: model type that the model had before it was converted to Megatron; or None.
+        origin: the ``config.json`` that the model had before it was converted to Megatron, or that
+            the user passed; or None.
 
     Raises:
         UnsupportedError: no family, or not the requested one, has such models; the message names
-            the arguments. Or several families have.
+            the arguments. Or several families have. Or the user passed the ``config.json`` of a
+            model of another family.
         UsageError: the requested family is unknown.
     """
     if requested is not None:
@@ -130,11 +132,12 @@ def choose_family(
             )
         return family
 
+    model_type = None if origin is None else origin.model_type
     fits = sorted(
         ((family, _misfits_of(family, fields, features)) for family in families().values()),
         key=lambda fit: (
             len(fit[1]),
-            origin not in (fit[0].model_type, *fit[0].aliases),
+            model_type not in (fit[0].model_type, *fit[0].aliases),
             not fit[0].is_detected,
             len(fit[0].settings),
         ),
@@ -142,16 +145,24 @@ def choose_family(
     type_names = {
         name for family in families().values() for name in (family.model_type, *family.aliases)
     }
-    if origin is not None and origin not in type_names:
+    if model_type is not None and model_type not in type_names:
         raise UnsupportedError(
-            f"the model's {CONFIG} has the type {origin[:80]!r}, which is not a supported family",
+            f"the model's {CONFIG} has the type {model_type[:80]!r}, which is not a supported "
+            "family",
             hint="describe the family in a file and pass it with --family FILE.toml, or specify a "
             "supported family with --names hf:MODEL_TYPE",
         )
     candidates = [family for family, misfits in fits if not misfits]
     for family in candidates:
-        if origin is not None and origin in (family.model_type, *family.aliases):
+        if model_type in (family.model_type, *family.aliases):
             return family
+    if origin is not None and origin.is_passed and model_type is not None:
+        misfits = _misfits_of(family_called(model_type), fields, features)
+        raise UnsupportedError(
+            f"the {CONFIG} passed with --config describes a {model_type} model, but in the "
+            f"checkpoint {' and '.join(misfits)}",
+            hint=PASS_THIS_MODEL,
+        )
     if not candidates:
         raise _no_family(fits)
     # Of the families that are recognized by their arguments, take the plainest.
@@ -165,29 +176,6 @@ def choose_family(
             hint=f"specify the family, for example --names hf:{names[0]}",
         )
     return plainest[0]
-
-
-def check_passed_family(
-    origin: str | None, family: Family, fields: Mapping[str, object], features: frozenset[str]
-) -> None:
-    """Raise if a ``config.json`` that the user passed is of a family that the model cannot be of.
-
-    Args:
-        origin: the model type in that ``config.json``.
-        family: the family that was chosen.
-        fields, features: as for ``choose_family``.
-
-    Raises:
-        UnsupportedError: the types differ; the message names the arguments that do not fit.
-    """
-    if origin is None or origin in (family.model_type, *family.aliases):
-        return
-    misfits = _misfits_of(family_called(origin), fields, features)
-    raise UnsupportedError(
-        f"the {CONFIG} passed with --config describes a {origin} model, but in the checkpoint "
-        f"{' and '.join(misfits)}",
-        hint=PASS_THIS_MODEL,
-    )
 
 
 def _hint_to_choose(fields: Mapping[str, object], features: frozenset[str]) -> str:

@@ -18,7 +18,7 @@ from core.engine.catalog.key_patterns import natural_order, some_of
 from core.engine.catalog.optimizer_keys import NOT_IN_HF, is_optimizer_key
 from core.engine.catalog.tensor import Tensor
 from core.errors import CorruptError, MissingShardError, UnsupportedError
-from core.hf.choice import check_passed_family, choose_family, list_fitting_families
+from core.hf.choice import choose_family, list_fitting_families
 from core.hf.config_json.config import build_config, document
 from core.hf.config_json.origin import ConfigOrigin, origin_of, parse_origin, restore
 from core.hf.config_json.rope import list_unsaid_rope
@@ -85,10 +85,8 @@ def to_hf(
         fields,
         model.features,
         requested=requested,
-        origin=None if origin is None else origin.model_type,
+        origin=origin,
     )
-    if requested is None and origin is not None and origin.is_passed:
-        check_passed_family(origin.model_type, family, fields, model.features)
     classified = family
     if towers is not None:  # no class of transformers has towers and such a head
         classified = replace(family, model_type=towers.model.model_type, classifiers=())
@@ -172,7 +170,7 @@ def weights_of(catalog: Catalog) -> Mapping[str, Pair]:
         fields,
         model.features,
         requested=None,
-        origin=None if origin is None else origin.model_type,
+        origin=origin,
     )
     head = choose_value_head(weights, family, None if origin is None else origin.config)
     return _pairs_by_name(family if head is None else head.add_to(family), model, weights)

@@ -209,8 +209,7 @@ class Catalog(Generic[ArrayT_co]):
         if array is None or array.shape != self.tensor(key).shape:
             raise UnsupportedError(
                 f"{self.format} stores each tensor as a single array, but this tensor is split "
-                "into "
-                "several arrays",
+                "into several arrays",
                 key=key,
             )
         return array

@@ -241,8 +241,7 @@ def cut_parameters(groups: Sequence[Shapes], sizes: Sequence[Sequence[int]]) -> 
         if list(rank_sizes) != list(sizes[0]):
             raise CorruptError(
                 f"rank {rank}'s flat groups have {list_some(rank_sizes)} elements, but rank 0's "
-                "have "
-                f"{list_some(sizes[0])}",
+                f"have {list_some(sizes[0])}",
                 hint=MIXED_STEPS_HINT,
             )
     # Concatenate the parts of the parameters of all groups.

@@ -370,8 +370,7 @@ def _check_slices(cut: CutGroups, optim: Sequence[OptimStates]) -> None:
     for rank, group, name in expected:
         raise optim[rank].state.mismatch(
             "param_slice_mappings does not list the parameter, which is in this rank's part of "
-            "group "
-            f"{group}",
+            f"group {group}",
             key=name,
         )
 

@@ -125,8 +125,7 @@ def unlisted_weights(
     if names:
         notes.append(
             "parameters in no optimizer group were read from the model file in their own "
-            "precision: "
-            f"{some_of(names)} (zero_to_fp32 omits them)"
+            f"precision: {some_of(names)} (zero_to_fp32 omits them)"
         )
     tensors = {name: whole_tensor(model.module[name]) for name in names}
     return tensors, notes, dropped_each(lost, "ZeRO-3 does not store the parameter's parts")

@@ -137,6 +137,5 @@ def describe_unread_single(single: str, index: str) -> str:
     """Return the note on a file with all tensors beside an index whose shards are complete."""
     return (
         f"{single} was not read, because {index} does not list it, but transformers loads it "
-        "instead "
-        f"of the shards; to read {single}, pass that file itself"
+        f"instead of the shards; to read {single}, pass that file itself"
     )

@@ -220,8 +220,7 @@ def _parse_entry(name: str, fields: Fields, file: str) -> _HeaderEntry:
     if n_bytes != offsets[1] - offsets[0]:
         raise CorruptError(
             f"the {dtype.safetensors} tensor of shape {_short_shape(shape)} needs {n_bytes} "
-            "bytes, but "
-            f"data_offsets {list(offsets)} span {offsets[1] - offsets[0]} bytes",
+            f"bytes, but data_offsets {list(offsets)} span {offsets[1] - offsets[0]} bytes",
             file=file,
             key=name,
         )

@@ -28,7 +28,7 @@ from core.hf.adapters.linear import (
     module_of,
 )
 from core.hf.adapters.peft import PREFIX, check_config, parse_config
-from core.hf.choice import check_passed_family, choose_family
+from core.hf.choice import choose_family
 from core.hf.config_json.origin import origin_of, parse_origin
 from core.hf.family import Family
 from core.hf.name_tables import Pair
@@ -71,15 +71,12 @@ def adapter_to_peft(
     origin = (
         origin_of(fields) if config is None else parse_origin(config, file=CONFIG, is_passed=True)
     )
-    requested = family or model_type
     family = choose_family(
         fields,
         model.features,
-        requested=requested,
-        origin=None if origin is None else origin.model_type,
+        requested=family or model_type,
+        origin=origin,
     )
-    if requested is None and origin is not None and origin.is_passed:
-        check_passed_family(origin.model_type, family, fields, model.features)
 
     # Take the adapters apart, layer by layer; none may be left over.
     weights = weights_in(catalog)

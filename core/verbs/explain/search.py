@@ -169,9 +169,10 @@ def rank_sections(
         for word, spellings in spellings_of.items()
     }
     compounds = [word for word in spellings_of if "_" in word and n_with[word]]
-    for part in {part for word in compounds for part in list_words(word)} - {*compounds}:
-        if part in weight_of:  # stemmed twice, it may be no word of the question
-            weight_of[part] *= _PART_WEIGHT
+    # A part that is stemmed a second time may be no word of the question.
+    parts_of_compounds = {part for word in compounds for part in list_words(word)} - {*compounds}
+    for part in parts_of_compounds & weight_of.keys():
+        weight_of[part] *= _PART_WEIGHT
     total = sum(weight_of.values())
     lengths = [sum(n for word, n in count.items() if "_" not in word) for count in counts]
     mean = sum(lengths) / max(1, len(lengths))

@@ -167,8 +167,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         if pair is not None and pair[0] in MASTERS | MOMENTS and pair[1] in target.tensors:
             raise UnsupportedError(
                 "optimizer states with Megatron's names cannot be stored in a universal "
-                "checkpoint, "
-                "because DeepSpeed does not train models with these names",
+                "checkpoint, because DeepSpeed does not train models with these names",
                 key=key,
                 hint="convert the tensors to Hugging Face's names with --names hf, or drop the "
                 "optimizer with --no-optim",
@@ -206,8 +205,7 @@ def _parameters(target: TargetCatalog) -> dict[str, _ParameterFiles]:
         if state_key is None:
             hint = (
                 "rename the tensor to optimizer.state.<parameter>.<state> with --rename, skip "
-                "it with "
-                "--exclude, or drop the optimizer with --no-optim"
+                "it with --exclude, or drop the optimizer with --no-optim"
             )
             # Many scripts save a model under a key of its own, and the optimizer beside it.
             for prefix in sorted({name.partition(".")[0] + "." for name in parameters}):
